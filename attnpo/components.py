@@ -1,0 +1,237 @@
+"""Reading of configuration values against type hints; ``attnpo.config`` is its front.
+
+A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
+which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
+once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
+length. Functions and other classes are checked against their signature, and called only when building.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+
+def user_error(text: str) -> Exception:
+    """A UserError. attnpo.schema brings torch (seconds): imported when there is something to report, not before."""
+    from attnpo.schema import UserError
+
+    return UserError(text)
+
+
+def is_user_error(error: Exception) -> bool:
+    """Whether ``error`` is a UserError, without importing torch to find out."""
+    schema = sys.modules.get("attnpo.schema")
+    return schema is not None and isinstance(error, schema.UserError)
+
+
+ABSENT = object()  # stands for a value that is missing, was refused, or is built later
+MISSING = "???"  # OmegaConf's mark of a value that the user must give
+_ACCEPTED: dict[Any, tuple[type, ...]] = {
+    int: (int,),
+    float: (float, int),
+    bool: (bool,),
+    str: (str, int, float),
+    Path: (str,),
+}
+
+
+def join(path: str, key: object) -> str:
+    """The key below ``path`` as the user types it."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
+    """A remark with the name nearest to ``word``; empty if none is near."""
+    close = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def _describe(hint: Any) -> str:
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return "one of " + ", ".join(_spelling(member) for member in hint)
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(_describe(member) for member in get_args(hint))
+    if hint is NoneType:
+        return "null"
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _spelling(member: Enum) -> str:
+    return member.value if isinstance(member.value, str) else member.name.lower()
+
+
+def _locate(dotted: str) -> Any:
+    module, _, name = dotted.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        owner, _, parent = module.rpartition(".")
+        if error.name != module or not owner:
+            raise
+        return getattr(getattr(importlib.import_module(owner), parent), name)  # module.Class.method
+
+
+def _parameters(target: Any) -> tuple[dict[str, bool], bool]:
+    """Each parameter with whether it is required, and whether any further keyword is accepted."""
+    if inspect.isclass(target) and dataclasses.is_dataclass(target):
+        return {
+            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            for field in dataclasses.fields(target)
+            if field.init
+        }, False
+    parameters = inspect.signature(target).parameters.values()
+    named = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
+    return dict.fromkeys(named, False), any(item.kind is item.VAR_KEYWORD for item in parameters)
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    if inspect.isclass(target) and not dataclasses.is_dataclass(target):
+        target = target.__init__
+    try:
+        return get_type_hints(target)
+    except (NameError, TypeError):  # names of a foreign library that exist for its type checker only
+        return {}
+
+
+class Reader:
+    """Reads configuration values against type hints and collects every problem on the way."""
+
+    def __init__(self, *, complete: bool = True, call: bool = False) -> None:
+        self.complete = complete  # a value that is still ??? is a problem
+        self.call = call  # functions and foreign classes are called, not only checked
+        self.problems: list[str] = []
+
+    def refuse(self, problem: str) -> Any:
+        """ABSENT, with ``problem`` noted."""
+        self.problems.append(problem)
+        return ABSENT
+
+    def read(self, value: Any, hint: Any, path: str) -> Any:
+        """``value`` as the type ``hint`` says, or ABSENT with a problem noted."""
+        if value is ABSENT:
+            return ABSENT
+        if isinstance(value, str) and value == MISSING:
+            return self.refuse(f"{path}: required; give {path}=VALUE") if self.complete else ABSENT
+        origin = get_origin(hint)
+        container = origin or hint
+        if hint in _ACCEPTED:
+            return hint(value) if type(value) in _ACCEPTED[hint] else self.mismatch(value, _describe(hint), path)
+        if inspect.isclass(hint) and issubclass(hint, Enum):
+            names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
+            member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
+            return self.mismatch(value, _describe(hint), path) if member is ABSENT else member
+        if container in (tuple, list, Sequence):
+            return self.sequence(value, hint, container, path)
+        if isinstance(value, dict) and "_target_" in value:
+            return self.component(value, hint, path)
+        if origin in (Union, UnionType):
+            return self.union(value, hint, path)
+        if inspect.isclass(hint) and dataclasses.is_dataclass(hint):
+            if isinstance(value, dict):
+                return self.make(hint, value, path)
+            return self.mismatch(value, f"the keys of {hint.__name__}", path)
+        if container in (dict, Mapping) and not isinstance(value, dict):
+            return self.mismatch(value, "keys with values", path)
+        if isinstance(value, dict):
+            of = get_args(hint)[1] if container in (dict, Mapping) and get_args(hint) else Any
+            return self.whole({key: self.read(item, of, join(path, key)) for key, item in value.items()})
+        if isinstance(value, list):
+            return self.whole(tuple(self.read(item, Any, join(path, index)) for index, item in enumerate(value)))
+        return self.mismatch(value, "null", path) if hint is NoneType and value is not None else value
+
+    def mismatch(self, value: Any, expected: str, path: str) -> Any:
+        """ABSENT, with what was expected and what came noted."""
+        kind = "" if value is None else f" ({type(value).__name__})"
+        shown = "null" if value is None else repr(value)
+        return self.refuse(f"{path}: expected {expected}, got {shown}{kind}")
+
+    def whole(self, value: Any) -> Any:
+        """``value``, or ABSENT if any item of it is."""
+        items = value.values() if isinstance(value, dict) else value
+        return ABSENT if any(item is ABSENT for item in items) else value
+
+    def union(self, value: Any, hint: Any, path: str) -> Any:
+        """``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
+        members = [member for member in get_args(hint) if member is not NoneType]
+        if value is None and len(members) < len(get_args(hint)):
+            return None
+        if len(members) == 1:
+            return self.read(value, members[0], path)
+        exact = [member for member in members if member is type(value)]
+        for member in exact or [member for member in members if member not in (str, Any)]:
+            attempt = Reader(complete=self.complete, call=self.call)
+            result = attempt.read(value, member, path)
+            if not attempt.problems:
+                return result
+        return self.mismatch(value, _describe(hint), path)
+
+    def sequence(self, value: Any, hint: Any, container: Any, path: str) -> Any:
+        """``value`` as a list or tuple of the items the hint declares."""
+        if not isinstance(value, list | tuple):
+            return self.mismatch(value, "a list", path)
+        of = list(get_args(hint))
+        if container is tuple and of and of[-1] is not Ellipsis:
+            if len(of) != len(value):
+                return self.mismatch(list(value), f"a list of {len(of)}", path)
+        else:
+            of = [of[0] if of else Any] * len(value)
+        items = [
+            self.read(item, kind, join(path, index)) for index, (item, kind) in enumerate(zip(value, of, strict=True))
+        ]
+        return self.whole(items if container is list else tuple(items))
+
+    def component(self, value: dict[Any, Any], hint: Any, path: str, extra: Mapping[str, Any] | None = None) -> Any:
+        """The component that a node with ``_target_`` names."""
+        dotted = str(value["_target_"])
+        try:
+            target = _locate(dotted)
+        except (ImportError, AttributeError, ValueError) as error:
+            return self.refuse(f"{join(path, '_target_')}: cannot import {dotted}: {error}")
+        wanted = tuple(item for item in get_args(hint) or (hint,) if isinstance(item, type))
+        wanted = tuple(item for item in wanted if dataclasses.is_dataclass(item))
+        if inspect.isclass(target) and wanted and not issubclass(target, wanted):
+            return self.refuse(f"{join(path, '_target_')}: expected {_describe(hint)}, got {dotted}")
+        lazily = bool(value.get("_partial_", False))
+        keys = {key: item for key, item in value.items() if key not in ("_target_", "_partial_")}
+        return self.make(target, keys, path, lazily, extra)
+
+    def make(
+        self, target: Any, keys: dict[Any, Any], path: str, lazily: bool = False, extra: Mapping[str, Any] | None = None
+    ) -> Any:
+        """``target`` called with ``keys`` (and ``extra``), once all of them hold."""
+        given = dict(extra or {})
+        known, is_open = _parameters(target)
+        hints = _hints(target)
+        before = len(self.problems)
+        values: dict[str, Any] = {}
+        for key, item in keys.items():
+            if key not in known and not is_open:
+                name = f"{target.__module__}.{target.__qualname__}"
+                close = did_you_mean(str(key), list(known), f"{path}." if path else "")
+                self.refuse(f"{join(path, key)}: unknown key of {name}; it has: {', '.join(known)}{close}")
+            elif key not in given:
+                values[str(key)] = self.read(item, hints.get(key, Any), join(path, key))
+        for key, required in known.items():
+            if required and not lazily and key not in keys and key not in given:
+                self.refuse(f"{join(path, key)}: required by {target.__qualname__}; give {join(path, key)}=VALUE")
+        is_plain = inspect.isclass(target) and dataclasses.is_dataclass(target)
+        if len(self.problems) > before or self.whole(values) is ABSENT or not (is_plain or self.call):
+            return ABSENT
+        if lazily:
+            return partial(target, **values, **given)
+        if not is_plain:
+            return target(**values, **given)
+        try:
+            return target(**values, **given)
+        except Exception as error:
+            if not isinstance(error, ValueError) and not is_user_error(error):
+                raise
+            return self.refuse(f"{path}: {error}" if path else str(error))

@@ -1,0 +1,361 @@
+"""Composition of configurations, checks of their components, the front of the entry points, and paths.
+
+Hydra composes, and stays in this file and the entry points. Importing this module, ``--help`` and ``--cfg`` load
+neither torch nor anything that does. The check imports the modules of the targets named in the configuration, which
+must therefore be light, and reports wrong keys and types before a model loads (how: ``attnpo.components``).
+"""
+
+import argparse
+import logging
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
+
+from attnpo.components import ABSENT, MISSING, Reader, did_you_mean, is_user_error, join, user_error
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
+RUNS_ROOT = Path("outputs")
+
+_log = logging.getLogger(__name__)
+
+
+# --------------------------------------------------------------------------------------------- paths
+
+
+def cache_root() -> Path:
+    """Folder of everything that can be computed again: ``$ATTNPO_CACHE``, else ``~/.cache/attnpo``."""
+    return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
+
+
+def _register_resolvers() -> None:
+    OmegaConf.register_new_resolver("cache_root", lambda: str(cache_root()), replace=True)
+    OmegaConf.register_new_resolver("runs_root", lambda: str(RUNS_ROOT), replace=True)
+
+
+def _folders(config_dir: Path | None) -> list[Path]:
+    if config_dir is not None and not config_dir.is_dir():
+        raise user_error(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
+    folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
+    if not folders:
+        raise user_error(
+            f"no configurations at {CONFIG_DIR}: they are not part of a wheel; install attnpo from its checkout with "
+            "`pip install -e .`, or name a folder with --config-dir DIR"
+        )
+    return folders
+
+
+def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
+    """Sorted option names of every config group, from the shipped folder and ``config_dir``."""
+    found: dict[str, set[str]] = {}
+    for folder in _folders(config_dir):
+        for file in folder.rglob("*.yaml"):
+            if file.parent != folder:
+                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
+
+
+# --------------------------------------------------------------------------------------------- composition
+
+
+@contextmanager
+def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
+    first, *others = _folders(config_dir)
+    quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
+    with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):
+        yield [f"hydra.searchpath=[{','.join(quoted)}]"] if quoted else []
+
+
+def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
+    """The configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
+
+    ``config_dir`` is searched after the shipped folder. Raises UserError with Hydra's own text (key, options of the
+    group, search path) and the nearest existing key.
+    """
+    _register_resolvers()
+    with _initialized(config_dir) as searchpath:
+        known = groups(config_dir)
+        try:
+            cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            text = _hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+            raise user_error(text + _nearest_key(text, name, [*searchpath, *overrides], list(known))) from error
+    # Hydra passes over a missing option in silence where the defaults list says `optional`.
+    for key, choice in cfg.hydra.runtime.choices.items():
+        group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
+        if isinstance(choice, str) and group in known and option.removesuffix(".yaml") not in known[group]:
+            close = did_you_mean(option, known[group], f"{group}=")
+            listed = ", ".join(known[group])
+            raise user_error(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
+    with open_dict(cfg):
+        del cfg["hydra"]
+    return cfg
+
+
+def _hydra_text(error: Exception) -> str:
+    lines = [str(error)]
+    if isinstance(error.__cause__, OmegaConfBaseException):
+        lines.append(str(error.__cause__).partition("\n")[0])
+    text = re.sub(r"\nSee https\S+ for details", "", "\n".join(lines))
+    text = text.replace(":\n\t", ": ").replace("\n\t", ", ")
+    return re.sub(r"\n\s*\n", "\n", text)
+
+
+def _nearest_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str:
+    refused = re.search(r"Could not override '([^']+)'", text)
+    if refused is None:
+        return ""
+    key = refused[1]
+    rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
+    try:
+        node: Any = hydra.compose(name, rest)
+    except (HydraException, OmegaConfBaseException):
+        return ""
+    parents = key.split(".")[:-1]
+    path = ""
+    for part in parents:
+        if not isinstance(node, DictConfig) or part not in node:
+            break
+        node, path = node[part], join(path, part)
+    if not isinstance(node, DictConfig):
+        return f"\n`{path}` is a value, it has no keys"
+    names = [str(key) for key in node if key != "_target_"] + ([] if path else group_names)
+    wrong = key[len(path) :].lstrip(".").partition(".")[0]
+    prefix = f"{path}." if path else ""
+    return f"\n`{path or name}` has: {', '.join(sorted(set(names)))}{did_you_mean(wrong, names, prefix)}"
+
+
+def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
+    """One list of overrides per job of a grid: ``a=1,2 b=3,4`` are four jobs; the last key varies fastest.
+
+    Hydra's sweep syntax holds (``range``, ``choice``, ``glob``). Raises UserError for what cannot be parsed.
+    """
+    with _initialized(config_dir):
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        try:
+            return BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
+        except HydraException as error:
+            raise user_error(_hydra_text(error)) from error
+
+
+# --------------------------------------------------------------------------------------------- components
+
+
+def _resolve(node: Any, path: str, problems: list[str]) -> Any:
+    """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem."""
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    values: dict[Any, Any] = {}
+    keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
+    for key in keys:
+        try:
+            item = MISSING if OmegaConf.is_missing(node, key) else node[key]
+        except InterpolationToMissingValueError:
+            item = MISSING
+        except OmegaConfBaseException as error:
+            problems.append(f"{join(path, key)}: {str(error).splitlines()[0]}")
+            item = ABSENT
+        values[key] = _resolve(item, join(path, key), problems)
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _report(problems: list[str]) -> None:
+    if len(problems) == 1:
+        raise user_error(problems[0])
+    if problems:
+        raise user_error(f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems))
+
+
+def check(cfg: DictConfig, *, complete: bool = True) -> None:
+    """None if every component of ``cfg`` can be built as it stands.
+
+    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). Raises one UserError with all
+    problems, each under the key the user types. ``complete=False`` lets values that are still ``???`` pass.
+    """
+    _register_resolvers()
+    reader = Reader(complete=complete)
+    reader.read(_resolve(cfg, "", reader.problems), Any, "")
+    _report(reader.problems)
+
+
+def build(node: Any, **extra: Any) -> Any:
+    """The component of one ``_target_`` node of a composed configuration, nested components included.
+
+    ``extra`` are arguments that no configuration can hold (a tokenizer, parameters); they win over the node's keys.
+    With ``_partial_: true`` the result is a callable that waits for the rest. Raises UserError like ``check``.
+    """
+    _register_resolvers()
+    reader = Reader(call=True)
+    path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
+    value = _resolve(node, path, reader.problems)
+    if not isinstance(value, dict) or "_target_" not in value:
+        raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
+    built = reader.component(value, Any, path, extra)
+    _report(reader.problems)
+    return built
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
+    _register_resolvers()
+    problems: list[str] = []
+    values = _resolve(cfg, "", problems)
+    _report(problems)
+    return {str(key): value for key, value in values.items()}
+
+
+def save(cfg: DictConfig, path: Path) -> None:
+    """None; writes ``cfg`` resolved to the YAML file ``path``, making its folder."""
+    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------- command line
+
+
+class _Arguments(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise user_error(f"{message}; see --help")
+
+
+def _arguments(name: str, description: str, example: str, positional: str | None) -> _Arguments:
+    words = f"[{positional.upper()} ...] " if positional else ""
+    parser = _Arguments(
+        prog=f"python -m attnpo.{name}",
+        usage=f"python -m attnpo.{name} {words}[GROUP=OPTION ...] [KEY=VALUE ...] [options]",
+        description=description,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true", help="show this text")
+    parser.add_argument("--cfg", metavar="KEY", help="print the configuration and stop: `job` for all of it, or a key")
+    parser.add_argument("--config-dir", metavar="DIR", type=Path, help="a folder with configurations of your own")
+    parser.add_argument("-m", "--multirun", action="store_true", help="one job per combination: a=1,2 b=3,4 are four")
+    return parser
+
+
+def _help(parser: _Arguments, config_dir: Path | None) -> str:
+    lines = [parser.format_help(), "groups and their options:"]
+    for group, options in groups(config_dir).items():
+        lines += textwrap.wrap(f"{group}=" + " | ".join(options), 110, initial_indent="  ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(cfg: DictConfig, key: str) -> str:
+    node: Any = OmegaConf.create(plain(cfg))
+    if key != "job":
+        node = OmegaConf.select(node, key, default=ABSENT)
+    if node is ABSENT:
+        raise user_error(f"--cfg {key}: expected `job` or a key of the configuration: {', '.join(map(str, cfg))}")
+    return OmegaConf.to_yaml(node) if OmegaConf.is_config(node) else f"{node}\n"
+
+
+def run_entry(
+    main: Callable[[DictConfig], int | None],
+    config_name: str,
+    argv: Sequence[str] | None,
+    description: str,
+    example: str,
+    *,
+    positional: str | None = None,
+    complete: Callable[[DictConfig], bool] = lambda cfg: False,
+) -> int:
+    """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend) or 130 (interrupted).
+
+    Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), checks it and calls ``main``.
+    ``positional`` names a key that takes the arguments which are no overrides, as a list. ``complete`` says whether
+    nothing may be ``???`` any more before ``main`` (by default main may still fill values in). Errors of other kinds
+    than UserError propagate with their traceback.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    parser = _arguments(config_name, description, example, positional)
+    try:
+        return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
+    except MissingMandatoryValue as error:
+        sys.stderr.write(f"error: {str(error).splitlines()[0]}; give KEY=VALUE\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    except Exception as error:
+        if not is_user_error(error):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+
+
+def _run(
+    main: Callable[[DictConfig], int | None],
+    name: str,
+    argv: list[str],
+    parser: _Arguments,
+    positional: str | None,
+    complete: Callable[[DictConfig], bool],
+) -> int:
+    options = parser.parse_intermixed_args(argv)
+    if options.help:
+        sys.stdout.write(_help(parser, options.config_dir))
+        return 0
+    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or Path(word).exists())]
+    overrides = [word for word in options.words if word not in bare]
+    if bare and positional is None:
+        raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
+
+    def ready(job: Sequence[str]) -> DictConfig:
+        cfg = compose(name, job, options.config_dir)
+        if bare:
+            OmegaConf.update(cfg, str(positional), bare)
+        return cfg
+
+    if options.cfg:
+        sys.stdout.write(_shown(ready(overrides), options.cfg))
+        return 0
+    if not options.multirun:
+        cfg = ready(overrides)
+        check(cfg, complete=complete(cfg))
+        return main(cfg) or 0
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world not in ("", "0", "1"):
+        raise user_error(
+            f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world}; "
+            "start one group of processes per job without -m"
+        )
+    jobs = [(" ".join(job), ready(job)) for job in expand(overrides, options.config_dir)]
+    for _, cfg in jobs:
+        check(cfg, complete=complete(cfg))
+    return _each(main, jobs)
+
+
+def _each(main: Callable[[DictConfig], int | None], jobs: Sequence[tuple[str, DictConfig]]) -> int:
+    failed = []
+    for number, (job, cfg) in enumerate(jobs, start=1):
+        _log.info("job %d of %d: %s", number, len(jobs), job)
+        try:
+            status = main(cfg) or 0
+        except Exception as error:  # noqa: BLE001  one job's failure is reported, the others still run
+            status = 1
+            if is_user_error(error):
+                _log.error("error: %s", error)
+            else:
+                _log.exception("job %d failed", number)
+        if status:
+            failed.append(job)
+    if failed:
+        sys.stderr.write(f"error: {len(failed)} of {len(jobs)} jobs failed:\n  " + "\n  ".join(failed) + "\n")
+    return 1 if failed else 0

@@ -1,0 +1,289 @@
+"""From a row of a dataset, in any of the usual conventions, to a ``PreferencePair``.
+
+Owns the conventions and the words for what is wrong with a row; knows nothing of files. The conventions:
+
+=========================  =====================================================================================
+full conversations         ``chosen``, ``rejected`` = all messages, the last one is the response; ``prompt`` is
+                           absent, or a text that stands in the shared messages (HuggingFaceH4/ultrafeedback_binarized)
+prompt as messages         ``prompt`` = messages, ``chosen``, ``rejected`` = the turns after it (or all messages)
+prompt beside answers      ``prompt`` = text, ``chosen``, ``rejected`` = messages that begin with the assistant
+plain text                 ``prompt``, ``chosen``, ``rejected`` = texts; the prompt becomes one user turn
+labelled dialogue          texts with "Human:" and "Assistant:" labels, with or without a ``prompt`` text
+plain text, shared start   ``chosen``, ``rejected`` = texts without labels; what both begin with becomes one user turn
+=========================  =====================================================================================
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from attnpo.schema import Message, PreferencePair, UserError
+
+
+class Reason(StrEnum):
+    """Why a row cannot become a pair."""
+
+    MISSING = "value is missing"
+    NOT_TEXT = "content is not text"
+    UNICODE = "text is not valid Unicode"
+    MALFORMED = "malformed conversation"
+    HISTORIES = "histories differ"
+    PROMPT = "prompt is not in the conversation"
+    NO_PROMPT = "no prompt"
+    IDENTICAL = "identical responses"
+
+
+class Note(StrEnum):
+    """What is worth knowing of a row that was kept."""
+
+    EMPTY = "empty response kept"
+    SPLIT = "prompt cut from the shared start of both texts"
+    DUPLICATE = "duplicate pair kept"
+
+
+class RowProblem(Exception):
+    """A row that cannot become a pair; ``reason`` says why."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns of a dataset hold what, and which keys a message uses.
+
+    ``prompt``: None says that there is none; the default name may also be absent from the data. ``system``: column
+    with the text of a system message, blank or missing where a row has none. ``role`` and ``content`` are the keys of
+    one message ("from" and "value" in ShareGPT files, whose role names "human" and "gpt" are understood).
+    """
+
+    prompt: str | None = "prompt"
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    system: str | None = None
+    role: str = "role"
+    content: str = "content"
+
+    def check(self, found: Iterable[str], where: str = "the row") -> None:
+        """Nothing; the columns named here must be among those found.
+
+        Raises:
+            UserError: one is not; the text lists the columns found, those expected, and the options that map them.
+        """
+        names = sorted(found)
+        wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system}
+        if self.prompt != Columns.prompt:
+            wanted["prompt"] = self.prompt
+        missing = [key for key, name in wanted.items() if name is not None and name not in names]
+        if not missing:
+            return
+        absent = ", ".join(f'"{wanted[key]}"' for key in missing)
+        options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
+        raise UserError(
+            f"{where} has no column {absent}; columns found: {', '.join(names) or 'none'}; expected: a chosen and a "
+            f"rejected column, and a prompt column unless they hold the prompt too. Name them with {options}"
+        )
+
+
+@dataclass(frozen=True)
+class AdaptedRow:
+    """A pair and what was noticed on the way."""
+
+    pair: PreferencePair
+    notes: tuple[Note, ...] = ()
+
+
+def row_to_pair(row: Mapping[str, Any], columns: Columns | None = None) -> PreferencePair:
+    """The pair that a row stands for, under whichever convention the row follows (table in the module docstring).
+
+    Columns that are neither mapped nor lists of messages go to ``extra``.
+
+    Raises:
+        RowProblem: the row is no usable pair, with one of the fixed reasons.
+        UserError: a mapped column does not exist.
+    """
+    return adapt(row, columns or Columns()).pair
+
+
+def adapt(row: Mapping[str, Any], columns: Columns) -> AdaptedRow:
+    """The pair that a row stands for with notes on it; raises as ``row_to_pair`` does."""
+    columns.check(row)
+    chosen, rejected = row[columns.chosen], row[columns.rejected]
+    prompt = None if columns.prompt is None else row.get(columns.prompt)
+    if chosen is None or rejected is None:
+        raise RowProblem(Reason.MISSING)
+    good, bad = _cell(chosen, columns), _cell(rejected, columns)
+    context = None if prompt is None else _cell(prompt, columns)
+    split = False
+    if isinstance(good, str) and isinstance(bad, str):
+        turns, split = _from_texts(context, good, bad)
+    elif isinstance(good, str) or isinstance(bad, str):
+        raise RowProblem(Reason.MALFORMED)
+    else:
+        turns = _from_messages(context, good, bad)
+    system = None if columns.system is None else row.get(columns.system)
+    if system is not None and _text(system).strip():
+        turns = _Turns([Message(role="system", content=system), *turns.history], turns.chosen, turns.rejected)
+    _check_history(turns.history)
+    blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
+    if turns.chosen == turns.rejected or all(blank):
+        raise RowProblem(Reason.IDENTICAL)
+    noticed = [(any(blank), Note.EMPTY), (split, Note.SPLIT)]
+    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns))
+    return AdaptedRow(pair, tuple(note for holds, note in noticed if holds))
+
+
+@dataclass(frozen=True)
+class _Turns:
+    history: list[Message]
+    chosen: str
+    rejected: str
+
+
+# ------------------------------------------------------------------------------------------------ single values
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RowProblem(Reason.NOT_TEXT)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowProblem(Reason.UNICODE) from error
+    return value
+
+
+# ShareGPT's names for the two speakers; every other name has to be the Hugging Face one.
+_ROLES = {"human": "user", "gpt": "assistant"}
+
+
+def _messages(value: Any, columns: Columns) -> list[Message]:
+    """The messages of a cell: a list of mappings, or one mapping."""
+    cells = [value] if isinstance(value, Mapping) else value
+    if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
+        raise RowProblem(Reason.NOT_TEXT)
+    if not all(isinstance(cell, Mapping) and isinstance(cell.get(columns.role), str) for cell in cells):
+        raise RowProblem(Reason.MALFORMED)
+    roles: list[str] = [cell[columns.role] for cell in cells]
+    texts = [_text(cell.get(columns.content)) for cell in cells]
+    return [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
+
+
+def _cell(value: Any, columns: Columns) -> str | list[Message]:
+    """What a cell of the table holds: a text, or messages."""
+    return _text(value) if isinstance(value, str) else _messages(value, columns)
+
+
+def _extra(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    used = {columns.prompt, columns.chosen, columns.rejected, columns.system}
+    return {key: value for key, value in row.items() if key not in used and not _is_messages(value, columns)}
+
+
+def _is_messages(value: Any, columns: Columns) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and len(value) > 0
+        and all(isinstance(cell, Mapping) and columns.role in cell for cell in value)
+    )
+
+
+# ------------------------------------------------------------------------------------------------ conversations
+
+
+def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], rejected: list[Message]) -> _Turns:
+    """History and responses of two message lists; the lists win over a prompt text that only repeats a turn."""
+    if not chosen or not rejected:
+        raise RowProblem(Reason.MALFORMED)
+    if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = [Message(role="user", content=prompt)]
+    if isinstance(prompt, list):
+        chosen, rejected = _behind(prompt, chosen), _behind(prompt, rejected)
+    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+        raise RowProblem(Reason.MALFORMED)
+    if chosen[:-1] != rejected[:-1]:
+        raise RowProblem(Reason.HISTORIES)
+    history = chosen[:-1]
+    if isinstance(prompt, str) and not any(prompt.strip() in turn["content"] for turn in history):
+        raise RowProblem(Reason.PROMPT)
+    return _Turns(history, chosen[-1]["content"], rejected[-1]["content"])
+
+
+def _behind(prompt: list[Message], turns: list[Message]) -> list[Message]:
+    """The whole conversation, whether ``turns`` repeats the prompt or not."""
+    return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
+
+
+def _check_history(history: Sequence[Message]) -> None:
+    """Nothing; a history is an optional system message, then user and assistant in turn, ending with the user."""
+    roles = [turn["role"] for turn in history]
+    turns = roles[1:] if roles[:1] == ["system"] else roles
+    if not turns:
+        raise RowProblem(Reason.NO_PROMPT)
+    expected = ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]
+    if turns != expected or turns[-1] != "user":
+        raise RowProblem(Reason.MALFORMED)
+
+
+# ------------------------------------------------------------------------------------------------ plain texts
+
+# The two labels of hh-rlhf transcripts, at the start of the text or behind a blank line.
+_LABEL = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+def _from_texts(prompt: str | list[Message] | None, chosen: str, rejected: str) -> tuple[_Turns, bool]:
+    """History and responses of two texts, and whether the prompt had to be guessed from their shared start."""
+    if isinstance(prompt, list):
+        return _Turns(prompt, chosen, rejected), False
+    if prompt is not None and not _opens_answer(prompt):
+        return _Turns([Message(role="user", content=prompt)], chosen, rejected), False
+    whole = [(prompt or "") + text for text in (chosen, rejected)]
+    if all(_is_dialogue(text) for text in whole):
+        return _from_messages(None, _dialogue(whole[0]), _dialogue(whole[1])), False
+    cut = _shared_start(chosen, rejected)
+    shared = chosen[:cut].strip()
+    if not shared:
+        raise RowProblem(Reason.IDENTICAL if chosen == rejected else Reason.NO_PROMPT)
+    return _Turns([Message(role="user", content=shared)], chosen[cut:].lstrip(), rejected[cut:].lstrip()), True
+
+
+def _opens_answer(text: str) -> bool:
+    """Whether ``text`` is a labelled dialogue that ends with the label of the assistant."""
+    return _is_dialogue(text) and text.rstrip().endswith("\n\nAssistant:")
+
+
+def _is_dialogue(text: str) -> bool:
+    labels = list(_LABEL.finditer(text))
+    return bool(labels) and labels[0].start() == 0 and any(label[1] == "Assistant" for label in labels)
+
+
+def _dialogue(text: str) -> list[Message]:
+    """The turns of a labelled dialogue, surrounding blanks removed."""
+    labels = list(_LABEL.finditer(text))
+    ends = [*(label.start() for label in labels[1:]), len(text)]
+    return [
+        Message(role=_SPEAKERS[label[1]], content=text[label.end() : end].strip())
+        for label, end in zip(labels, ends, strict=True)
+    ]
+
+
+def _shared_start(first: str, second: str) -> int:
+    """Length of the common prefix, backed up so that it cuts no word of either text."""
+    differs = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    cut = next(differs, min(len(first), len(second)))
+    while cut > 0 and (_inside_word(first, cut) or _inside_word(second, cut)):
+        cut -= 1
+    return cut
+
+
+def _inside_word(text: str, index: int) -> bool:
+    return 0 < index < len(text) and _word_part(text[index - 1]) and _word_part(text[index])
+
+
+def _word_part(character: str) -> bool:
+    # Letters, marks and digits; a combining mark belongs to the letter before it.
+    return unicodedata.category(character)[0] in "LMN" or character == "_"

@@ -1,0 +1,311 @@
+"""Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
+
+Rows are read by the ``datasets`` library, turned into pairs by ``attnpo.data.adapters``, and never lost in silence:
+``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for what was dropped.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnpo.data.adapters import Columns, Note, RowProblem, adapt
+from attnpo.schema import PreferencePair, UserError, digest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_LOG = logging.getLogger(__name__)
+
+SPLITS = ("train", "val")
+EXAMPLES = 3  # row numbers named per reason
+
+_BUILDERS = {".jsonl": "json", ".json": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_BOUND = re.compile(r"(\d+)(%?)")
+
+
+# ------------------------------------------------------------------------------------------------ sets of pairs
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """The pairs of one split, in the order of the rows, and an account of every row.
+
+    ``counts`` has the rows dropped per reason, ``notes`` what was noticed on rows that were kept (duplicates, an empty
+    side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
+    three rows it holds for; the first row of the split is row 0.
+    """
+
+    pairs: list[PreferencePair]
+    counts: Counter[str] = field(default_factory=Counter)
+    read: int = 0
+    examples: Mapping[str, list[int]] = field(default_factory=dict)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    @property
+    def kept(self) -> int:
+        """Rows that became pairs."""
+        return len(self.pairs)
+
+    @property
+    def dropped(self) -> int:
+        """Rows that did not; ``read`` is the sum of both."""
+        return sum(self.counts.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the pair ids in their order."""
+        return digest([pair.pair_id for pair in self.pairs])
+
+    def summary(self) -> str:
+        """One line with all counts, with the first row numbers of each reason and note."""
+        parts = [f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped"]
+        for name, count in [*sorted(self.counts.items()), *sorted(self.notes.items())]:
+            rows = self.examples[name]
+            listed = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
+            parts.append(f"{name}: {count} ({'row' if count == 1 else 'rows'} {listed})")
+        return "; ".join(parts)
+
+
+def pairs_from_rows(rows: Iterable[Mapping[str, Any]], columns: Columns | None = None, first: int = 0) -> PairSet:
+    """The pairs of an iterable of rows with their account; ``first`` is the number of the first row.
+
+    Raises:
+        UserError: a mapped column does not exist.
+    """
+    columns = columns or Columns()
+    pairs: list[PreferencePair] = []
+    counts: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    examples: dict[str, list[int]] = {}
+    seen: set[str] = set()
+    read = 0
+
+    def note(counter: Counter[str], name: str) -> None:
+        counter[name] += 1
+        if counter[name] <= EXAMPLES:
+            examples.setdefault(name, []).append(first + read)
+
+    for row in rows:
+        try:
+            adapted = adapt(row, columns)
+        except RowProblem as problem:
+            note(counts, problem.reason.value)
+        else:
+            duplicate = [Note.DUPLICATE] if adapted.pair.pair_id in seen else []
+            for noticed in [*adapted.notes, *duplicate]:
+                note(notes, noticed.value)
+            seen.add(adapted.pair.pair_id)
+            pairs.append(adapted.pair)
+        read += 1
+    return PairSet(pairs, counts, read, examples, notes)
+
+
+# ------------------------------------------------------------------------------------------------ choice of rows
+
+
+def row_range(selection: str | None, length: int, option: str = "data.train_rows") -> range:
+    """The row numbers that a selection names out of ``length`` rows; None names all of them.
+
+    "500" is the first 500 rows, "100:300" rows 100 to 299, "10%" the first tenth (rounded down), "10%:20%" the second
+    tenth; either side of the colon may be left out. Rows past the end are not there: the range is the shorter for it.
+
+    Raises:
+        UserError: the text is none of these, or names no row at all.
+    """
+    if selection is None:
+        return range(length)
+    sides = selection.replace(" ", "").split(":")
+    bounds = [_BOUND.fullmatch(side) for side in sides]
+    if len(sides) > 2 or any(side and not bound for side, bound in zip(sides, bounds, strict=True)) or not any(sides):
+        raise UserError(
+            f'{option}="{selection}" is no choice of rows; expected a number ("500"), a range ("100:300"), '
+            'or a share ("10%", "10%:20%")'
+        )
+    places = [None if bound is None else _place(bound[1], bool(bound[2]), length) for bound in bounds]
+    start, stop = (None, places[0]) if len(places) == 1 else places
+    chosen = range(length)[start or 0 : stop]
+    if not chosen:
+        raise UserError(f'{option}="{selection}" names no row: the split has {length} rows, the first is row 0')
+    asked = length if stop is None else stop
+    if asked > length:
+        _LOG.warning('%s="%s" asks for more than the %d rows there are', option, selection, length)
+    return chosen
+
+
+def _place(number: str, percent: bool, length: int) -> int:
+    return length * int(number) // 100 if percent else int(number)
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+@dataclass(frozen=True)
+class PairSource:
+    """Where the pairs of a run come from (config node ``data``).
+
+    ``path`` is a folder with a file per split (``train.jsonl``, ``test.parquet``, shards as the hub names them, also
+    inside a sub-folder ``data``), a single file for both splits, or the name of a dataset on the hub.
+    ``train_split`` and ``val_split`` are the names of splits or the stems of files. ``train_rows`` and ``val_rows``
+    choose rows ("500", "100:300", "10%"); rows are counted before any is dropped. ``revision`` and ``subset`` are for
+    the hub.
+    """
+
+    path: str
+    train_split: str = "train"
+    val_split: str = "test"
+    train_rows: str | None = None
+    val_rows: str | None = None
+    columns: Columns = field(default_factory=Columns)
+    revision: str | None = None
+    subset: str | None = None
+
+    def load(self, split: str) -> PairSet:
+        """The pairs of ``split``, "train" or "val".
+
+        Raises:
+            UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
+                the split is usable.
+            ValueError: ``split`` is another word.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+        table = self._read(split)
+        where = f"data.path={self.path} ({split})"
+        self.columns.check(table.column_names, where)
+        rows = row_range(self._rows(split), len(table), f"data.{split}_rows")
+        found = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
+        if not found.pairs:
+            raise UserError(
+                f"{where} has no usable pair: {found.summary()}; columns found: {', '.join(table.column_names)}. "
+                "Look at these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
+                "data.columns.rejected=..."
+            )
+        _LOG.log(logging.WARNING if found.dropped else logging.INFO, "%s: %s", where, found.summary())
+        if split == "val" and self._shares_rows(len(table), rows):
+            _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
+        return found
+
+    def _rows(self, split: str) -> str | None:
+        return self.train_rows if split == "train" else self.val_rows
+
+    def _shares_rows(self, length: int, rows: range) -> bool:
+        if self.train_split != self.val_split and not Path(self.path).expanduser().is_file():
+            return False
+        train = row_range(self.train_rows, length, "data.train_rows")
+        return max(train.start, rows.start) < min(train.stop, rows.stop)
+
+    def _read(self, split: str) -> "Dataset":
+        """All rows of a split."""
+        place = Path(self.path).expanduser()
+        name = self.train_split if split == "train" else self.val_split
+        if place.exists() and (self.revision or self.subset):
+            _LOG.warning("data.path=%s is on this machine: data.revision and data.subset do nothing", self.path)
+        if place.is_file():
+            if split == "val" and self.val_rows is None:
+                raise UserError(
+                    f"data.path={self.path} is one file, so its rows must be shared out: set data.train_rows and "
+                    'data.val_rows (for example "0:90%" and "90%:")'
+                )
+            return _from_files([place], self.path)
+        if place.is_dir():
+            return _from_files(_split_files(place, name, f"data.{split}_split"), self.path)
+        if _suffix(place) is not None or not _HUB_NAME.fullmatch(self.path):
+            raise UserError(f"data.path={self.path}: no such file or folder. {_neighbours(place)}")
+        return _from_hub(self.path, name, self.subset, self.revision)
+
+
+def _suffix(file: Path) -> str | None:
+    """The ending of a file that can be read, None for others."""
+    return next((suffix for suffix in _BUILDERS if file.name.endswith(suffix)), None)
+
+
+def _split_files(folder: Path, split: str, option: str) -> list[Path]:
+    """The files of one split: one file, or its shards in order."""
+    readable = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
+    readable = [file for file in readable if file.is_file() and _suffix(file) is not None]
+    stems = {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
+    files = [file for file in readable if stems[file] == split]
+    if not files:
+        listed = ", ".join(sorted({str(file.relative_to(folder)) for file in readable})) or "none"
+        raise UserError(
+            f"{option}={split}: {folder} has no file {split}.jsonl, {split}.json or {split}.parquet; files it has: "
+            f"{listed}. Name one of them without its ending with {option}=NAME"
+        )
+    shards = [file for file in files if _SHARD.search(file.name[: -len(_suffix(file) or "")])]
+    if (len(files) > 1 and shards != files) or len({(_suffix(file), file.parent) for file in files}) > 1:
+        listed = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise UserError(f"{option}={split} in {folder} could be any of {listed}; set data.path to the one you mean")
+    return files
+
+
+def _neighbours(place: Path) -> str:
+    """A sentence on what does exist near a path that does not."""
+    parent = next(parent for parent in place.absolute().parents if parent.is_dir())
+    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in parent.iterdir())
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"{parent} holds: {shown or 'nothing'}"
+
+
+# ------------------------------------------------------------------------------------------------ the library
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Progress bars of the library off, and back to what they were afterwards."""
+    import datasets
+
+    shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _from_files(files: list[Path], path: str) -> "Dataset":
+    import datasets
+
+    builder = _BUILDERS.get(_suffix(files[0]) or "")
+    if builder is None:
+        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_BUILDERS)}, got {files[0].name}")
+    named = ", ".join(file.name for file in files)
+    if not any(file.stat().st_size for file in files):
+        raise UserError(f"data.path={path}: {named} is empty; expected one preference pair per row")
+    try:
+        with _quiet():
+            table: Dataset = datasets.load_dataset(
+                builder, data_files={"train": [str(file) for file in files]}, split="train"
+            )
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
+        raise UserError(
+            f"data.path={path}: {named} cannot be read as {builder}: {error.__cause__ or error}. "
+            f"Expected {'one JSON object per row' if builder == 'json' else 'a table'} with text that is valid Unicode"
+        ) from error
+    return table
+
+
+def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> "Dataset":
+    import datasets
+
+    try:
+        with _quiet():
+            table: Dataset = datasets.load_dataset(name, subset, split=split, revision=revision)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
+        raise UserError(
+            f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
+            f"(split {split}{details}): {error}. To work from files, point data.path at a folder holding "
+            f"{split}.jsonl or {split}.parquet"
+        ) from error
+    return table

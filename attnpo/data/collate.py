@@ -1,0 +1,86 @@
+"""Training examples to response-space batches: the only place that builds a ``PreferenceBatch``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attnpo.schema import EncodedResponse, ModelInputs, PreferenceBatch, RowGroup
+
+Layout = Callable[
+    [Sequence[tuple[Sequence[int], Sequence[int]]], int],
+    tuple[ModelInputs, Int[Tensor, "rows R"], Bool[Tensor, "rows R"]],
+]
+"""(prompt ids, response ids) per row and the padding id, to model inputs, response ids and response mask."""
+
+
+@dataclass(frozen=True)
+class TrainingExample:
+    """One pair ready to train on, truncated, with weights on its training tokens.
+
+    ``weights`` are the rows of both sides (Float["m"] each), ``lengths`` |y| as the source counts it, ``coverage``
+    the share of content tokens with a partner on the source's side. ``reference_logps`` are float32 per token.
+    """
+
+    pair_id: str
+    chosen: EncodedResponse
+    rejected: EncodedResponse
+    weights: tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+    lengths: tuple[float, float]
+    coverage: tuple[float, float]
+    pair_weight: float = 1.0
+    reference_logps: tuple[Float[Tensor, "m"], Float[Tensor, "k"]] | None = None
+
+    @property
+    def sides(self) -> tuple[EncodedResponse, EncodedResponse]:
+        """Chosen, rejected."""
+        return self.chosen, self.rejected
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longer branch, prompt included."""
+        return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
+
+
+def pad_rows(rows: Sequence[Float[Tensor, "_"]], width: int) -> Float[Tensor, "rows R"]:
+    """Rows of different length as one tensor, zeros at the right; dtype of the first row."""
+    out = torch.zeros(len(rows), width, dtype=rows[0].dtype)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out
+
+
+def collate(examples: Sequence[TrainingExample], layout: Layout, pad_id: int, step_pairs: int) -> PreferenceBatch:
+    """The batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
+
+    Args:
+        examples: P pairs, at least one; all with reference log-probabilities or none.
+        layout: a function of ``models.layouts``.
+        pad_id: token id put on padding positions of the model inputs.
+        step_pairs: pairs of the whole optimiser step over all ranks, the loss's normaliser.
+    """
+    sides = [example.chosen for example in examples] + [example.rejected for example in examples]
+    inputs, response_ids, response_mask = layout([(side.prompt_ids, side.response_ids) for side in sides], pad_id)
+    width = response_ids.shape[1]
+    weights = [example.weights[0] for example in examples] + [example.weights[1] for example in examples]
+    lengths = [example.lengths[0] for example in examples] + [example.lengths[1] for example in examples]
+    reference = None
+    if all(example.reference_logps is not None for example in examples):
+        stored = [example.reference_logps for example in examples if example.reference_logps is not None]
+        reference = pad_rows([pair[0] for pair in stored] + [pair[1] for pair in stored], width)
+    rows = RowGroup(
+        response_ids=response_ids,
+        response_mask=response_mask,
+        token_weights={"reward": pad_rows(weights, width)},
+        source_lengths=torch.tensor(lengths, dtype=torch.float32),
+        reference_logps=reference,
+        inputs=inputs,
+    )
+    return PreferenceBatch(
+        groups={"main": rows},
+        pair_weight=torch.tensor([example.pair_weight for example in examples], dtype=torch.float32),
+        pair_ids=tuple(example.pair_id for example in examples),
+        step_pairs=step_pairs,
+    )

@@ -1,0 +1,98 @@
+"""The Lightning data module: planned optimiser steps over prepared examples, resumable in mid-epoch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader, Dataset
+
+from attnpo.data.collate import Layout, TrainingExample, collate
+from attnpo.data.rules import BatchPlan
+from attnpo.data.sampler import PlannedBatch, StepBatches
+from attnpo.schema import PreferenceBatch, UserError
+
+
+@dataclass
+class Batches(Dataset[PreferenceBatch]):
+    """Examples indexed by planned batches instead of single positions."""
+
+    examples: Sequence[TrainingExample]
+    layout: Layout
+    pad_id: int
+
+    def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
+        """The collated batch of a plan's indices."""
+        return collate([self.examples[i] for i in planned.indices], self.layout, self.pad_id, planned.step_pairs)
+
+
+class PreferenceDataModule(L.LightningDataModule):
+    """Batches of prepared training and validation examples.
+
+    Every pair comes exactly once per epoch, on whatever number of ranks. The state saved with a checkpoint is what
+    training has consumed, so a resumed run sees exactly the remaining batches.
+    """
+
+    def __init__(
+        self,
+        train: Sequence[TrainingExample],
+        val: Sequence[TrainingExample],
+        layout: Layout,
+        pad_id: int,
+        plan: BatchPlan,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        if not train:
+            raise UserError("no training pair is left after dropping; see the counts above, and data.path")
+        self.train_batches = Batches(train, layout, pad_id)
+        self.val_batches = Batches(val, layout, pad_id)
+        self.plan, self.seed = plan, seed
+        self.sampler: StepBatches | None = None
+        self._resume: dict[str, Any] | None = None
+
+    def _ranks(self) -> tuple[int, int]:
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
+
+    def train_dataloader(self) -> DataLoader[PreferenceBatch]:
+        """Planned micro-batches of this rank, shuffled anew each epoch."""
+        rank, world = self._ranks()
+        sampler = StepBatches(
+            num_pairs=len(self.train_batches.examples),
+            micro_batch=self.plan.micro,
+            accumulation=self.plan.accumulation(world),
+            seed=self.seed,
+            shuffle=True,
+            rank=rank,
+            world_size=world,
+        )
+        if self._resume is not None:
+            sampler.load_state_dict(self._resume)
+            self._resume = None
+        self.sampler = sampler
+        return DataLoader(self.train_batches, sampler=sampler, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[PreferenceBatch]:
+        """Validation pairs in their order, split over ranks."""
+        rank, world = self._ranks()
+        sampler = StepBatches(
+            num_pairs=len(self.val_batches.examples),
+            micro_batch=self.plan.eval_micro,
+            accumulation=1,
+            seed=0,
+            shuffle=False,
+            rank=rank,
+            world_size=world,
+        )
+        return DataLoader(self.val_batches, sampler=sampler, batch_size=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training sampler's state at the micro-batches that training has consumed."""
+        if self.trainer is None or self.sampler is None:
+            return {}
+        return self.sampler.state_dict(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing; the next training loader starts behind the consumed batches."""
+        if state_dict:
+            self._resume = dict(state_dict)

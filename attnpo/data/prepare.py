@@ -1,0 +1,134 @@
+"""Preference pairs to training examples: encoding, the one truncation rule, weights; every cut or drop is counted."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from attnpo.data.collate import TrainingExample
+from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair
+from attnpo.text.chat import ChatFormat, truncate
+from attnpo.weights.base import WeightSource
+from attnpo.weights.pipeline import TrainingWeights, training_weights
+
+
+@dataclass
+class Tally:
+    """Counts of what happened to rows, with the first three ids of each event."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, event: str, pair_id: str) -> None:
+        """Nothing; counts one ``event``."""
+        self.counts[event] += 1
+        ids = self.first.setdefault(event, [])
+        if len(ids) < 3:
+            ids.append(pair_id[:8])
+
+    def lines(self) -> list[str]:
+        """One line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
+        return [f"{event}: {count} ({', '.join(self.first[event])})" for event, count in sorted(self.counts.items())]
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """Examples of one split and the account of how they came about: ``read == len(examples) + dropped``."""
+
+    examples: list[TrainingExample]
+    tally: Tally
+    read: int
+    dropped: int
+    content_tokens: int
+    unmatched_tokens: int
+
+    @property
+    def unmatched_share(self) -> float:
+        """Share of the responses' content tokens without a partner on the source's side."""
+        return self.unmatched_tokens / max(1, self.content_tokens)
+
+
+def encode_pair(
+    pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally
+) -> dict[str, EncodedResponse] | None:
+    """Both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``)."""
+    encoded, cut_prompt, cut_sides = {}, False, []
+    for side in SIDES:
+        encoded[side], cut = truncate(
+            chat.encode(pair.prompt, pair.response(side)), rules.max_prompt_length, rules.max_length
+        )
+        cut_prompt = cut_prompt or cut.prompt
+        if cut.response:
+            cut_sides.append(side)
+    if (cut_prompt or cut_sides) and rules.overlong is Overlong.DROP:
+        tally.add(f"dropped: longer than lengths.max_length {rules.max_length}", pair.pair_id)
+        return None
+    if any(not encoded[side].response_ids for side in SIDES):
+        tally.add("dropped: a response was cut to nothing", pair.pair_id)
+        return None
+    if cut_prompt:
+        tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
+    for side in cut_sides:
+        tally.add(f"cut: {side} response at lengths.max_length {rules.max_length}", pair.pair_id)
+    return encoded
+
+
+def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights) -> TrainingExample:
+    """The example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
+    void = not bool(weights.chosen.any()) and not bool(weights.rejected.any())
+    return TrainingExample(
+        pair_id=pair_id,
+        chosen=encoded["chosen"],
+        rejected=encoded["rejected"],
+        weights=(weights.chosen, weights.rejected),
+        lengths=weights.lengths,
+        coverage=weights.coverage,
+        pair_weight=0.0 if void else 1.0,
+    )
+
+
+def prepare_examples(
+    pairs: Iterable[PreferencePair],
+    chat: ChatFormat,
+    source: WeightSource,
+    captured: Mapping[str, PairWeights],
+    lengths: LengthRules,
+    align: AlignRules,
+    layers: tuple[int, ...] = (),
+) -> ExampleSet:
+    """Training examples of ``pairs`` in their order, with the account of every cut and dropped pair.
+
+    Args:
+        pairs: of one split.
+        chat: renders and tokenises the training side.
+        source: a resolved weight source; ``captured`` holds its stored rows by pair id (empty if it needs none), a row
+            for each of ``layers``.
+        lengths, align: the rules of the run.
+    """
+    tally, examples, read, content, unmatched = Tally(), [], 0, 0, 0
+    for pair in pairs:
+        read += 1
+        encoded = encode_pair(pair, chat, lengths, tally)
+        if encoded is None:
+            continue
+        weights = training_weights(source, captured.get(pair.pair_id), encoded, align.method, layers=layers, pair_id=pair.pair_id)
+        content += sum(weights.content)
+        unmatched += sum(weights.unmatched)
+        if min(weights.coverage) < align.min_coverage:
+            tally.add(f"dropped: coverage below align.min_coverage {align.min_coverage}", pair.pair_id)
+            continue
+        example = make_example(pair.pair_id, encoded, weights)
+        for side, row in zip(SIDES, example.weights, strict=True):
+            if not bool(row.any()):
+                tally.add(f"no weighted token in the {side} response", pair.pair_id)
+        examples.append(example)
+    return ExampleSet(examples, tally, read, read - len(examples), content, unmatched)
+
+
+def length_percentiles(examples: Sequence[TrainingExample]) -> dict[str, int]:
+    """Tokens of the longer branch at the 50th, 90th and 99th percentile and the maximum."""
+    ordered = sorted(example.longest for example in examples)
+    if not ordered:
+        return {}
+    at = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}
+    return {**at, "max": ordered[-1]}

@@ -1,0 +1,77 @@
+"""The rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from attnpo.schema import UserError
+from attnpo.text.alignment import AlignMethod
+
+
+class Overlong(Enum):
+    """What happens to a pair with a branch past ``max_length``."""
+
+    CUT = "cut"
+    DROP = "drop"
+
+
+@dataclass(frozen=True)
+class LengthRules:
+    """Training lengths in tokens (paper appendix: 2048 and 1800).
+
+    The prompt keeps its last ``max_prompt_length`` tokens, then each response its first ``max_length - prompt``. With
+    ``overlong: drop`` a pair that would be cut is dropped instead. Either way it is counted.
+    """
+
+    max_length: int = 2048
+    max_prompt_length: int = 1800
+    overlong: Overlong = Overlong.CUT
+
+    def __post_init__(self) -> None:
+        if not 0 < self.max_prompt_length < self.max_length:
+            raise UserError(
+                f"lengths.max_prompt_length must lie between 1 and lengths.max_length - 1 = {self.max_length - 1}, "
+                f"got {self.max_prompt_length}"
+            )
+
+
+@dataclass(frozen=True)
+class AlignRules:
+    """How weights travel from the source's tokens to the training tokens, and the coverage a pair must reach.
+
+    ``min_coverage`` is the least share of a response's content tokens with a partner; a pair with a side below it is
+    dropped and counted (paper: 0.9 for verbalised weights, no limit for attention).
+    """
+
+    method: AlignMethod = AlignMethod.LEVENSHTEIN
+    min_coverage: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_coverage <= 1:
+            raise UserError(f"align.min_coverage must lie in [0, 1], got {self.min_coverage}")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``pairs`` per optimiser step over all ranks, computed ``micro`` pairs at a time on each (paper: 32 and 1).
+
+    ``eval_micro`` is the micro-batch of validation. Neither changes a number, only memory and speed.
+    """
+
+    pairs: int = 32
+    micro: int = 1
+    eval_micro: int = 8
+
+    def __post_init__(self) -> None:
+        if min(self.pairs, self.micro, self.eval_micro) < 1:
+            raise UserError("batch.pairs, batch.micro and batch.eval_micro must be at least 1")
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per optimiser step on each of ``world_size`` ranks."""
+        share = self.micro * world_size
+        if self.pairs % share:
+            raise UserError(
+                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.micro} x {world_size} processes; "
+                f"the nearest that are: {max(share, self.pairs - self.pairs % share)} and "
+                f"{self.pairs + share - self.pairs % share}"
+            )
+        return self.pairs // share

@@ -1,0 +1,1 @@
+"""Language models: loading, per-token statistics, attention rows of a judge, generation."""

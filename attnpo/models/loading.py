@@ -1,0 +1,193 @@
+"""Loading causal language models and tokenizers, with errors a user can act on, and digests of their weights.
+
+Models are loaded in their dtype, never cast afterwards: ``.to(bfloat16)`` would round the rotary frequencies too,
+which shifts positions by whole radians on long texts.
+"""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from attnpo.schema import UserError, digest
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+_BLOCK = 1 << 22
+_file_digests: dict[tuple[str, int, int], str] = {}
+
+
+def load_model(
+    path: str | Path, *, dtype: str = "float32", attn_implementation: str = "sdpa", revision: str | None = None
+) -> PreTrainedModel:
+    """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
+
+    ``dtype``: float32, bfloat16, float16 or float64. Raises ``UserError`` when nothing is there, when a folder lacks
+    its config or weights, when weights do not fill the model, or when the hub cannot be reached.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
+    source = _locate(path, "model")
+    if isinstance(source, Path):
+        _check_folder(source)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=DTYPES[dtype],
+            attn_implementation=attn_implementation,
+            revision=revision or "main",
+            output_loading_info=True,
+        )
+    except Exception as error:  # the library raises anything from OSError to SafetensorError here
+        raise UserError(_load_failure("model", path, revision, error)) from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: the weight files lack {len(missing)} parameters of {type(model).__name__} (first: {missing[0]}), "
+            "which would be left random; check that the folder was written completely and fits its config.json"
+        )
+    check_rotary(model)
+    model.train(False)
+    return model
+
+
+def check_rotary(model: nn.Module) -> None:
+    """Nothing; raises ``UserError`` when a rotary frequency buffer is not in full precision."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype not in (torch.float32, torch.float64):
+            raise UserError(
+                f"{name} is {buffer.dtype}: rotary frequencies must stay float32, or positions shift; load the model "
+                "with the dtype wanted instead of casting it afterwards"
+            )
+
+
+def load_tokenizer(
+    path: str | Path, revision: str | None = None, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or hub name.
+
+    ``chat_template``: the template's text, or the path of a file that holds it; it replaces the folder's own. A
+    tokenizer without a padding token pads with its end (or unknown) token: no id is added or moved.
+    """
+    source = _locate(path, "tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
+    except Exception as error:  # the library raises anything from OSError to ValueError here
+        raise UserError(_load_failure("tokenizer", path, revision, error)) from error
+    if tokenizer.pad_token_id is None:
+        fallback = tokenizer.eos_token or tokenizer.unk_token
+        if fallback is None:
+            raise UserError(f"{path}: the tokenizer has no padding, end or unknown token; set pad_token in its folder")
+        tokenizer.pad_token = fallback
+    if chat_template is not None:
+        tokenizer.chat_template = _template_text(chat_template)
+    return tokenizer
+
+
+def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
+    """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
+
+    The content of local files is hashed once per process and (path, size, modification time).
+    """
+    source = _locate(path, "model")
+    if isinstance(source, str):
+        try:
+            config = AutoConfig.from_pretrained(source, revision=revision or "main")
+        except Exception as error:  # the library raises anything from OSError to ValueError here
+            raise UserError(_load_failure("model", path, revision, error)) from error
+        return {"hub": source, "commit": str(config._commit_hash)}
+    _check_folder(source)
+    files = {file.name: _file_digest(file) for file in _weight_files(source)}
+    return {"config": _file_digest(source / "config.json"), "weights": digest(files)}
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of parameters; tied ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _locate(path: str | Path, what: str) -> Path | str:
+    """An existing folder, or a hub name; else a ``UserError``."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    text = str(path)
+    if folder.exists():
+        raise UserError(f"{what} path {text!r} is a file; give the folder that holds it")
+    parts = text.split("/")
+    if isinstance(path, Path) or len(parts) > 2 or not all(parts) or text.startswith((".", "~")):
+        raise UserError(
+            f"no {what} folder at {text!r} (looked from {Path.cwd()}); give an existing folder or a hub name such as "
+            "organisation/model"
+        )
+    return text
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
+    files = _weight_files(folder)
+    if not files:
+        raise UserError(
+            f"{folder}: no weight file ({' or '.join(WEIGHT_PATTERNS)}) beside config.json; the folder was written "
+            "only in part"
+        )
+    for index in sorted(folder.glob("*.index.json")):
+        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        absent = sorted(shards - {file.name for file in folder.iterdir()})
+        if absent:
+            raise UserError(
+                f"{folder}: {index.name} names {len(shards)} weight files, {len(absent)} are missing (first: "
+                f"{absent[0]}); copy the folder again"
+            )
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)})
+
+
+def _file_digest(file: Path) -> str:
+    stat = file.stat()
+    key = (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+    if key not in _file_digests:
+        total = hashlib.sha256()
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                total.update(block)
+        _file_digests[key] = total.hexdigest()
+    return _file_digests[key]
+
+
+def _template_text(template: str) -> str:
+    """The text of a chat template given as text or as a file path; text with template marks is never a path."""
+    if "{%" in template or "{{" in template or "\n" in template:
+        return template
+    file = Path(template).expanduser()
+    if not file.is_file():
+        raise UserError(
+            f"chat_template {template!r} is neither template text (it has no '{{{{' or '{{%') nor an existing file "
+            f"(looked from {Path.cwd()})"
+        )
+    return file.read_text(encoding="utf-8")
+
+
+def _load_failure(what: str, path: str | Path, revision: str | None, error: Exception) -> str:
+    first: Any = str(error).strip().splitlines() or [type(error).__name__]
+    at = f" at revision {revision!r}" if revision else ""
+    return (
+        f"could not load the {what} {str(path)!r}{at}: {first[0]}; looked for a local folder of that name, then on the "
+        "hub: give an existing folder, or check the name, the revision and the network"
+    )

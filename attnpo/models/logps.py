@@ -1,0 +1,357 @@
+"""Per-token log-probabilities and other statistics of the vocabulary distribution, in chunks of tokens.
+
+Owns the projection of hidden states to the vocabulary. No tensor of size tokens x vocabulary lives longer than one
+chunk: the forward keeps one number per token (the log normaliser), the backward projects the chunk again and forms
+the gradient of the logits in place. Exact: it changes no number beyond rounding. Log-probabilities, normalisers and
+the head's gradient are held in float32 (float64 for float64 models), whatever the model computes in.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from attnpo.schema import UserError
+
+
+@dataclass(frozen=True)
+class Head:
+    """The map from hidden states to logits: ``cap(scale * (hidden @ weight.T + bias))``.
+
+    ``cap(x) = softcap * tanh(x / softcap)`` when ``softcap`` is set (Gemma-2), else the identity.
+    """
+
+    weight: Float[Tensor, "vocab d"]
+    bias: Float[Tensor, "vocab"] | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "Head":
+        """The head of a linear layer; sharded parameters are gathered once, here."""
+        bias = None if module.bias is None else _whole(module.bias)
+        return cls(weight=_whole(module.weight), bias=bias, scale=scale, softcap=softcap)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+class Distributions(NamedTuple):
+    """Log-probabilities and probabilities of one chunk [n vocab]; ``other`` is the second model's log-probabilities."""
+
+    logp: Tensor
+    p: Tensor
+    other: Tensor | None
+
+
+class Statistic(NamedTuple):
+    """A number per token and its gradient with respect to the (capped, scaled) logits."""
+
+    value: Callable[[Distributions], Tensor]
+    gradient: Callable[[Distributions, Tensor], Tensor]
+
+
+def _entropy(d: Distributions) -> Tensor:
+    return -(d.p * d.logp).sum(-1)
+
+
+def _entropy_gradient(d: Distributions, value: Tensor) -> Tensor:
+    return -d.p * (d.logp + value[:, None])
+
+
+def _collision(d: Distributions) -> Tensor:
+    return torch.logsumexp(2 * d.logp, -1)
+
+
+def _collision_gradient(d: Distributions, value: Tensor) -> Tensor:
+    return 2 * ((2 * d.logp - value[:, None]).exp() - d.p)
+
+
+def _top_prob(d: Distributions) -> Tensor:
+    return d.p.amax(-1)
+
+
+def _top_prob_gradient(d: Distributions, value: Tensor) -> Tensor:
+    gradient = -value[:, None] * d.p
+    return gradient.scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None])
+
+
+def _second(d: Distributions) -> Tensor:
+    if d.other is None:
+        raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
+    return d.other
+
+
+def _kl_ref_policy(d: Distributions) -> Tensor:
+    other = _second(d)
+    return (other.exp() * (other - d.logp)).sum(-1)
+
+
+def _kl_ref_policy_gradient(d: Distributions, value: Tensor) -> Tensor:
+    return d.p - _second(d).exp()
+
+
+def _kl_policy_ref(d: Distributions) -> Tensor:
+    return (d.p * (d.logp - _second(d))).sum(-1)
+
+
+def _kl_policy_ref_gradient(d: Distributions, value: Tensor) -> Tensor:
+    return d.p * (d.logp - _second(d) - value[:, None])
+
+
+VOCAB_STATISTICS: Mapping[str, Statistic] = {
+    "entropy": Statistic(_entropy, _entropy_gradient),
+    "collision": Statistic(_collision, _collision_gradient),
+    "top_prob": Statistic(_top_prob, _top_prob_gradient),
+}
+"""Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability."""
+
+JOINT_STATISTICS: Mapping[str, Statistic] = {
+    "kl_ref_policy": Statistic(_kl_ref_policy, _kl_ref_policy_gradient),
+    "kl_policy_ref": Statistic(_kl_policy_ref, _kl_policy_ref_gradient),
+}
+"""Of two distributions at the same position: KL(reference || policy), KL(policy || reference), in nats."""
+
+
+def token_logps(
+    hidden: Float[Tensor, "N d"],
+    head: nn.Linear | Head,
+    labels: Int[Tensor, "N"],
+    chunk: int = 1024,
+    softcap: float | None = None,
+) -> Float[Tensor, "N"]:
+    """Log-probabilities of ``labels`` under the head's distribution, float32 (float64 for float64 models).
+
+    ``softcap`` applies to a linear layer; a ``Head`` carries its own.
+    """
+    known = head if isinstance(head, Head) else Head.of(head, softcap=softcap)
+    return token_statistics(hidden, known, labels, chunk=chunk)["logps"]
+
+
+def token_statistics(
+    hidden: Float[Tensor, "N d"],
+    head: Head,
+    labels: Int[Tensor, "N"],
+    *,
+    vocab: Sequence[str] = (),
+    joint: Sequence[str] = (),
+    other: tuple[Float[Tensor, "N e"], Head] | None = None,
+    chunk: int = 1024,
+) -> dict[str, Float[Tensor, "N"]]:
+    """Statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
+
+    Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
+    the same tokens, head) never does. ``chunk`` is in tokens and bounds memory only. Under autocast the projection
+    runs in autocast's dtype, in the backward too. Raises ``UserError`` for an unknown statistic or a missing
+    ``other``.
+    """
+    names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
+    statistics = [_lookup(name) for name in names[1:]]
+    if joint and other is None:
+        raise UserError(f"{names[-1]} compares two models: pass other=(hidden, head) of the second model")
+    if chunk < 1:
+        raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
+    plan = _Plan(
+        statistics=tuple(statistics),
+        chunk=chunk,
+        compute=_compute_dtype(hidden, head.weight),
+        head=(head.scale, head.softcap),
+        other_head=(1.0, None) if other is None else (other[1].scale, other[1].softcap),
+        other_compute=None if other is None else _compute_dtype(other[0], other[1].weight),
+    )
+    second = (None, None, None) if other is None or not joint else (other[0], other[1].weight, other[1].bias)
+    detached = [None if tensor is None else tensor.detach() for tensor in second]
+    arguments = (hidden, head.weight, head.bias, labels, *detached, plan)
+    stacked: Tensor = _ChunkedStatistics.apply(*arguments)  # type: ignore[no-untyped-call]
+    return dict(zip(names, stacked.unbind(0), strict=True))
+
+
+def statistics_of_logits(
+    logits: Float[Tensor, "N vocab"],
+    labels: Int[Tensor, "N"],
+    *,
+    vocab: Sequence[str] = (),
+    joint: Sequence[str] = (),
+    other: Float[Tensor, "N vocab"] | None = None,
+) -> dict[str, Float[Tensor, "N"]]:
+    """The same statistics from logits that exist already, by ordinary autograd: for models without a plain head."""
+    logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
+    second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
+    distributions = Distributions(logp, logp.exp(), second)
+    values = {"logps": logp.gather(1, labels[:, None])[:, 0]}
+    for name in (*(f"vocab:{key}" for key in vocab), *(f"joint:{key}" for key in joint)):
+        values[name] = _lookup(name).value(distributions)
+    return values
+
+
+def project(hidden: Float[Tensor, "N d"], head: Head, compute: torch.dtype | None = None) -> Float[Tensor, "N vocab"]:
+    """Logits of a few positions in float32 (float64 for float64 models); scale and soft-cap applied."""
+    dtype = compute or _compute_dtype(hidden, head.weight)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return _logits(hidden.to(dtype), head.weight.to(dtype), bias, (head.scale, head.softcap))
+
+
+def _lookup(name: str) -> Statistic:
+    family, _, key = name.partition(":")
+    table = VOCAB_STATISTICS if family == "vocab" else JOINT_STATISTICS
+    if key not in table:
+        raise UserError(f"unknown statistic {name!r}; known for {family}: {', '.join(sorted(table))}")
+    return table[key]
+
+
+def _accumulate(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.autocast(device.type, enabled=False)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    statistics: tuple[Statistic, ...]
+    chunk: int
+    compute: torch.dtype
+    head: tuple[float, float | None]
+    other_head: tuple[float, float | None]
+    other_compute: torch.dtype | None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[float, float | None]) -> Tensor:
+    """Final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
+    scale, softcap = shape
+    logits = nn.functional.linear(hidden, weight, bias).to(_accumulate(hidden.dtype))
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits
+
+
+def _normaliser(logits: Tensor) -> Tensor:
+    """Log of the sum of exponentials per row [n 1]; overwrites ``logits``."""
+    top = logits.amax(-1, keepdim=True)
+    return logits.sub_(top).exp_().sum(-1, keepdim=True).log_().add_(top)
+
+
+class _Second(NamedTuple):
+    """The second model's side of a joint statistic, cast once for all chunks."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @classmethod
+    def cast(cls, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, plan: _Plan) -> "_Second | None":
+        if hidden is None or weight is None:
+            return None
+        dtype = plan.other_compute or hidden.dtype
+        return cls(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def logp(self, rows: slice, plan: _Plan, dtype: torch.dtype) -> Tensor:
+        logits = _logits(self.hidden[rows], self.weight, self.bias, plan.other_head)
+        return torch.log_softmax(logits.to(dtype), -1)
+
+
+class _ChunkedStatistics(torch.autograd.Function):
+    """Statistics [K N]; row 0 is the log-probability of the label. Saves inputs, normalisers and values only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        other_hidden: Tensor | None,
+        other_weight: Tensor | None,
+        other_bias: Tensor | None,
+        plan: _Plan,
+    ) -> Tensor:
+        count = hidden.shape[0]
+        dtype = _accumulate(plan.compute)
+        values = torch.zeros(1 + len(plan.statistics), count, dtype=dtype, device=hidden.device)
+        normalisers = torch.zeros(count, 1, dtype=dtype, device=hidden.device)
+        with _no_autocast(hidden.device):
+            w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
+            second = _Second.cast(other_hidden, other_weight, other_bias, plan)
+            for start in range(0, count, plan.chunk):
+                rows = slice(start, start + plan.chunk)
+                logits = _logits(hidden[rows].to(plan.compute), w, b, plan.head)
+                picked = logits.gather(1, labels[rows, None])
+                normalisers[rows] = _normaliser(logits.clone() if plan.statistics else logits)
+                values[0, rows] = (picked - normalisers[rows])[:, 0]
+                if plan.statistics:
+                    logp = logits.sub_(normalisers[rows])
+                    other = None if second is None else second.logp(rows, plan, dtype)
+                    distributions = Distributions(logp, logp.exp(), other)
+                    for index, statistic in enumerate(plan.statistics, start=1):
+                        values[index, rows] = statistic.value(distributions)
+        ctx.plan = plan
+        ctx.save_for_backward(hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (coefficients,) = gradients
+        hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        dtype = _accumulate(plan.compute)
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if need_weight else None
+        d_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if need_bias else None
+        with _no_autocast(hidden.device):
+            w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
+            second = _Second.cast(other_hidden, other_weight, other_bias, plan)
+            for start in range(0, hidden.shape[0], plan.chunk):
+                rows = slice(start, start + plan.chunk)
+                h = hidden[rows].to(plan.compute)
+                logits = _logits(h, w, b, plan.head)
+                # With a cap the slope 1 - (y / cap)^2 is needed after the logits are overwritten.
+                slope = None if plan.head[1] is None else 1 - (logits / plan.head[1]).square()
+                other = None if second is None else second.logp(rows, plan, dtype)
+                grad = _logit_gradient(
+                    logits.sub_(normalisers[rows]), labels[rows], coefficients[:, rows], values[:, rows], other, plan
+                )
+                grad = grad if slope is None else grad.mul_(slope)
+                grad = (grad if plan.head[0] == 1.0 else grad.mul_(plan.head[0])).to(plan.compute)
+                if d_hidden is not None:
+                    d_hidden[rows] = (grad @ w).to(hidden.dtype)
+                if d_weight is not None:
+                    d_weight += grad.T @ h
+                if d_bias is not None:
+                    d_bias += grad.sum(0, dtype=dtype)
+        cast_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        cast_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, cast_weight, cast_bias, None, None, None, None, None
+
+
+def _logit_gradient(
+    logp: Tensor, labels: Tensor, coefficients: Tensor, values: Tensor, other: Tensor | None, plan: _Plan
+) -> Tensor:
+    """Gradient with respect to the final logits of one chunk: ``c * (onehot - p)`` plus the statistics' own terms.
+
+    Overwrites ``logp`` when only log-probabilities were asked.
+    """
+    first = coefficients[0, :, None]
+    if not plan.statistics:
+        return logp.exp_().mul_(-first).scatter_add_(1, labels[:, None], first)
+    distributions = Distributions(logp, logp.exp(), other)
+    gradient = (distributions.p * -first).scatter_add_(1, labels[:, None], first)
+    for index, statistic in enumerate(plan.statistics, start=1):
+        gradient += coefficients[index, :, None] * statistic.gradient(distributions, values[index])
+    return gradient

@@ -1,0 +1,126 @@
+"""The parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
+
+Owns how they are found (through the library's generic accessors and the config's fields, never by model name) and
+the check that backbone plus head give the model's own logits.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from attnpo.models.logps import Head, project
+from attnpo.schema import UserError
+
+logger = logging.getLogger(__name__)
+
+PROBE_LENGTH = 4
+# Both ways run the same backbone kernels, so they differ by rounding of the head's product only.
+PROBE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+PROBE_TOLERANCE_LOW_PRECISION = 3e-2
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Backbone (ids to final hidden states) and head (hidden states to logits) of one model."""
+
+    backbone: nn.Module
+    head: nn.Linear
+    scale: float
+    softcap: float | None
+
+    def projection(self) -> Head:
+        """The head as a map from hidden states to final logits."""
+        return Head.of(self.head, scale=self.scale, softcap=self.softcap)
+
+
+def find_parts(model: PreTrainedModel) -> Parts | None:
+    """Backbone and head of a causal LM, or None when its head is not one plain linear layer (adapters, 4-bit).
+
+    ``final_logit_softcapping`` (cap), ``logits_scaling`` (divides) and ``logit_scale`` (multiplies) are read from
+    the text config.
+    """
+    backbone: object = model.get_decoder()  # type: ignore[no-untyped-call]
+    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if not isinstance(head, nn.Linear) or list(head.children()) or not head.weight.is_floating_point():
+        return None
+    if backbone is model or not isinstance(backbone, nn.Module):
+        return None
+    fields = model.config.get_text_config().to_dict()
+    softcap, divide, multiply = (fields.get(k) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale"))
+    scale = (1.0 if multiply is None else float(multiply)) / (1.0 if divide is None else float(divide))
+    return Parts(backbone, head, scale, None if softcap is None else float(softcap))
+
+
+def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
+    """Hidden states [batch T d] after the final norm; no cache is kept."""
+    output = backbone(input_ids=input_ids, use_cache=False, **inputs)
+    hidden = output.last_hidden_state
+    assert isinstance(hidden, Tensor)
+    return hidden
+
+
+def is_materialised(model: nn.Module) -> bool:
+    """Whether every parameter is a plain tensor with data: not on the meta device and not sharded."""
+    return not any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@torch.no_grad()
+def parts_agree(model: PreTrainedModel) -> bool:
+    """Whether backbone and head reproduce the model's own logits on a probe of four tokens.
+
+    False, with one warning that says by how much, when they do not: such a model has a step between them that its
+    config does not name.
+    """
+    parts = find_parts(model)
+    if parts is None:
+        logger.warning("%s: the vocabulary head is no plain linear layer; whole logits are used", _kind(model))
+        return False
+    with eval_mode(model):
+        ids = torch.arange(PROBE_LENGTH, device=parts.head.weight.device)[None] % parts.head.weight.shape[0]
+        expected = model(input_ids=ids, use_cache=False).logits[0]
+        ours = project(final_hidden(parts.backbone, ids)[0], parts.projection())
+    bound = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION) * max(1.0, float(expected.abs().max()))
+    gap = float((ours - expected).abs().max())
+    if gap > bound:
+        logger.warning(
+            "%s: backbone and head differ from its own logits by %.3g (bound %.3g); whole logits are used: slower, "
+            "more memory, same numbers",
+            _kind(model),
+            gap,
+            bound,
+        )
+    return gap <= bound
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def require_causal_lm(model: nn.Module) -> PreTrainedModel:
+    """``model`` as a Hugging Face causal LM, or a ``UserError`` naming what is missing."""
+    for needed in ("get_decoder", "get_output_embeddings", "config"):
+        if not hasattr(model, needed):
+            raise UserError(
+                f"expected a Hugging Face causal language model, got {_kind(model)} without {needed!r}; load it with "
+                "attnpo.models.loading.load_model"
+            )
+    return cast(PreTrainedModel, model)
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__

@@ -1,0 +1,155 @@
+"""The scored language model: one callable from model inputs to per-token statistics in response space.
+
+Backbone, vocabulary head and chunk loop run inside one ``forward``, so sharding hooks, adapters, autocast and
+activation checkpointing hold for all three. Only hidden states that predict a scored token meet the head.
+"""
+
+import logging
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from attnpo.models.logps import (
+    JOINT_STATISTICS,
+    VOCAB_STATISTICS,
+    Head,
+    project,
+    statistics_of_logits,
+    token_statistics,
+)
+from attnpo.models.parts import Parts, final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
+from attnpo.schema import ModelInputs, TokenStats, UserError
+
+logger = logging.getLogger(__name__)
+
+KNOWN_REQUESTS = frozenset(
+    {"logps", "hidden"} | {f"vocab:{key}" for key in VOCAB_STATISTICS} | {f"joint:{key}" for key in JOINT_STATISTICS}
+)
+# FSDP looks for tensors in a forward's inputs and outputs through pytree.
+for _node in (ModelInputs, TokenStats):
+    torch.export.register_dataclass(_node)
+
+
+class ScoredLM(nn.Module):
+    """A Hugging Face causal LM whose forward gives ``TokenStats``.
+
+    ``chunk`` is the number of tokens sent through the vocabulary head at once; it bounds memory and changes no
+    number. At construction (or at the first forward of a sharded or meta model) four tokens are run to see that
+    backbone and head give the model's own logits; if not, the whole model is called and its logits are used.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk: int = 1024) -> None:
+        super().__init__()
+        self.model = require_causal_lm(model)
+        self.chunk = chunk
+        self._split: bool | None = parts_agree(self.model) if is_materialised(model) else None
+
+    def head(self) -> Head:
+        """The vocabulary head, to be given to another model's ``other``.
+
+        Raises ``UserError`` when the model has no plain linear head.
+        """
+        parts = find_parts(self.model)
+        if parts is None:
+            raise UserError(f"{type(self.model).__name__} has no plain linear vocabulary head to compare with")
+        return parts.projection()
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        response_ids: Int[Tensor, "rows R"],
+        response_mask: Bool[Tensor, "rows R"],
+        requests: Collection[str] = frozenset({"logps"}),
+        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+    ) -> TokenStats:
+        """Statistics of every response token; positions under a false mask hold exactly 0 and pass no gradient.
+
+        ``requests``: "logps" (always given), "hidden" (the final hidden states that predict the tokens),
+        "vocab:entropy", "vocab:collision", "vocab:top_prob", and with ``other`` (the second model's hidden states in
+        response space and its head) "joint:kl_ref_policy", "joint:kl_policy_ref". Gradients reach this model only.
+        Raises ``UserError`` for a request that is not known or lacks ``other``.
+        """
+        vocab, joint = _parse(requests, other is not None)
+        rows, columns = response_mask.nonzero(as_tuple=True)
+        keep = (rows, columns)
+        labels, index = response_ids[keep], inputs.predict_index[keep]
+        second = None if other is None else (other[0][keep], other[1])
+        if self._split is None:
+            self._split = parts_agree(self.model)
+        parts = find_parts(self.model) if self._split else None
+        if parts is None:
+            hidden, values = self._from_logits(inputs, index, labels, vocab, joint, second, "hidden" in requests)
+        else:
+            hidden, values = self._from_parts(parts, inputs, index, labels, vocab, joint, second)
+        shape = response_mask.shape
+        spread = {name: _spread(value, keep, shape) for name, value in values.items()}
+        return TokenStats(
+            logps=spread["logps"],
+            hidden=_spread(hidden, keep, shape) if hidden is not None and "hidden" in requests else None,
+            vocab={name: spread[f"vocab:{name}"] for name in vocab},
+            joint={name: spread[f"joint:{name}"] for name in joint},
+        )
+
+    def _from_parts(
+        self,
+        parts: Parts,
+        inputs: ModelInputs,
+        index: Tensor,
+        labels: Tensor,
+        vocab: list[str],
+        joint: list[str],
+        second: tuple[Tensor, Head] | None,
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        states = final_hidden(parts.backbone, inputs.input_ids, **_positions(inputs))
+        picked = states.flatten(0, 1).index_select(0, index)
+        return picked, token_statistics(
+            picked, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
+        )
+
+    def _from_logits(
+        self,
+        inputs: ModelInputs,
+        index: Tensor,
+        labels: Tensor,
+        vocab: list[str],
+        joint: list[str],
+        second: tuple[Tensor, Head] | None,
+        want_hidden: bool,
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        output = self.model(
+            input_ids=inputs.input_ids, use_cache=False, output_hidden_states=want_hidden, **_positions(inputs)
+        )
+        logits = output.logits.flatten(0, 1).index_select(0, index)
+        picked = output.hidden_states[-1].flatten(0, 1).index_select(0, index) if want_hidden else None
+        other = None if second is None or not joint else project(*second)
+        return picked, statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=other)
+
+
+def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:
+    unknown = sorted(set(requests) - KNOWN_REQUESTS)
+    if unknown:
+        raise UserError(f"unknown token statistic {unknown[0]!r}; known: {', '.join(sorted(KNOWN_REQUESTS))}")
+    vocab = sorted(name.removeprefix("vocab:") for name in requests if name.startswith("vocab:"))
+    joint = sorted(name.removeprefix("joint:") for name in requests if name.startswith("joint:"))
+    if joint and not has_other:
+        raise UserError(f"joint:{joint[0]} compares two models: pass other=(hidden, head) of the second one")
+    return vocab, joint
+
+
+def _positions(inputs: ModelInputs) -> dict[str, Tensor | None]:
+    """Mask and positions for the backbone; no mask for right-padded rows.
+
+    Under causal attention a token never sees what stands to its right, so right padding needs no mask, and without
+    one the attention kernel takes its causal path instead of a batch x T x T mask.
+    """
+    mask = inputs.attention_mask
+    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+        mask = None
+    return {"attention_mask": mask, "position_ids": inputs.position_ids}
+
+
+def _spread(values: Tensor, keep: tuple[Tensor, Tensor], shape: torch.Size) -> Tensor:
+    """Values [N ...] of the kept (row, position) put into zeros of response space [rows R ...]; never a view."""
+    return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

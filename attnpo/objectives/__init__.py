@@ -1,0 +1,1 @@
+"""Preference objectives in response space: one file each, all behind ``base.PreferenceObjective``."""

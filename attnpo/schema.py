@@ -1,0 +1,322 @@
+"""Plain data that the rooms hand to each other, and the small protocols they meet behind.
+
+Owns no behaviour beyond checks of its own fields. Imports nothing from attnpo.
+
+Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, then all rejected rows), ``R`` response
+positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+class UserError(Exception):
+    """A problem the user can mend; its text says what was expected, what came, where, and what to do.
+
+    Entry points print it as one line without a traceback.
+    """
+
+
+class Message(TypedDict):
+    """One chat turn in the Hugging Face convention."""
+
+    role: str
+    content: str
+
+
+def digest(value: Any) -> str:
+    """Hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------------- preference data
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """One prompt with a chosen and a rejected response.
+
+    ``pair_id`` is a digest of the content, so the same pair met twice has the same id (duplicates are legal).
+    ``extra`` keeps further columns of the row (scores, topics); it never enters the id.
+    """
+
+    pair_id: str
+    prompt: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, Any] | None = None
+    ) -> "PreferencePair":
+        """The pair with its content digest as id."""
+        turns = tuple(Message(role=turn["role"], content=turn["content"]) for turn in prompt)
+        key = digest([[[turn["role"], turn["content"]] for turn in turns], chosen, rejected])
+        return cls(pair_id=key[:32], prompt=turns, chosen=chosen, rejected=rejected, extra=dict(extra or {}))
+
+    def response(self, side: str) -> str:
+        """The text of ``side``, "chosen" or "rejected"."""
+        return self.chosen if side == "chosen" else self.rejected
+
+
+SIDES = ("chosen", "rejected")
+
+
+class EncodedResponse(NamedTuple):
+    """Training ids of one response behind its prompt.
+
+    ``offsets`` are half-open character ranges in the response text as it stands in the pair; tokens that hold no
+    character of it (end of turn) have an empty range at the text's end.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+# --------------------------------------------------------------------------------------------- token weights
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """Raw weights of one response on the source's own tokens, a row per captured layer.
+
+    ``offsets`` are characters of the response as it stands in the pair, half open.
+    """
+
+    token_ids: Int[Tensor, "n"]
+    offsets: Int[Tensor, "n 2"]
+    weights: Float[Tensor, "layers n"]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one judge round (one order of the two answers) gave.
+
+    ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
+    arg max over the vocabulary there; both None when the verdict was not read.
+    """
+
+    chosen_is_a: bool
+    chosen: TokenWeights
+    rejected: TokenWeights
+    verdict_logits: Float[Tensor, "2"] | None = None
+    verdict_token: int | None = None
+
+    def side(self, name: str) -> TokenWeights:
+        """The weights of ``name``, "chosen" or "rejected"."""
+        return self.chosen if name == "chosen" else self.rejected
+
+
+@dataclass(frozen=True)
+class PairWeights:
+    """Everything a source captured for one pair: a list of rounds, all with the same layers in the same order."""
+
+    pair_id: str
+    rounds: tuple[Round, ...]
+
+
+class Kind(Enum):
+    """How an objective may read a weight row: a distribution sums to 1, a factor is used as it is."""
+
+    DISTRIBUTION = "distribution"
+    FACTOR = "factor"
+
+
+# --------------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class JudgePrompt:
+    """One tokenised judge round.
+
+    ``spans`` maps "chosen" and "rejected" to half-open token ranges of ``input_ids``; ``offsets`` maps them to the
+    characters (of the response in the pair) each token of the range covers.
+    """
+
+    pair_id: str
+    input_ids: list[int]
+    chosen_is_a: bool
+    spans: Mapping[str, tuple[int, int]]
+    offsets: Mapping[str, list[tuple[int, int]]]
+    cut: bool = False
+
+
+@dataclass(frozen=True)
+class JudgeReading:
+    """What one forward of the judge gave for one prompt.
+
+    ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
+    token: mean over query heads, or one row per head when ``per_head`` was asked.
+    """
+
+    rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
+    rollout: Float[Tensor, "T"] | None = None
+    verdict_logits: Float[Tensor, "2"] | None = None
+    verdict_token: int | None = None
+
+
+@runtime_checkable
+class JudgeModel(Protocol):
+    """A causal LM that is asked for attention rows and verdicts."""
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Every property of the model that changes a number (weights digest, dtype, kernel family)."""
+        ...
+
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        rollout: bool = False,
+        verdict: bool = True,
+        label_ids: tuple[int, int] | None = None,
+    ) -> list[JudgeReading]:
+        """Readings of a list of prompts, in their order; 1-based ``layers``; one forward gives all that is asked."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Decoding settings; ``temperature`` 0 is greedy."""
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Answers prompts with text."""
+
+    def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
+        """One answer per prompt, in their order, special tokens removed."""
+        ...
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Per-token statistics of one model on given training tokens."""
+
+    def scores(
+        self, sequences: Sequence[EncodedResponse], names: Sequence[str] = ("logps",)
+    ) -> list[dict[str, Float[Tensor, "m"]]]:
+        """A dict of float32 rows per sequence, a value per response token, for the statistics asked by name."""
+        ...
+
+
+# --------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What a layout hands to the model.
+
+    ``input_ids``, ``position_ids`` [batch T]; ``attention_mask`` [batch T] (1 = token) or None; ``predict_index``
+    [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
+    """
+
+    input_ids: Int[Tensor, "batch T"]
+    position_ids: Int[Tensor, "batch T"]
+    attention_mask: Int[Tensor, "batch T"] | None
+    predict_index: Int[Tensor, "rows R"]
+
+    def to(self, device: torch.device | str) -> "ModelInputs":
+        """The same inputs on ``device``."""
+        moved: ModelInputs = _move(self, torch.device(device))
+        return moved
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Per-token statistics in response space; positions under a false response mask hold 0.
+
+    ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those
+    of two models (kl_ref_policy, ...).
+    """
+
+    logps: Float[Tensor, "rows R"]
+    hidden: Float[Tensor, "rows R d"] | None = None
+    vocab: Mapping[str, Float[Tensor, "rows R"]] = field(default_factory=dict)
+    joint: Mapping[str, Float[Tensor, "rows R"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """2P response rows in response space, all chosen rows first.
+
+    ``token_weights`` maps a channel to its weights; "reward" is always there for distributions or factors aligned on
+    the response tokens. ``source_lengths`` is |y| as the weight source counts it.
+    """
+
+    response_ids: Int[Tensor, "rows R"]
+    response_mask: Bool[Tensor, "rows R"]
+    token_weights: Mapping[str, Float[Tensor, "rows R"]]
+    source_lengths: Float[Tensor, "rows"]
+    reference_logps: Float[Tensor, "rows R"] | None
+    inputs: ModelInputs | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """One micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimiser step (all ranks)."""
+
+    groups: Mapping[str, RowGroup]
+    pair_weight: Float[Tensor, "pairs"]
+    pair_ids: tuple[str, ...]
+    pair_values: Mapping[str, Float[Tensor, "pairs"]] = field(default_factory=dict)
+    step_pairs: int = 0
+
+    @property
+    def main(self) -> RowGroup:
+        """The group of the pairs themselves."""
+        return self.groups["main"]
+
+    @property
+    def pairs(self) -> int:
+        """P."""
+        return len(self.pair_ids)
+
+    def to(self, device: torch.device | str) -> "PreferenceBatch":
+        """The same batch with every tensor on ``device``."""
+        moved: PreferenceBatch = _move(self, torch.device(device))
+        return moved
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
+        return type(value)(**{key: _move(item, device) for key, item in vars(value).items()})
+    return value
+
+
+@dataclass(frozen=True)
+class ObjectiveOutput:
+    """Per-pair results of an objective. ``losses`` carries gradient; rewards and extras are detached."""
+
+    losses: Float[Tensor, "pairs"]
+    chosen_rewards: Float[Tensor, "pairs"]
+    rejected_rewards: Float[Tensor, "pairs"]
+    extras: Mapping[str, Float[Tensor, "pairs"]] = field(default_factory=dict)

@@ -1,0 +1,100 @@
+"""The judge as a component of a run: its prompts' rules, its model, and how it is loaded only when needed."""
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from attnpo.schema import UserError
+from attnpo.studies.files import find_file
+from attnpo.text.judge_template import JudgePrompts, JudgeRules
+from attnpo.weights.base import Tools
+
+if TYPE_CHECKING:
+    from attnpo.models.spec import ModelSpec
+    from attnpo.text.chat import ChatFormat
+
+
+@dataclass(frozen=True)
+class Judge(JudgeRules):
+    """The judge's prompt rules (``JudgeRules``) and its model.
+
+    ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
+    full depth; without it the forward stops behind the deepest stored layer. ``token_budget`` is tokens per forward.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    verdict: bool = True
+    token_budget: int = 16384
+
+    def rules(self) -> JudgeRules:
+        """The prompt rules alone, with the template's path settled."""
+        plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
+        return replace(plain, template_file=str(find_file(self.template_file, "judge.template_file")))
+
+
+class JudgeRoom:
+    """A judge that is described cheaply and loaded at most once.
+
+    Args:
+        judge: the component.
+        model: the run's model, which judges unless ``judge.path`` names another.
+        chat: the run's chat format, used unless ``judge.path`` names another model.
+    """
+
+    def __init__(self, judge: Judge, model: "ModelSpec", chat: "ChatFormat") -> None:
+        from attnpo.models.loading import load_tokenizer
+        from attnpo.text.chat import ChatFormat
+
+        own = judge.path is None
+        self.judge = judge
+        self.path = model.path if judge.path is None else judge.path
+        self.revision = model.revision if own else judge.revision
+        if not own:
+            chat = ChatFormat(load_tokenizer(self.path, self.revision), read_template(judge.chat_template))
+        self.prompts = JudgePrompts(judge.rules(), chat)
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the judge, read from its config alone."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.path, revision=self.revision or "main").get_text_config()
+        return int(config.num_hidden_layers)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the judge's numbers: weights, number format, attention kernel family."""
+        from attnpo.models.judge import KERNEL
+        from attnpo.models.loading import weights_fingerprint
+
+        return {
+            "weights": weights_fingerprint(self.path, self.revision),
+            "dtype": self.judge.dtype,
+            "kernel": KERNEL,
+            "verdict": self.judge.verdict,
+        }
+
+    def tools(self) -> Tools:
+        """Model and prompts for capturing; loads the model."""
+        import torch
+
+        from attnpo.models.judge import CausalJudge
+        from attnpo.models.loading import load_model
+
+        model = load_model(self.path, dtype=self.judge.dtype, revision=self.revision)
+        if torch.cuda.is_available():
+            model.to("cuda")  # type: ignore[arg-type]
+        judge = CausalJudge(model, token_budget=self.judge.token_budget)
+        return Tools(judge=judge, prompts=self.prompts, verdict=self.judge.verdict)
+
+
+def read_template(template: str | None) -> str | None:
+    """A chat template's text: as given when it holds Jinja, else the content of the file it names."""
+    if template is None or "{%" in template or "{{" in template:
+        return template
+    path = find_file(template, "model.chat_template")
+    text = path.read_text(encoding="utf-8")
+    if "{" not in text:
+        raise UserError(f"model.chat_template={template}: {path} holds no Jinja template")
+    return text.removesuffix("\n")

@@ -1,0 +1,77 @@
+"""Cached reference: per-token float32 log-probabilities in the store, so that no second model is held."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import ExampleSet
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import SIDES, UserError
+from attnpo.studies.inputs import Ground, reference_fingerprint, world_size
+from attnpo.weights.cache import Table
+from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
+
+log = logging.getLogger(__name__)
+
+PAIRS_PER_FORWARD = 16
+PAIRS_PER_SHARD = 1024
+
+
+def fill_reference(
+    ground: Ground, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
+) -> Table:
+    """The store's table of reference log-probabilities, with what the examples need computed and added.
+
+    ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
+    example; without it a job of several processes is refused, since each would compute everything.
+    """
+    rules = ground.cfg.lengths
+    key = reference_key(reference_fingerprint(ground), ground.chat, rules.max_prompt_length, rules.max_length)
+    table = ground.store.table(REFERENCE, key)
+    unique = {example.pair_id: example for made in sets.values() for example in made.examples}
+    wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
+    lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
+    log.info("reference log-probs: %d pairs from the store, %d to compute", len(wanted) - len(lacking), len(lacking))
+    if lacking and shard is None and world_size() > 1:
+        raise UserError(
+            "reference log-probs are missing in the store and this job has several processes; fill the store first with "
+            "the same overrides: python -m attnpo.weigh ... reference=cached"
+        )
+    pad_id = int(ground.tokenizer.pad_token_id or 0)
+    for start in range(0, len(lacking), PAIRS_PER_SHARD):
+        store_logps(table, dict(score_examples(model, lacking[start : start + PAIRS_PER_SHARD], pad_id)))
+    return table
+
+
+def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
+    """The examples of a split with the stored log-probabilities; UserError when one is missing or of another length."""
+    lengths = {
+        example.pair_id: (len(example.chosen.response_ids), len(example.rejected.response_ids))
+        for example in made.examples
+    }
+    stored = load_logps(table, list(lengths), lengths)
+    return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
+
+
+def score_examples(
+    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int
+) -> Iterator[tuple[str, LogpPair]]:
+    """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    ordered = sorted(examples, key=lambda example: example.longest)
+    with torch.no_grad():
+        for start in range(0, len(ordered), PAIRS_PER_FORWARD):
+            chunk = ordered[start : start + PAIRS_PER_FORWARD]
+            rows = [side for example in chunk for side in example.sides]
+            inputs, ids, mask = padded([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
+            logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
+            for i, example in enumerate(chunk):
+                counts = [len(side.response_ids) for side in example.sides]
+                yield example.pair_id, (logps[2 * i, : counts[0]].clone(), logps[2 * i + 1, : counts[1]].clone())
+    model.train(was_training)

@@ -1,0 +1,131 @@
+"""One call from knobs to folders: a model folder and a data folder, content-addressed and built at most once.
+
+The base is keyed by grammar, recipe, seed and code version; the pairs by the base's key and their own recipe, so
+asking for another number of pairs trains nothing again. A folder is built beside its place and renamed into it
+when complete, so a half-built one is never seen and two processes cannot spoil each other's work.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.pairs import PairRecipe, write_pairs
+from attnpo.testbed.pretrain import BaseRecipe, build_base, report_dict
+
+logger = logging.getLogger(__name__)
+
+CODE_VERSION = "1"  # raise when the same recipe would give another base or other pairs
+REPORT = "testbed.json"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Where the artefacts are, what was measured when they were built, and whether both were already there."""
+
+    model_path: Path
+    data_path: Path
+    report: dict[str, object]
+    reused: bool
+
+
+@dataclass(frozen=True)
+class Testbed:
+    """A testbed by its knobs; `seed` is the base's seed."""
+
+    __test__ = False  # not a test class, whatever its name says to pytest
+
+    grammar: Grammar = field(default_factory=Grammar)
+    base: BaseRecipe = field(default_factory=BaseRecipe)
+    pairs: PairRecipe = field(default_factory=PairRecipe)
+    seed: int = 0
+
+    def base_key(self) -> str:
+        """Identity of the base model."""
+        return _key({"grammar": self.grammar.digest(), "base": asdict(self.base), "seed": self.seed})
+
+    def data_key(self) -> str:
+        """Identity of the pairs, which includes that of their base."""
+        return _key({"base": self.base_key(), "pairs": asdict(self.pairs)})
+
+    def prepare(self, root: Path) -> Prepared:
+        """The model and data folders under `root`, built if missing."""
+        root = Path(root)
+        model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
+        old_base = _ensure(model_path, "base", self._build_base)
+        old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder))
+        base_report, data_report = _read(model_path), _read(data_path)
+        if base_report.get("gate_passed") is False:
+            logger.warning("testbed base %s did not pass its judge gate; its studies prove little", model_path.name)
+        report: dict[str, object] = {
+            "digest": self.grammar.digest(),
+            "base_key": self.base_key(),
+            "data_key": self.data_key(),
+            "base": base_report,
+            "pairs": data_report,
+        }
+        return Prepared(model_path, data_path, report, reused=old_base and old_data)
+
+    def _build_base(self, folder: Path) -> Mapping[str, object]:
+        return report_dict(build_base(self.grammar, self.base, folder, seed=self.seed))
+
+    def _build_pairs(self, model_path: Path, folder: Path) -> Mapping[str, object]:
+        model, tokenizer = load_base(model_path)
+        return write_pairs(model, tokenizer, self.grammar, self.pairs, folder)
+
+
+def load_base(model_path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """The base in evaluation mode and its tokenizer."""
+    model = LlamaForCausalLM.from_pretrained(model_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return model.eval(), tokenizer
+
+
+def _key(content: Mapping[str, object]) -> str:
+    text = json.dumps({"code": CODE_VERSION, **content}, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+
+
+def _read(folder: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    return content
+
+
+def _ensure(target: Path, what: str, build: Callable[[Path], Mapping[str, object]]) -> bool:
+    """True if `target` was there; else builds it beside its place and renames it in, and returns False."""
+    if (target / REPORT).is_file():
+        logger.info("testbed %s: reused from %s", what, target)
+        return True
+    target.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    # Not a TemporaryDirectory: on success the folder lives on under its final name.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        report = build(scratch)
+        (scratch / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        scratch.chmod(0o755)  # mkdtemp makes it private
+        _move_in(scratch, target, what)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    logger.info("testbed %s: built in %.0f s, %s", what, time.monotonic() - started, target)
+    return False
+
+
+def _move_in(scratch: Path, target: Path, what: str) -> None:
+    try:
+        scratch.rename(target)
+    except OSError as error:
+        if not (target / REPORT).is_file():
+            raise RuntimeError(
+                f"testbed {what}: cannot move the finished folder to {target} ({error}); if something without "
+                f"{REPORT} lies there, remove it and run again"
+            ) from error
+        logger.info("testbed %s: another process finished %s first; using it", what, target)

@@ -1,0 +1,287 @@
+"""Training ids of a conversation: the prompt as the template renders it, the response with its character ranges.
+
+The ids are those of the rendered conversation, tokenised without adding special tokens; the template alone decides
+about headers and the end of turn. BOS is put in front only where the tokenizer would do so and the template did not.
+"""
+
+import hashlib
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jinja2 import TemplateError
+
+from attnpo.schema import EncodedResponse, Message, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+SENTINEL = "ATTNPOPLACEHOLDER"
+"""Stands for a message's content where only the text around it is wanted."""
+
+NOT_A_PREFIX = "prompt is not a token prefix"
+
+Range = tuple[int, int]
+
+
+class Cut(NamedTuple):
+    """Which sides of a training sequence lost tokens."""
+
+    prompt: bool
+    response: bool
+
+
+class ChatFormat:
+    """A tokenizer and a chat template as one function from messages to ids.
+
+    ``chat_template`` replaces the tokenizer's own template text. ``counts`` has "prompt is not a token prefix" for
+    responses whose first characters merge with the prompt's last token and were therefore tokenised on their own.
+
+    Raises UserError for a tokenizer without a template and for one that gives no character ranges (not "fast").
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
+                "not a fast tokenizer); spans and alignment need them: use a model folder with a tokenizer.json"
+            )
+        try:
+            self.chat_template: str = tokenizer.get_chat_template(chat_template)
+        except ValueError as problem:
+            raise UserError(
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template to the "
+                "template's text or to a file that holds it"
+            ) from problem
+        if "strftime_now" in self.chat_template:
+            log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
+        self.tokenizer = tokenizer
+        self.counts: Counter[str] = Counter()
+        self._backend: Any = tokenizer.backend_tokenizer
+        self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special |= {index for index in tokenizer.all_special_ids if index is not None}
+        self._bos: int | None = tokenizer.bos_token_id if self._adds_bos(tokenizer.bos_token_id) else None
+        self._eos: int | None = tokenizer.eos_token_id
+        self._ends: set[int] = set() if self._eos is None else {self._eos}
+        self._probed = False
+        self._frame: tuple[str, str] | None = None
+        self._last_prompt: tuple[str, list[int], list[Range]] | None = None
+        self._fingerprint: dict[str, Any] | None = None
+
+    def _adds_bos(self, bos: int | None) -> bool:
+        return bos is not None and self._backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
+
+    # ------------------------------------------------------------------------------------------ text and ids
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        """The conversation as text. Raises UserError with the template's own words when it refuses the messages."""
+        turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                turns,
+                chat_template=self.chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except TemplateError as problem:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise UserError(
+                f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "
+                "roles or give another template as model.chat_template"
+            ) from problem
+        return str(text)
+
+    def tokenize(self, text: str, start: bool = True) -> tuple[list[int], list[Range]]:
+        """Ids of rendered text and the half-open character range of each; no special tokens are added.
+
+        The exception is one BOS, with the range (0, 0), when ``start`` says that the text begins a sequence, the
+        tokenizer would add it and the text has none. Raises UserError for text with lone surrogates.
+        """
+        check_text(text, "the rendered text")
+        backend = self._backend
+        # The backend remembers what the last caller of the tokenizer asked for.
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        encoding = backend.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        offsets: list[Range] = encoding.offsets
+        if start and self._bos is not None and ids[:1] != [self._bos]:
+            return [self._bos, *ids], [(0, 0), *offsets]
+        return ids, offsets
+
+    def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
+        """Ids of the prompt with the generation prompt behind it, exactly one BOS where the tokenizer has one to add.
+
+        Raises UserError when the template refuses the messages or the text cannot be encoded.
+        """
+        return list(self._prompt(self.render(prompt, add_generation_prompt=True))[0])
+
+    def _prompt(self, text: str) -> tuple[list[int], list[Range]]:
+        if self._last_prompt is None or self._last_prompt[0] != text:  # both responses of a pair share it
+            self._last_prompt = (text, *self.tokenize(text))
+        return self._last_prompt[1], self._last_prompt[2]
+
+    # ------------------------------------------------------------------------------------------ responses
+
+    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
+        """Prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
+
+        Ranges are half open in ``response`` as given, also when the template trims it; tokens that hold none of its
+        characters (text the template puts around the response, the end of turn) have (len, len). A turn that the
+        template does not close with a special token gets the tokenizer's EOS. An empty response is the end token alone.
+
+        Raises UserError when the template rewrites the prompt or the response, when there is no token to end the turn
+        with, and for text with lone surrogates.
+        """
+        encoded, is_prefix = self._encode(prompt, response)
+        if not is_prefix:
+            self.counts[NOT_A_PREFIX] += 1
+        return encoded
+
+    def _encode(self, prompt: Sequence[Message], response: str) -> tuple[EncodedResponse, bool]:
+        check_text(response, "the response")
+        before = self.render(prompt, add_generation_prompt=True)
+        full = self._with_response(prompt, before, response)
+        trimmed, begin, end = self._locate(prompt, before, full, response)
+        prompt_ids, prompt_offsets = self._prompt(before)
+        ids, offsets = self.tokenize(full)
+        count = len(prompt_ids)
+        is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
+        if is_prefix:
+            ids, offsets = ids[count:], offsets[count:]
+        else:
+            ids, offsets = self.tokenize(full[len(before) :], start=False)
+            offsets = [(start + len(before), stop + len(before)) for start, stop in offsets]
+        ids, offsets = self._close(ids, offsets, end)
+        shift, last = begin - trimmed, len(response)
+        ranges = [
+            (max(start, begin) - shift, min(stop, end) - shift) if start < end and stop > begin else (last, last)
+            for start, stop in offsets
+        ]
+        return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
+
+    def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
+        full = self.render([*prompt, Message(role="assistant", content=response)], add_generation_prompt=False)
+        if full.startswith(before):
+            return full
+        place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
+        raise UserError(
+            "the chat template renders the prompt differently once an assistant turn follows: at character "
+            f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
+            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: give a "
+            "template that keeps it as model.chat_template"
+        )
+
+    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> tuple[int, int, int]:
+        """Leading characters of the response that the template drops, and where the rest stands in ``full``."""
+        for learn in (False, True):
+            if learn or self._frame is None:
+                probe = self._with_response(prompt, before, SENTINEL)
+                self._frame = split_frame(probe[len(before) :])
+            place = place_in_frame(full[len(before) :], self._frame, response)
+            if place is not None:
+                return place[0], place[1] + len(before), place[2] + len(before)
+        raise UserError(
+            "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
+            f"{response[:60]!r} became {full[len(before) :][:80]!r}; give another template as model.chat_template"
+        )
+
+    def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
+        """Tokens up to the first special one behind the content's last character, or all of them and EOS."""
+        # A special token written inside the response ends at or before ``end``, so it is never taken for the end.
+        for index in range(bisect_right(offsets, end, key=lambda place: place[1]), len(ids)):
+            if ids[index] in self._special:
+                self._ends.add(ids[index])
+                return ids[: index + 1], [*offsets[:index], (end, end)]
+        if self._eos is None:
+            raise UserError(
+                "the chat template does not end an assistant turn with a special token and the tokenizer has no EOS "
+                "token: give a tokenizer with one, or a template that closes the turn as model.chat_template"
+            )
+        return [*ids, self._eos], [*offsets, (end, end)]
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids that end an assistant turn: EOS and the end-of-turn tokens the template was seen to write."""
+        if not self._probed:
+            self._probed = True
+            try:
+                self._encode([Message(role="user", content="a")], "a")
+            except UserError as problem:  # a template for prompts only is still good for judging and generation
+                log.debug("no end-of-turn token learnt from the template: %s", problem)
+        return frozenset(self._ends)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
+        if self._fingerprint is None:
+            self.tokenize("")  # forgets padding and truncation, which are part of the backend's text
+            self._fingerprint = {
+                "tokenizer": hashlib.sha256(self._backend.to_str().encode()).hexdigest(),
+                "chat_template": hashlib.sha256(self.chat_template.encode()).hexdigest(),
+                "special_ids": sorted(self._special),
+                "bos_token": self.tokenizer.bos_token,
+                "bos_added": self._bos,
+                "eos": self._eos,
+            }
+        return dict(self._fingerprint)
+
+
+def check_text(text: str, what: str) -> None:
+    """Nothing; raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as problem:
+        raise UserError(
+            f"{what} holds the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
+            "cannot be encoded: repair the text or drop the row"
+        ) from problem
+
+
+def split_frame(rendered: str) -> tuple[str, str]:
+    """The text before and behind the sentinel. Raises UserError unless the sentinel stands there exactly once."""
+    before, found, behind = rendered.partition(SENTINEL)
+    if not found or SENTINEL in behind:
+        raise UserError(
+            f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
+            "give another template as model.chat_template"
+        )
+    return before, behind
+
+
+def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
+    """How ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
+
+    The leading characters of the content that were trimmed away, and the half-open range of what is left in
+    ``rendered``. Only blanks at either end may be missing.
+    """
+    head, tail = frame
+    body = rendered[len(head) : len(rendered) - len(tail)]
+    if rendered != head + body + tail:
+        return None
+    trimmed = 0
+    if body != content:
+        if body.strip() != content.strip():
+            return None
+        trimmed = (len(content) - len(content.lstrip())) - (len(body) - len(body.lstrip()))
+        if trimmed < 0 or content[trimmed : trimmed + len(body)] != body:
+            return None
+    return trimmed, len(head), len(head) + len(body)
+
+
+def truncate(encoded: EncodedResponse, max_prompt_length: int, max_length: int) -> tuple[EncodedResponse, Cut]:
+    """The sequence cut to length, and which sides lost tokens.
+
+    The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
+    then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the
+    caller drops such a pair and counts it.
+    """
+    prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
+    room = max(0, max_length - len(prompt))
+    cut = Cut(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
+    return EncodedResponse(prompt, encoded.response_ids[:room], encoded.offsets[:room]), cut

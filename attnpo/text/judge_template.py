@@ -1,0 +1,397 @@
+"""Judge prompts: the comparison text, its tokens, and which of them belong to which response.
+
+Paper: the judge sees both answers in both orders with hidden labels and is asked for a letter; its attention is read
+at the last prompt token. Spans come from characters known while rendering, never from a search for delimiters, so a
+response may contain anything.
+
+Differs from the official code: one-pass substitution (there an answer's own "{answer_b}" is replaced), no second BOS,
+cuts at character boundaries with the total checked again (there tokens are cut, decoded and encoded anew, which can
+change the length and leave U+FFFD), and spans that reach the response's last character unless SpanMode.REFERENCE asks
+for the shorter ones.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, digest
+from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
+from attnpo.text.lengths import first_tokens, last_tokens, share_room
+
+Range = tuple[int, int]
+
+PLACEHOLDERS = ("question", "answer_a", "answer_b")
+ANSWERS = ("answer_a", "answer_b")
+QUESTION_CUT = "judge prompt cut"
+RESPONSE_CUT = "response cut for the judge"
+BLANK = "empty response shown as one space"
+
+
+class Assembly(Enum):
+    """TEXT tokenises the rendered text (paper); IDS splices the training-side ids between template parts."""
+
+    TEXT = "text"
+    IDS = "ids"
+
+
+class SpanMode(Enum):
+    """TOUCH: all tokens that hold a character of the response. REFERENCE: the official code's shorter span."""
+
+    TOUCH = "touch"
+    REFERENCE = "reference"
+
+
+class Rendered(NamedTuple):
+    """A filled template and the half-open character range of each placeholder's text in it."""
+
+    text: str
+    spans: dict[str, Range]
+
+
+class JudgeTemplate:
+    """A text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
+
+    def __init__(self, text: str) -> None:
+        pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
+        self.text, self.literals, self.order = text, pieces[::2], pieces[1::2]
+        if sorted(self.order) != sorted(PLACEHOLDERS):
+            found = ", ".join("{" + name + "}" for name in self.order) or "none"
+            expected = ", ".join("{" + name + "}" for name in PLACEHOLDERS)
+            raise UserError(
+                f"judge template: expected the placeholders {expected}, each exactly once; found {found}: "
+                "correct the file named by judge.template_file"
+            )
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "JudgeTemplate":
+        """The template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
+        try:
+            return cls(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as problem:
+            raise UserError(f"judge.template_file: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
+
+    def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
+        """The text with all three values put in at once (a placeholder inside a value stays as it is)."""
+        values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
+        parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
+        for name, literal in zip(self.order, self.literals[1:], strict=True):
+            spans[name] = (position, position + len(values[name]))
+            position = spans[name][1] + len(literal)
+            parts += [values[name], literal]
+        return Rendered("".join(parts), spans)
+
+    def blanks_after(self, name: str) -> int | None:
+        """Blank characters between a placeholder and the next visible template character; None when none follows."""
+        literal = self.literals[self.order.index(name) + 1]
+        return len(literal) - len(literal.lstrip()) if literal.strip() else None
+
+
+@dataclass(frozen=True)
+class JudgeRules:
+    """How the judge is asked.
+
+    template_file: text file with the wording. assembly, span: see the enums. max_length: a prompt of this many tokens
+    or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
+    answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
+    chat: the text is one user message of the chat template; otherwise it is the whole prompt.
+    """
+
+    template_file: str
+    assembly: Assembly = Assembly.TEXT
+    span: SpanMode = SpanMode.TOUCH
+    max_length: int = 2048
+    max_response_length: int = 768
+    labels: tuple[str, str] = ("A", "B")
+    strip: bool = True
+    chat: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_response_length"):
+            if getattr(self, name) < 1:
+                raise UserError(f"judge.{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A response as the judge sees it: ``text``, which begins at character ``start`` of the pair's response.
+
+    ``tokens`` are the training-side content tokens under IDS (ranges in the pair's response). A ``blank`` one is the
+    space that stands for an empty response; none of its characters exist in the pair.
+    """
+
+    text: str
+    start: int
+    blank: bool
+    tokens: tuple[list[int], list[Range]] | None = None
+
+    def first(self, places: list[Range], count: int) -> "_Shown":
+        """The response cut behind its first ``count`` tokens, whose characters in the shown text are ``places``."""
+        if count == len(places):
+            return self
+        if self.tokens is None:
+            return replace(self, text=self.text[: places[count - 1][1]])
+        return replace(self, tokens=(self.tokens[0][:count], self.tokens[1][:count]))
+
+
+class _Placed(NamedTuple):
+    """A judge prompt's ids, and per answer slot the token range with the characters (of the response) it covers."""
+
+    ids: list[int]
+    spans: dict[str, Range]
+    offsets: dict[str, list[Range]]
+
+
+def question_text(prompt: Sequence[Message]) -> str:
+    """The question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
+
+    Turns are separated by a blank line; system turns are shown like the others.
+    """
+    if len(prompt) == 1 and prompt[0]["role"] == "user":
+        return prompt[0]["content"]
+    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+
+
+class JudgePrompts:
+    """Builds both rounds of a pair under fixed rules.
+
+    A prompt too long in either round is cut the same way in both, so that both rounds see the same text. ``counts`` has
+    "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
+    their end; weights exist for the kept part only) and "empty response shown as one space" (responses).
+
+    Raises UserError when the template cannot be read, lacks a placeholder, cannot give the asked spans, or does not
+    fit into ``rules.max_length`` even without texts.
+    """
+
+    def __init__(self, rules: JudgeRules, chat: ChatFormat) -> None:
+        self.rules, self.chat = rules, chat
+        self.template = JudgeTemplate.from_file(rules.template_file)
+        self.counts: Counter[str] = Counter()
+        self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
+        self._parts: dict[str, tuple[list[int], list[Range]]] = {}
+        self._gaps = {name: self.template.blanks_after(name) for name in ANSWERS}
+        if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
+            raise UserError(
+                "judge.span: reference needs visible template text behind both answers, since spans end before it: "
+                "change judge.template_file or take judge.span: touch"
+            )
+        blank = _Shown(" ", 0, True, self._blank_tokens())
+        bare = max(len(placed.ids) for placed in self._place_both(" ", {side: blank for side in SIDES}))
+        # What the question and the two answers may use; one token each is the least.
+        self._room = rules.max_length - 1 - (bare - 3)
+        if self._room < 3:
+            raise UserError(
+                f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens: "
+                "raise it or shorten judge.template_file"
+            )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
+        rules = self.rules
+        return {
+            "template": digest(self.template.text),
+            "assembly": rules.assembly.value,
+            "span": rules.span.value,
+            "max_length": rules.max_length,
+            "max_response_length": rules.max_response_length,
+            "labels": list(rules.labels),
+            "strip": rules.strip,
+            "chat": rules.chat,
+            "tokenizer": self.chat.fingerprint(),
+        }
+
+    @cached_property
+    def label_ids(self) -> tuple[int, int]:
+        """Ids of the two labels as the judge would write them right behind its prompt.
+
+        Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
+        """
+        text, _ = self._full(self.template.render("x", "x", "x").text)
+        before, _ = self.chat.tokenize(text)
+        found = []
+        for label in self.rules.labels:
+            behind, _ = self.chat.tokenize(text + label)
+            alone, _ = self.chat.tokenize(label, start=False)
+            if len(behind) == len(before) + 1 and behind[:-1] == before:
+                alone = behind[-1:]
+            if len(alone) != 1:
+                raise UserError(f"judge.labels: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
+            found.append(alone[0])
+        if found[0] == found[1]:
+            raise UserError(f"judge.labels: {self.rules.labels} are the same token {found[0]}: choose two that differ")
+        return found[0], found[1]
+
+    # ------------------------------------------------------------------------------------------ building
+
+    def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
+        """The two rounds: first with chosen as answer A, then with rejected as answer A.
+
+        A token range is empty only for a response of which the tokenizer keeps nothing. Raises UserError that names
+        the pair for text that cannot be encoded or fitted.
+        """
+        question, cut = question_text(pair.prompt), False
+        try:
+            check_text(question, "the prompt")
+            shown = {side: self._show(pair, side) for side in SIDES}
+            rounds = self._place_both(question, shown)
+            if max(len(placed.ids) for placed in rounds) >= self.rules.max_length:
+                rounds, cut = self._shortened(question, shown), True
+        except UserError as problem:
+            raise UserError(f"pair {pair.pair_id}: {problem}") from problem
+        self._count(BLANK, sum(view.blank for view in shown.values()))
+        first, second = (
+            JudgePrompt(
+                pair_id=pair.pair_id,
+                input_ids=placed.ids,
+                chosen_is_a=order[0] == "chosen",
+                spans={side: placed.spans[name] for side, name in zip(order, ANSWERS, strict=True)},
+                offsets={side: placed.offsets[name] for side, name in zip(order, ANSWERS, strict=True)},
+                cut=cut,
+            )
+            for order, placed in zip(_ORDERS, rounds, strict=True)
+        )
+        return first, second
+
+    def _count(self, what: str, number: int) -> None:
+        if number:
+            self.counts[what] += number
+
+    def _show(self, pair: PreferencePair, side: str) -> _Shown:
+        response = pair.response(side)
+        check_text(response, f"the {side} response")
+        if self.rules.assembly is Assembly.IDS:
+            encoded = self.chat.encode(pair.prompt, response)
+            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
+            if not content:
+                return _Shown(" ", 0, True, self._blank_tokens())
+            ids, offsets = [encoded.response_ids[i] for i in content], [encoded.offsets[i] for i in content]
+            return _Shown(response, 0, False, (ids, offsets))
+        text = response.strip() if self.rules.strip else response
+        if not text:
+            return _Shown(" ", 0, True)
+        return _Shown(text, len(response) - len(response.lstrip()) if self.rules.strip else 0, False)
+
+    def _blank_tokens(self) -> tuple[list[int], list[Range]]:
+        ids, _ = self.chat.tokenize(" ", start=False)
+        return ids, [(0, 0)] * len(ids)
+
+    def _place_both(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+        if self.rules.assembly is Assembly.IDS:
+            return self._spliced(question, shown)
+        return [self._tokenized(question, dict(zip(ANSWERS, (shown[a], shown[b]), strict=True))) for a, b in _ORDERS]
+
+    def _tokenized(self, question: str, answers: Mapping[str, _Shown]) -> _Placed:
+        """TEXT: the rendered text tokenised once, spans by overlap with the answers' characters."""
+        rendered = self.template.render(question, answers["answer_a"].text, answers["answer_b"].text)
+        full, shift = self._full(rendered.text)
+        ids, places = self.chat.tokenize(full)
+        spans, offsets = {}, {}
+        for name, view in answers.items():
+            begin, end = rendered.spans[name][0] + shift, rendered.spans[name][1] + shift
+            first = bisect_right(places, begin, key=itemgetter(1))
+            last = max(first, bisect_left(places, end, key=itemgetter(0)))
+            if self.rules.span is SpanMode.REFERENCE:
+                last = _reference_end(first, last, bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0)))
+            spans[name] = (first, last)
+            shift_back = view.start - begin
+            offsets[name] = [
+                (0, 0) if view.blank else (max(start, begin) + shift_back, min(stop, end) + shift_back)
+                for start, stop in places[first:last]
+            ]
+        return _Placed(ids, spans, offsets)
+
+    def _spliced(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+        """IDS: template parts tokenised on their own, the answers' training-side ids between them."""
+        rendered = self.template.render(question, "x", "x")  # any visible text keeps blanks around it from trimming
+        full, shift = self._full(rendered.text)
+        slots = [name for name in self.template.order if name in ANSWERS]
+        edges = [(rendered.spans[name][0] + shift, rendered.spans[name][1] + shift) for name in slots]
+        parts = [self.chat.tokenize(full[: edges[0][0]])]
+        parts += [self._part(full[edges[0][1] : edges[1][0]]), self._part(full[edges[1][1] :])]
+        rounds = []
+        for order in _ORDERS:
+            views = dict(zip(ANSWERS, (shown[side] for side in order), strict=True))
+            placed = _Placed(list(parts[0][0]), {}, {})
+            for name, (ids, places) in zip(slots, parts[1:], strict=True):
+                answer, offsets = views[name].tokens or ([], [])
+                first = len(placed.ids)
+                last = first + len(answer)
+                if self.rules.span is SpanMode.REFERENCE:
+                    behind = last + bisect_left(places, self._gaps[name] or 0, key=itemgetter(0))
+                    last = _reference_end(first, last, behind)
+                placed.ids.extend(answer)
+                placed.ids.extend(ids)
+                placed.spans[name] = (first, last)
+                placed.offsets[name] = offsets[: last - first]
+            rounds.append(placed)
+        return rounds
+
+    def _part(self, text: str) -> tuple[list[int], list[Range]]:
+        if text in self._parts:
+            return self._parts[text]
+        tokens = self.chat.tokenize(text, start=False)
+        if len(self._parts) < 8:  # constant parts come first; a template with the question in between must not pile up
+            self._parts[text] = tokens
+        return tokens
+
+    # ------------------------------------------------------------------------------------------ the chat around it
+
+    def _rendered(self, text: str) -> str:
+        return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
+
+    def _full(self, text: str) -> tuple[str, int]:
+        """The whole prompt's text, and what to add to a position in ``text`` to find it there."""
+        if not self.rules.chat:
+            return text, 0
+        full = self._rendered(text)
+        place = place_in_frame(full, self._frame, text)
+        if place is None:
+            raise UserError(
+                "the chat template changes a user message beyond trimming blanks at its ends, so the responses cannot "
+                "be found in it: give another template as model.chat_template"
+            )
+        return full, place[1] - place[0]
+
+    # ------------------------------------------------------------------------------------------ length
+
+    def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
+        """Both rounds with fewer than max_length tokens: responses keep their beginning, the question its end."""
+        asked = self.chat.tokenize(question, start=False)[1]
+        tokens = {
+            side: view.tokens[1] if view.tokens else self.chat.tokenize(view.text, start=False)[1]
+            for side, view in shown.items()
+        }
+        sizes = [len(tokens[side]) for side in SIDES]
+        room = self._room
+        while room >= 3:
+            keep, caps = share_room(room, len(asked), sizes, self.rules.max_response_length)
+            begin = last_tokens(asked, keep, len(question))
+            kept = {
+                side: shown[side].first(tokens[side], first_tokens(tokens[side], cap))
+                for side, cap in zip(SIDES, caps, strict=True)
+            }
+            rounds = self._place_both(question[begin:], kept)
+            excess = max(len(placed.ids) for placed in rounds) - self.rules.max_length + 1
+            if excess <= 0:
+                self._count(QUESTION_CUT, int(begin > 0))
+                self._count(RESPONSE_CUT, sum(kept[side] != shown[side] for side in SIDES))
+                return rounds
+            room -= excess  # tokens at the seams: cut that much more
+        raise UserError(
+            f"the judge prompt cannot be cut below judge.max_length {self.rules.max_length}: raise it or shorten "
+            "judge.template_file"
+        )
+
+
+_ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
+
+
+def _reference_end(first: int, last: int, behind: int) -> int:
+    """End of the official code's span: two tokens before the first one of the closing delimiter, at least one token."""
+    return min(last, max(behind - 2, first + 1))

@@ -1,0 +1,1 @@
+"""The training loop around Lightning: module, metrics, callbacks, export."""

@@ -1,0 +1,74 @@
+"""Metrics averaged over the whole optimiser step and all ranks, whatever the micro-batching."""
+
+from collections.abc import Mapping
+
+import torch
+import torchmetrics
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.objectives.base import Reduction, reduce, split_pairs
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+class PairMeans(torchmetrics.Metric):
+    """Means over pairs of named per-pair values, summed over micro-batches and ranks before dividing."""
+
+    full_state_update = False
+    pairs: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.add_state("pairs", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Mapping[str, Float[Tensor, "pairs"]]) -> None:
+        """Nothing; adds one micro-batch. The first call fixes the names."""
+        for name in values:
+            if name not in self.names:
+                self.names.append(name)
+                self.add_state(self._state(name), torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+                setattr(self, self._state(name), getattr(self, self._state(name)).to(self.device))
+        for name, value in values.items():
+            state = self._state(name)
+            setattr(self, state, getattr(self, state) + value.detach().double().sum())
+        self.pairs = self.pairs + len(next(iter(values.values())))
+
+    def compute(self) -> dict[str, Tensor]:
+        """The mean of every name seen so far."""
+        return {name: getattr(self, self._state(name)) / self.pairs.clamp(min=1) for name in self.names}
+
+    @staticmethod
+    def _state(name: str) -> str:
+        return "sum_" + name.replace("/", "_")
+
+
+def pair_values(
+    policy: TokenStats, output: ObjectiveOutput, batch: PreferenceBatch
+) -> dict[str, Float[Tensor, "pairs"]]:
+    """Everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
+
+    ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens). ``weights/effective_share`` is the
+    effective number of weighted tokens over the response length, mean of both sides; 1 for uniform weights.
+    """
+    rows = batch.main
+    margins = output.chosen_rewards - output.rejected_rewards
+    chosen, rejected = split_pairs(reduce(policy.logps.detach(), None, rows.response_mask, Reduction.SUM))
+    values = {
+        "loss": output.losses.detach() * batch.pair_weight,
+        "rewards/chosen": output.chosen_rewards,
+        "rewards/rejected": output.rejected_rewards,
+        "rewards/margins": margins,
+        "rewards/accuracies": (margins > 0).float(),
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+    values.update({f"rewards/{name}": value for name, value in output.extras.items()})
+    weights = rows.token_weights["reward"]
+    mass = weights.sum(-1)
+    square = weights.square().sum(-1)
+    effective = torch.where(square > 0, mass.square() / square.clamp(min=1e-30), torch.zeros_like(mass))
+    share = effective / rows.response_mask.sum(-1)
+    values["weights/effective_share"] = 0.5 * (share[: batch.pairs] + share[batch.pairs :])
+    values["weights/max"] = torch.maximum(*split_pairs(weights.amax(-1)))
+    return values

@@ -1,0 +1,68 @@
+"""Settings of the training loop, its loggers and its callbacks: plain values without any heavy import."""
+
+from dataclasses import dataclass
+
+from attnpo.schema import UserError
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """What Lightning's Trainer is given, under its own names.
+
+    ``validate_every`` counts optimiser steps (paper: 500); validation also runs before the first step and at the end.
+    ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
+    """
+
+    max_epochs: int = 1
+    max_steps: int = -1
+    gradient_clip_val: float | None = 1.0
+    accelerator: str = "auto"
+    devices: str = "auto"
+    num_nodes: int = 1
+    strategy: str = "auto"
+    precision: str = "32-true"
+    validate_every: int = 500
+    log_every_n_steps: int = 1
+    threads: int | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        if self.validate_every < 1:
+            raise UserError(f"trainer.validate_every must be at least 1 optimiser step, got {self.validate_every}")
+        if self.max_steps < 0 and self.max_epochs < 1:
+            raise UserError("trainer.max_epochs must be at least 1 when trainer.max_steps is not set")
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Weights & Biases; ``mode`` offline needs no account."""
+
+    project: str = "attnpo"
+    name: str | None = None
+    group: str | None = None
+    mode: str = "online"
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """CSV is always written; ``wandb`` adds a W&B run."""
+
+    wandb: WandbSettings | None = None
+
+
+@dataclass(frozen=True)
+class CallbackSettings:
+    """What is kept of a run.
+
+    ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder.
+    ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
+    """
+
+    checkpoints: bool = True
+    monitor: str = "val/loss"
+    mode: str = "min"
+    samples: int = 4
+    sample_tokens: int = 64
+    report: bool = True
+    heat_maps: int = 4

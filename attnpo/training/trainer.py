@@ -1,0 +1,121 @@
+"""Lightning's Trainer from the run's settings: loggers, checkpoints, validation counted in optimiser steps."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from transformers import PreTrainedTokenizerBase
+
+from attnpo.training.callbacks import FinalValidation, FolderCheckpoint, PlainProgress
+from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
+
+LOGS = "logs"
+
+
+def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
+    """Optimiser steps of the whole run."""
+    return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
+
+
+def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> list[Logger]:
+    """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases."""
+    loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
+    if settings.wandb is not None:
+        from lightning.pytorch.loggers import WandbLogger
+
+        chosen = settings.wandb
+        loggers.append(
+            WandbLogger(
+                project=chosen.project,
+                name=chosen.name or folder.name,
+                group=chosen.group,
+                save_dir=folder,
+                offline=chosen.mode == "offline",
+                tags=list(chosen.tags),
+                config=dict(config),
+            )
+        )
+    return loggers
+
+
+def make_callbacks(
+    settings: CallbackSettings, trainer: TrainerSettings, folder: Path, tokenizer: PreTrainedTokenizerBase, steps: int
+) -> list[Callback]:
+    """Checkpoint folders, the validation at the end, and one form of progress."""
+    callbacks: list[Callback] = [FinalValidation(steps)]
+    if settings.checkpoints:
+        callbacks.append(FolderCheckpoint(folder / "best", tokenizer, settings.monitor, settings.mode))
+        callbacks.append(FolderCheckpoint(folder / "last", tokenizer))
+    if trainer.progress:
+        callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress(max(1, steps // 8)))
+    return callbacks
+
+
+def make_strategy(name: str) -> str | Strategy:
+    """Lightning's strategy; "fsdp" is FSDP2 over all processes with no tensor parallelism."""
+    if name != "fsdp":
+        return name
+    return ModelParallelStrategy(data_parallel_size="auto", tensor_parallel_size=1)
+
+
+def make_trainer(
+    settings: TrainerSettings,
+    loggers: list[Logger],
+    callbacks: list[Callback],
+    folder: Path,
+    accumulation: int,
+    *,
+    devices: str | int | None = None,
+) -> L.Trainer:
+    """The Trainer of a run. ``accumulation`` is micro-batches per optimiser step on one process."""
+    strategy = make_strategy(settings.strategy)
+    count = settings.devices if devices is None else devices
+    if isinstance(strategy, ModelParallelStrategy):
+        strategy._data_parallel_size = int(count) * settings.num_nodes if str(count).isdigit() else "auto"
+    return L.Trainer(
+        accelerator=settings.accelerator,
+        devices=int(count) if str(count).isdigit() else count,
+        num_nodes=settings.num_nodes,
+        strategy=strategy,
+        precision=settings.precision,  # type: ignore[arg-type]
+        max_epochs=settings.max_epochs if settings.max_steps < 0 else -1,
+        max_steps=settings.max_steps,
+        accumulate_grad_batches=accumulation,
+        gradient_clip_val=settings.gradient_clip_val,
+        val_check_interval=settings.validate_every * accumulation,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=settings.log_every_n_steps,
+        use_distributed_sampler=False,
+        enable_checkpointing=any(isinstance(callback, FolderCheckpoint) for callback in callbacks),
+        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_model_summary=False,
+        default_root_dir=folder,
+        logger=loggers,
+        callbacks=callbacks,
+    )
+
+
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """A context without Lightning's banners, tips and notes on choices that are deliberate here."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        for text in ("does not have many workers", "eval mode", "litlogger", "LeafSpec", "`isinstance.treespec"):
+            warnings.filterwarnings("ignore", message=f".*{text}.*")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)

@@ -1,0 +1,25 @@
+"""``python -m attnpo.weigh``: weights, and with ``reference=cached`` the reference's log-probs, into the store.
+
+Any number of processes may fill one store: under torchrun or SLURM every process takes its share of the pairs.
+"""
+
+import sys
+
+from omegaconf import DictConfig
+
+from attnpo.config import run_entry
+
+DESCRIPTION = "Capture judge weights (and with reference=cached the reference's log-probs) into the store; resumable."
+EXAMPLE = "torchrun --nproc-per-node 2 -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS"
+
+
+def main(cfg: DictConfig) -> int:
+    """0; what was found and what was computed is logged."""
+    from attnpo.studies.filling import fill_store
+
+    fill_store(cfg)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLE))

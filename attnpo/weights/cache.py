@@ -1,0 +1,288 @@
+"""The content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
+
+On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard
+``<content digest>.parquet`` beside its entry ``<content digest>.json`` (checksum, pairs, columns). Every file is
+written under a temporary name in the same folder and renamed, a shard before its entry, so that a reader sees
+whole shards only; there is no shared manifest, so many processes may append and folders merge by copying files.
+Different shards may hold different columns of a pair; reads merge them. A missing row is an error, never a default.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from attnpo.schema import UserError, digest
+
+logger = logging.getLogger(__name__)
+
+Rows = Mapping[str, Mapping[str, Any]]
+PAIR_ID = "pair_id"
+KEY_FILE = "key.json"
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder of tables; nothing is written before the first append."""
+
+    root: Path
+    _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def table(self, kind: str, key: Mapping[str, Any]) -> "Table":
+        """The table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per key."""
+        folder = Path(self.root) / kind / digest(dict(key))[:20]
+        return self._tables.setdefault(folder, Table(folder, dict(key)))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One entry of the index; ``rows`` maps a pair id to its row in the file."""
+
+    name: str
+    sha256: str
+    size: int
+    rows: dict[str, int]
+    columns: frozenset[str]
+
+
+class Table:
+    """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
+
+    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+        self.folder = folder
+        self.key = key
+        self._shards: dict[str, _Shard] = {}
+        self._refused: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------- looking
+
+    def columns_present(self, pair_ids: Iterable[str]) -> dict[str, set[str]]:
+        """The stored columns of each pair id; an empty set for an unknown one."""
+        present: dict[str, set[str]] = {pair_id: set() for pair_id in pair_ids}
+        for shard in self._index():
+            for pair_id in present.keys() & shard.rows.keys():
+                present[pair_id] |= shard.columns
+        return present
+
+    def missing(self, pair_ids: Sequence[str], columns: Iterable[str]) -> list[str]:
+        """The pair ids that lack one of ``columns``, in their order, without repeats."""
+        wanted = set(columns)
+        present = self.columns_present(pair_ids)
+        return [pair_id for pair_id, have in present.items() if wanted - have]
+
+    def size_bytes(self) -> int:
+        """Bytes of all sound shards on disk."""
+        return sum(shard.size for shard in self._index())
+
+    def nearest_difference(self) -> str | None:
+        """The first part of the key in which the most similar other table of this kind differs, or None.
+
+        Reads like "judge.dtype: stored float32, asked bfloat16".
+        """
+        asked = _flatten(self.key)
+        best: tuple[int, str] | None = None
+        for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
+            if path.parent == self.folder:
+                continue
+            stored = _flatten(_read_json(path) or {})
+            parts = [part for part in (*asked, *(stored.keys() - asked.keys())) if asked.get(part) != stored.get(part)]
+            if parts and (best is None or len(parts) < best[0]):
+                part = parts[0]
+                best = (len(parts), f"{part}: stored {_short(stored.get(part))}, asked {_short(asked.get(part))}")
+        return None if best is None else best[1]
+
+    # ------------------------------------------------------------------------------------------- reading
+
+    def read(self, pair_ids: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """``columns`` of each pair id: list columns as one-dimensional numpy arrays, numbers as Python numbers.
+
+        Only these columns are read from disk. UserError when a pair lacks one of them.
+        """
+        absent = self.missing(pair_ids, columns)
+        if absent:
+            raise UserError(
+                f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
+                f"some of it (first: {', '.join(absent[:3])}); run attnpo.weigh with the same configuration first"
+            )
+        found: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in pair_ids}
+        for shard in self._index():
+            here = found.keys() & shard.rows.keys()
+            take = [name for name in columns if name in shard.columns and any(name not in found[one] for one in here)]
+            if not take:
+                continue
+            data = self._load(shard, take)
+            for name in take:
+                values = _Column(data.column(name))
+                for pair_id in here:
+                    if name not in found[pair_id]:
+                        found[pair_id][name] = values[shard.rows[pair_id]]
+        return found
+
+    def _load(self, shard: _Shard, columns: list[str]) -> pa.Table:
+        path = self.folder / f"{shard.name}.parquet"
+        try:
+            return pq.read_table(path, columns=columns)
+        except (OSError, pa.ArrowException) as error:
+            del self._shards[shard.name]
+            raise UserError(
+                f"store: shard {path} was sound when this run started and cannot be read now ({error}); start again, "
+                "its rows will be computed anew"
+            ) from error
+
+    # ------------------------------------------------------------------------------------------- writing
+
+    def append(self, rows: Rows) -> None:
+        """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
+
+        Float32 keeps its bits. A column must have the same type in all rows of the call; rows with different
+        columns go to shards of their own.
+        """
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for pair_id, row in rows.items():
+            groups.setdefault(tuple(sorted(row)), []).append(pair_id)
+        for columns, pair_ids in groups.items():
+            arrays = [_array([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
+            data = pa.table([pa.array(pair_ids, pa.string()), *arrays], names=[PAIR_ID, *columns])
+            self._write_shard(data, pair_ids, columns)
+
+    def _write_shard(self, data: pa.Table, pair_ids: Sequence[str], columns: Sequence[str]) -> None:
+        buffer = pa.BufferOutputStream()
+        pq.write_table(data, buffer, compression="zstd", use_dictionary=False, row_group_size=max(1, len(pair_ids)))
+        content = buffer.getvalue().to_pybytes()
+        checksum = hashlib.sha256(content).hexdigest()
+        name = checksum[:20]
+        entry = {"sha256": checksum, "bytes": len(content), "pairs": list(pair_ids), "columns": list(columns)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not (self.folder / KEY_FILE).exists():
+            _write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
+        _write_whole(self.folder / f"{name}.parquet", content)
+        _write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+        self._refused.discard(name)
+
+    # ------------------------------------------------------------------------------------------- index
+
+    def _index(self) -> list[_Shard]:
+        """Every sound shard, by name; an entry is read and its shard's checksum tested once per process."""
+        names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
+        for name in self._shards.keys() - names:
+            del self._shards[name]
+        for name in names - self._shards.keys() - self._refused:
+            shard = self._check(name)
+            if shard is None:
+                self._refused.add(name)
+            else:
+                self._shards[name] = shard
+        return [self._shards[name] for name in sorted(self._shards)]
+
+    def _check(self, name: str) -> _Shard | None:
+        """The shard of an entry, or None with a warning when either of its two files is not what was written."""
+        path = self.folder / f"{name}.parquet"
+        entry = _read_json(self.folder / f"{name}.json")
+        try:
+            if entry is None:
+                raise ValueError("its entry is not readable JSON")
+            rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
+            shard = _Shard(name, entry["sha256"], entry["bytes"], rows, frozenset(entry["columns"]))
+            with path.open("rb") as file:
+                checksum = hashlib.file_digest(file, "sha256").hexdigest()
+            if checksum != shard.sha256:
+                raise ValueError("its checksum differs from the one in its entry")
+            stored = pq.read_schema(path).names
+            if set(stored) != shard.columns | {PAIR_ID}:
+                raise ValueError("its columns differ from those in its entry")
+        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            logger.warning(
+                "store %s: shard %s is ignored, its rows count as missing: %s", self.folder, path.name, error
+            )
+            return None
+        return shard
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes ``content`` so that ``path`` is either absent, old, or whole, also after a crash."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted names of all leaves of a key."""
+    if isinstance(value, Mapping):
+        inner = [_flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in value.items()]
+        return {name: leaf for part in inner for name, leaf in part.items()}
+    return {prefix: list(value) if isinstance(value, tuple) else value}
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# --------------------------------------------------------------------------------------------- columns
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    """An Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
+    if isinstance(values[0], Mapping):
+        names = list(values[0])
+        return pa.StructArray.from_arrays([_array([row[name] for row in values]) for name in names], names=names)
+    if isinstance(values[0], str | bool | int | float):
+        return pa.array(list(values))
+    arrays = [np.asarray(row.detach().cpu() if isinstance(row, torch.Tensor) else row) for row in values]
+    kinds = {(array.ndim, array.dtype) for array in arrays}
+    if len(kinds) != 1 or arrays[0].ndim != 1:
+        raise ValueError(f"expected one-dimensional arrays of one type in a column, got {sorted(map(str, kinds))}")
+    ends = np.cumsum([0] + [array.size for array in arrays])
+    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(np.concatenate(arrays)))
+
+
+class _Column:
+    """Random access to the rows of a column that ``_array`` made."""
+
+    def __init__(self, column: pa.ChunkedArray | pa.Array) -> None:
+        array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        self._fields: dict[str, _Column] | None = None
+        self._scalars: list[Any] | None = None
+        if pa.types.is_struct(array.type):
+            self._fields = {field.name: _Column(array.field(field.name)) for field in array.type}
+        elif pa.types.is_large_list(array.type):
+            self._ends = array.offsets.to_numpy()
+            self._values = array.values.to_numpy(zero_copy_only=False)
+        else:
+            self._scalars = array.to_pylist()
+
+    def __getitem__(self, place: int) -> Any:
+        if self._fields is not None:
+            return {name: column[place] for name, column in self._fields.items()}
+        if self._scalars is not None:
+            return self._scalars[place]
+        return self._values[self._ends[place] : self._ends[place + 1]].copy()

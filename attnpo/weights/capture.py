@@ -1,0 +1,291 @@
+"""Captured weights and reference log-probabilities in the store: keys, columns, and filling what is missing.
+
+Every setting that changes a stored number is in the key; layer, heads, sink and normalisation order are not, so
+one judge pass serves every study over them.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.weights.base import PromptBuilder, Tools, WeightSource, fingerprint_of
+from attnpo.weights.cache import Store, Table
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+REFERENCE = "reference"
+TOKENS = "tokens"
+VERDICTS = "verdicts"
+# Raised by hand with every change of the code that moves a stored number.
+CAPTURE_VERSION = "1"
+REFERENCE_VERSION = "1"
+
+
+# --------------------------------------------------------------------------------------------- keys
+
+
+def weights_key(
+    source: WeightSource,
+    judge: Any,
+    prompts: PromptBuilder | Mapping[str, Any] | None,
+    code_version: str = CAPTURE_VERSION,
+) -> dict[str, Any]:
+    """The key of captured weights.
+
+    ``judge`` and ``prompts`` are a fingerprint (a mapping, so that the judge need not be loaded) or an object with
+    ``fingerprint()``. The judge's names its weights, dtype and attention kernel family; the prompts' its tokenizer,
+    chat template, judge template, assembly and length rules. The text of a pair is in its ``pair_id``.
+    """
+    return {
+        "source": source.capture_fingerprint(),
+        "judge": None if judge is None else fingerprint_of(judge),
+        "prompts": None if prompts is None else fingerprint_of(prompts),
+        "code": code_version,
+    }
+
+
+def reference_key(
+    model: Any, chat: Any, max_prompt_length: int, max_length: int, code_version: str = REFERENCE_VERSION
+) -> dict[str, Any]:
+    """The key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
+
+    ``model`` and ``chat`` are fingerprints or objects with ``fingerprint()``.
+    """
+    return {
+        "model": fingerprint_of(model),
+        "chat": fingerprint_of(chat),
+        "max_prompt_length": max_prompt_length,
+        "max_length": max_length,
+        "code": code_version,
+    }
+
+
+def layer_column(layer: int) -> str:
+    """The name of the column that holds a 1-based layer."""
+    return f"L{layer:02d}"
+
+
+# --------------------------------------------------------------------------------------------- captured weights
+
+
+def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[int]) -> None:
+    """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
+
+    A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower.
+    """
+    rows = {}
+    for pair in captured:
+        parts = [item.side(side) for item in pair.rounds for side in SIDES]
+        weights = torch.cat([part.weights for part in parts], dim=-1)
+        if weights.dtype == torch.float64 or weights.shape[0] != len(layers):
+            raise ValueError(f"expected {len(layers)} rows of float32 or narrower, got {weights.shape} {weights.dtype}")
+        row: dict[str, Any] = {TOKENS: _pack_tokens(pair, parts)}
+        row |= {layer_column(layer): values for layer, values in zip(layers, weights.float().numpy(), strict=True)}
+        verdicts = _pack_verdicts(pair)
+        if verdicts is not None:
+            row[VERDICTS] = verdicts
+        rows[pair.pair_id] = row
+    table.append(rows)
+
+
+def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[int]) -> dict[str, PairWeights]:
+    """The stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
+
+    UserError when a pair or a layer is missing.
+    """
+    stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)])
+    judged = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if VERDICTS in columns]
+    verdicts = table.read(judged, [VERDICTS])
+    return {
+        pair_id: _unpack(pair_id, row, verdicts[pair_id][VERDICTS] if pair_id in verdicts else None, layers)
+        for pair_id, row in stored.items()
+    }
+
+
+def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Any]:
+    return {
+        "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
+        "counts": np.array([part.token_ids.numel() for part in parts], dtype=np.int32),
+        "ids": torch.cat([part.token_ids for part in parts]).to(torch.int32),
+        "offsets": torch.cat([part.offsets for part in parts]).flatten().to(torch.int32),
+    }
+
+
+def _pack_verdicts(pair: PairWeights) -> dict[str, Any] | None:
+    logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
+    if not logits or len(logits) < len(pair.rounds):
+        return None
+    # -1 stands for a token that was not recorded.
+    tokens = [-1 if item.verdict_token is None else item.verdict_token for item in pair.rounds]
+    return {"logits": torch.cat(logits).float(), "tokens": np.array(tokens, dtype=np.int64)}
+
+
+def _unpack(
+    pair_id: str, row: Mapping[str, Any], verdicts: Mapping[str, Any] | None, layers: Sequence[int]
+) -> PairWeights:
+    tokens = row[TOKENS]
+    ends = np.cumsum(tokens["counts"])
+    weights = torch.from_numpy(
+        np.stack([row[layer_column(layer)] for layer in layers])
+        if layers
+        else np.zeros((0, int(ends[-1])), dtype=np.float32)
+    )
+    if weights.shape[1] != ends[-1]:
+        raise UserError(
+            f"store: pair {pair_id} has {weights.shape[1]} weights on {ends[-1]} tokens, so its shards do not belong "
+            "together; delete the folder of this key and run attnpo.weigh again"
+        )
+    ids = torch.from_numpy(tokens["ids"]).long()
+    offsets = torch.from_numpy(tokens["offsets"]).long().reshape(-1, 2)
+    sides = [
+        TokenWeights(ids[end - count : end], offsets[end - count : end], weights[:, end - count : end].contiguous())
+        for end, count in zip(ends.tolist(), tokens["counts"].tolist(), strict=True)
+    ]
+    rounds = []
+    for place, chosen_is_a in enumerate(tokens["chosen_is_a"].tolist()):
+        logits, token = None, None
+        if verdicts is not None:
+            logits = torch.from_numpy(verdicts["logits"][2 * place : 2 * place + 2])
+            token = int(verdicts["tokens"][place])
+        rounds.append(
+            Round(bool(chosen_is_a), sides[2 * place], sides[2 * place + 1], logits, None if token == -1 else token)
+        )
+    return PairWeights(pair_id, tuple(rounds))
+
+
+def estimate_bytes(tokens: int, layers: int) -> int:
+    """Upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
+
+    4 bytes per layer and 12 for a token's id and character range; compression comes on top.
+    """
+    return tokens * (4 * layers + 12)
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What ``ensure_captured`` did: pairs found, pairs computed, seconds, and why nothing was found if so.
+
+    ``difference`` names the first key part that differs from the most similar stored table; None on a full hit.
+    """
+
+    hits: int
+    computed: int
+    seconds: float
+    difference: str | None
+
+
+def ensure_captured(
+    pairs: Sequence[PreferencePair],
+    source: WeightSource,
+    layers: tuple[int, ...],
+    store: Store,
+    key: Mapping[str, Any],
+    make_tools: Callable[[], Tools],
+    chunk_pairs: int = 256,
+    *,
+    load_layers: tuple[int, ...] | None = None,
+    verdicts: bool = False,
+) -> tuple[dict[str, PairWeights], CaptureReport]:
+    """Captured weights by pair id, computing what the store lacks.
+
+    Missing pairs are captured ``chunk_pairs`` at a time and stored chunk by chunk, so an interrupted run goes on where
+    it stopped. ``make_tools`` (which loads the judge) is called only when something is missing. ``load_layers`` are
+    the layers to return, all of ``layers`` by default. ``verdicts``: pairs stored without verdicts count as missing.
+    """
+    begin = time.perf_counter()
+    table = store.table(WEIGHTS, key)
+    unique = {pair.pair_id: pair for pair in pairs}
+    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if verdicts else [])]
+    lacking = table.missing(list(unique), columns)
+    difference = None
+    if lacking:
+        difference = table.nearest_difference() if len(lacking) == len(unique) else None
+        logger.info("%s: %d of %d pairs stored, %d to capture%s", table.folder.name, len(unique) - len(lacking),
+                    len(unique), len(lacking), f" ({difference})" if difference else "")  # fmt: skip
+        _fill(table, [unique[pair_id] for pair_id in lacking], source, layers, make_tools(), chunk_pairs, verdicts)
+    else:
+        logger.info("%s: all %d pairs stored", table.folder.name, len(unique))
+    captured = load_captured(table, list(unique), layers if load_layers is None else load_layers)
+    report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
+    return captured, report
+
+
+def _fill(
+    table: Table,
+    pairs: Sequence[PreferencePair],
+    source: WeightSource,
+    layers: tuple[int, ...],
+    tools: Tools,
+    chunk_pairs: int,
+    verdicts: bool,
+) -> None:
+    if verdicts and not tools.verdict:
+        raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
+    done = 0
+    for group, absent in _by_missing_layers(table, pairs, layers):
+        for start in range(0, len(group), chunk_pairs):
+            chunk = group[start : start + chunk_pairs]
+            captured = source.capture(chunk, tools, absent)
+            if not done:
+                _announce(captured, len(pairs), len(absent))
+            store_captured(table, captured, absent)
+            done += len(chunk)
+            if tools.progress is not None:
+                tools.progress(done, len(pairs))
+
+
+def _by_missing_layers(
+    table: Table, pairs: Sequence[PreferencePair], layers: tuple[int, ...]
+) -> list[tuple[list[PreferencePair], tuple[int, ...]]]:
+    """The pairs grouped by the layers they lack, so that no stored layer is computed again."""
+    present = table.columns_present([pair.pair_id for pair in pairs])
+    groups: dict[tuple[int, ...], list[PreferencePair]] = {}
+    for pair in pairs:
+        absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair.pair_id])
+        groups.setdefault(absent or layers[-1:], []).append(pair)  # only verdicts are missing
+    return [(group, absent) for absent, group in groups.items()]
+
+
+def _announce(captured: Sequence[PairWeights], pairs: int, layers: int) -> None:
+    tokens = sum(item.side(side).token_ids.numel() for pair in captured for item in pair.rounds for side in SIDES)
+    size = estimate_bytes(tokens * pairs // max(1, len(captured)), layers)
+    logger.info("the store will grow by at most about %.1f MiB (%d pairs, %d layers)", size / 2**20, pairs, layers)
+
+
+# --------------------------------------------------------------------------------------------- reference log-probs
+
+LogpPair = tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+
+
+def store_logps(table: Table, logps: Mapping[str, LogpPair]) -> None:
+    """Appends float32 log-probabilities of the chosen and the rejected response tokens of each pair."""
+    table.append({pair_id: {side: row.float() for side, row in zip(SIDES, rows, strict=True)}
+                  for pair_id, rows in logps.items()})  # fmt: skip
+
+
+def load_logps(
+    table: Table, pair_ids: Sequence[str], lengths: Mapping[str, tuple[int, int]] | None = None
+) -> dict[str, LogpPair]:
+    """The stored log-probabilities (chosen, rejected) of each pair id.
+
+    UserError when one is missing, or when a row is not as long as ``lengths`` (response tokens of both sides) says.
+    """
+    found = {}
+    for pair_id, row in table.read(pair_ids, list(SIDES)).items():
+        chosen, rejected = (torch.from_numpy(row[side]) for side in SIDES)
+        if lengths is not None and (chosen.numel(), rejected.numel()) != tuple(lengths[pair_id]):
+            raise UserError(
+                f"store {table.folder}: pair {pair_id} has log-probabilities of {chosen.numel()} and "
+                f"{rejected.numel()} tokens, expected {lengths[pair_id]}; delete this folder and compute them again"
+            )
+        found[pair_id] = (chosen, rejected)
+    return found

@@ -1,0 +1,174 @@
+"""From stored rows to weights on the training tokens: select, transform, post-process, align, end of turn.
+
+Kept weights are never rescaled after alignment: what has no partner on the training side (a token the tokenizers
+cut differently, the tail of a truncated response) is lost and shows as coverage (paper appendix on token matching).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, TokenWeights, UserError
+from attnpo.text.alignment import Aligned, AlignMethod, align
+from attnpo.weights.base import NativeSource, RowTransform, WeightSource
+from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, require_distribution
+
+
+@dataclass(frozen=True)
+class TrainingWeights:
+    """Weights of one pair on its training tokens; tuples are (chosen, rejected).
+
+    ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
+    a partner. ``content``: how many such tokens there are; ``unmatched``: how many of them got none. ``realigned``:
+    responses whose judge rounds were cut into different tokens, so that one was aligned onto the other.
+    """
+
+    chosen: Float[Tensor, "m"]
+    rejected: Float[Tensor, "k"]
+    lengths: tuple[float, float]
+    coverage: tuple[float, float]
+    unmatched: tuple[int, int]
+    content: tuple[int, int]
+    realigned: int = 0
+
+
+@dataclass(frozen=True)
+class _Side:
+    weights: Float[Tensor, "m"]
+    length: float
+    coverage: float
+    unmatched: int
+    content: int
+    realigned: bool
+
+
+def training_weights(
+    source: WeightSource,
+    captured: PairWeights | None,
+    encoded: Mapping[str, EncodedResponse],
+    align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
+    transforms: Sequence[RowTransform] = (),
+    *,
+    layers: tuple[int, ...] = (),
+    pair_id: str = "",
+) -> TrainingWeights:
+    """The weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
+
+    ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing;
+    ``pair_id`` is then the name used in errors and by transforms. Raw rows are processed in float64 and returned in
+    their own type. UserError for rows that are not what the source's kind promises.
+    """
+    if source.postprocess is not None:
+        require_distribution(source.kind, source.signed)
+    if captured is not None:
+        captured, pair_id = source.select(captured, layers), captured.pair_id
+    sides = []
+    for side in SIDES:
+        rows = _raw_rows(source, captured, encoded[side], pair_id, side)
+        for transform in transforms:
+            rows = transform(rows, pair_id, side)
+        sides.append(_on_training_tokens(source, rows, encoded[side], align_method, f"pair {pair_id}, {side}"))
+    chosen, rejected = sides
+    return TrainingWeights(
+        chosen=chosen.weights,
+        rejected=rejected.weights,
+        lengths=(chosen.length, rejected.length),
+        coverage=(chosen.coverage, rejected.coverage),
+        unmatched=(chosen.unmatched, rejected.unmatched),
+        content=(chosen.content, rejected.content),
+        realigned=chosen.realigned + rejected.realigned,
+    )
+
+
+def _raw_rows(
+    source: WeightSource, captured: PairWeights | None, encoded: EncodedResponse, pair_id: str, side: str
+) -> list[TokenWeights]:
+    """One entry per round, each with the one row that the source selected."""
+    if captured is not None:
+        return [item.side(side) for item in captured.rounds]
+    if not isinstance(source, NativeSource):
+        raise UserError(
+            f"pair {pair_id}: expected captured weights for {type(source).__name__}; run attnpo.weigh first"
+        )
+    offsets = torch.tensor(encoded.offsets, dtype=torch.long).reshape(-1, 2)
+    ids = torch.tensor(encoded.response_ids, dtype=torch.long)
+    return [TokenWeights(ids, offsets, source.weigh(pair_id, side, encoded).unsqueeze(0))]
+
+
+def _on_training_tokens(
+    source: WeightSource, rows: list[TokenWeights], encoded: EncodedResponse, method: AlignMethod, where: str
+) -> _Side:
+    if not rows:
+        raise UserError(f"{where}: expected at least one round of captured weights, got none; capture the pair again")
+    rows, realigned = _same_tokens(rows)
+    base, dtype = rows[0], rows[0].weights.dtype
+    raw = [row.weights[0].double() for row in rows]
+    weights = _finish(source, raw, where)
+    holds = torch.tensor([end > start for start, end in encoded.offsets], dtype=torch.bool)
+    if source.tokens == "train":
+        _require_same_ids(base, encoded, where)
+        weights, matched = weights[: holds.numel()], holds
+    else:
+        aligned = _align(base, weights, encoded, method)
+        weights, matched = aligned.weights, aligned.matched & holds
+        if source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN:
+            weights = torch.where(holds, weights, 1.0 / base.token_ids.numel())
+        else:
+            weights = torch.where(holds, weights, 0.0)
+    content, found = int(holds.sum()), int(matched.sum())
+    return _Side(
+        weights=weights.to(dtype),
+        length=float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
+        coverage=found / content if content else 1.0,
+        unmatched=content - found,
+        content=content,
+        realigned=realigned,
+    )
+
+
+def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str) -> Float[Tensor, "n"]:
+    """One row out of the rounds: the source's post-processing, or their mean as it is."""
+    if source.postprocess is not None:
+        return source.postprocess(raw, where)
+    for row in raw:
+        check_finite(row, where)
+        if not source.signed and bool((row < 0).any()):
+            raise UserError(
+                f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
+            )
+    return average_rounds(raw)
+
+
+def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
+    """All rounds on the tokens of the first one, and whether any had to be moved there.
+
+    Rounds have the same tokenizer and the same response, but text assembly may cut a border token differently;
+    characters decide then, whatever method is used towards the training tokens.
+    """
+    base, same = rows[0], [rows[0]]
+    realigned = False
+    for row in rows[1:]:
+        if not torch.equal(row.token_ids, base.token_ids):
+            onto = EncodedResponse([], base.token_ids.tolist(), [(start, end) for start, end in base.offsets.tolist()])
+            aligned = _align(row, row.weights[0], onto, AlignMethod.CHARACTERS)
+            row, realigned = replace(base, weights=aligned.weights.unsqueeze(0)), True
+        same.append(row)
+    return same, realigned
+
+
+def _align(source: TokenWeights, weights: Float[Tensor, "n"], target: EncodedResponse, method: AlignMethod) -> Aligned:
+    """``weights``, which stand on the tokens of ``source``, on the response tokens of ``target``."""
+    return align(source.token_ids, source.offsets, weights, target.response_ids, target.offsets, method)
+
+
+def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
+    """Nothing; UserError unless the training ids are the source's, or their beginning when truncated."""
+    count = len(encoded.response_ids)
+    if source.token_ids[:count].tolist() != list(encoded.response_ids):
+        raise UserError(
+            f"{where}: weights on training tokens were captured for other token ids; capture them again with this "
+            "tokenizer and chat template"
+        )

@@ -1,0 +1,127 @@
+"""Pure arithmetic on raw weight rows: rounds, normalisation, attention sink (the paper: its weights and its sink rule).
+
+Everything here is about distributions; factors and signed rows never come this way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import Kind, UserError
+
+
+class RoundOrder(Enum):
+    """What comes first when the two judge rounds are combined.
+
+    The paper's text averages the raw rows and normalises the mean; the authors' code normalises each round first.
+    They differ whenever the rounds put different mass on the response.
+    """
+
+    MEAN_THEN_NORMALIZE = "mean_then_normalize"
+    NORMALIZE_THEN_MEAN = "normalize_then_mean"
+
+
+class EndToken(Enum):
+    """The weight of training tokens without a character of the response (end of turn): 0, or 1/|y|."""
+
+    ZERO = "zero"
+    MEAN = "mean"
+
+
+def normalize(weights: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """``weights`` divided by their sum; uniform when the sum is 0."""
+    if weights.sum() == 0:
+        return torch.full_like(weights, 1.0 / max(1, weights.numel()))
+    scaled = weights / weights.max()  # first by the largest: neither a huge nor a subnormal sum can spoil the quotient
+    return scaled / scaled.sum()
+
+
+def average_rounds(rounds: Sequence[Float[Tensor, "n"]]) -> Float[Tensor, "n"]:
+    """The mean of the rows of all rounds, token by token."""
+    return torch.stack(list(rounds)).mean(dim=0)
+
+
+def combine(rounds: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> Float[Tensor, "n"]:
+    """One distribution out of the raw rows of all rounds, in the given order of averaging and normalising."""
+    if order is RoundOrder.NORMALIZE_THEN_MEAN:
+        return average_rounds([normalize(row) for row in rounds])
+    return normalize(average_rounds(rounds))
+
+
+def fix_sink(weights: Float[Tensor, "n"], first: int = 1, min_length: int = 5) -> Float[Tensor, "n"]:
+    """``weights`` with the first ``first`` of them set to the mean and the others rescaled; the total is kept.
+
+    Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5).
+    Differs from the authors' code when the other weights are all 0: they then share the remaining mass equally,
+    because the code divides by zero there.
+    """
+    count = weights.numel()
+    if first <= 0 or count < min_length:
+        return weights
+    first = min(first, count)
+    total, rest = weights.sum(), weights[first:].sum()
+    mean = total / max(1, count)
+    remaining = mean * (count - first)
+    tail = weights[first:] / rest * remaining if rest > 0 else mean.expand(count - first)
+    return torch.cat([mean.expand(first), tail])
+
+
+@dataclass(frozen=True)
+class Postprocess:
+    """How the raw rows of a response become its distribution.
+
+    ``sink_tokens`` (K) 0 keeps the sink; ``sink_min_length`` is K'. ``end_token`` is applied after alignment.
+    """
+
+    round_order: RoundOrder = RoundOrder.MEAN_THEN_NORMALIZE
+    sink_tokens: int = 1
+    sink_min_length: int = 5
+    end_token: EndToken = EndToken.ZERO
+
+    def __post_init__(self) -> None:
+        if self.sink_tokens < 0:
+            raise UserError(
+                f"weights.postprocess.sink_tokens: expected 0 (keep the sink) or more, got {self.sink_tokens}"
+            )
+        if self.sink_min_length < 1:
+            raise UserError(f"weights.postprocess.sink_min_length: expected 1 or more, got {self.sink_min_length}")
+
+    def __call__(self, rows: Sequence[Float[Tensor, "n"]], where: str = "weights") -> Float[Tensor, "n"]:
+        """The distribution (sum 1) of one response from its raw rows, one per round.
+
+        ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError for no row, no token, or a weight
+        that is negative or not finite.
+        """
+        if not rows or rows[0].numel() == 0:
+            raise UserError(f"{where}: expected at least one round with at least one token, got none; drop the pair")
+        for row in rows:
+            check_finite(row, where)
+            if bool((row < 0).any()):
+                raise UserError(f"{where}: expected weights of 0 or more, got {float(row.min()):g}; signed rows cannot "
+                                "be made a distribution, use them with weights.postprocess=null")  # fmt: skip
+        return fix_sink(combine(rows, self.round_order), self.sink_tokens, self.sink_min_length)
+
+
+def check_finite(row: Float[Tensor, "n"], where: str) -> None:
+    """Nothing; UserError naming ``where`` and the first token whose weight is NaN or infinite."""
+    broken = (~torch.isfinite(row)).nonzero()
+    if broken.numel():
+        place = int(broken[0, 0])
+        raise UserError(
+            f"{where}: expected finite weights, got {float(row[place])} at token {place} of {row.numel()}; judge the "
+            "pair again (judge.dtype=float32 if the numbers overflow) or drop it"
+        )
+
+
+def require_distribution(kind: Kind, signed: bool) -> None:
+    """Nothing; UserError when rows of this kind must not be post-processed as a distribution."""
+    if kind is not Kind.DISTRIBUTION or signed:
+        what = "signed weights" if signed else f"weights of kind {kind.value}"
+        raise UserError(
+            f"weights.postprocess: expected a source of non-negative distributions, got {what}; averaging, "
+            "normalising and the sink rule would change their meaning, set weights.postprocess=null"
+        )

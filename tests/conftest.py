@@ -1,0 +1,23 @@
+"""Shared fixtures."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data, models and golden numbers beside the checkout; tests that need it skip without it."""
+    folder = ROOT.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip(f"needs the development data folder {folder.name}/ beside the checkout")
+    return folder

@@ -1,0 +1,487 @@
+"""Rows to pairs: conventions, reasons, and an account of every row of the real files."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt, row_to_pair
+from attnpo.data.base import PairSet, PairSource, pairs_from_rows, row_range
+from attnpo.schema import PreferencePair, UserError, digest
+
+USER = {"role": "user", "content": "Name a colour."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def asked(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+DIALOGUE = [asked("Hi"), said("Hello."), USER]
+LABELLED = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Name a colour.\n\nAssistant:"
+
+# name -> row, expected history, expected responses
+CONVENTIONS: dict[str, tuple[dict[str, Any], list[dict[str, str]], tuple[str, str]]] = {
+    "full conversations, prompt repeats the question": (
+        {"prompt": "Name a colour.", "chosen": [USER, said("Red")], "rejected": [USER, said("Two")]},
+        [USER],
+        ("Red", "Two"),
+    ),
+    "full conversations, prompt is the last user turn": (
+        {"prompt": "Name a colour.", "chosen": [*DIALOGUE, said("Red")], "rejected": [*DIALOGUE, said("Two")]},
+        DIALOGUE,
+        ("Red", "Two"),
+    ),
+    "full conversations, system turn, no prompt column": (
+        {"chosen": [SYSTEM, USER, said("Red")], "rejected": [SYSTEM, USER, said("Two")]},
+        [SYSTEM, USER],
+        ("Red", "Two"),
+    ),
+    "prompt as messages, answers alone": (
+        {"prompt": DIALOGUE, "chosen": [said("Red")], "rejected": [said("Two")]},
+        DIALOGUE,
+        ("Red", "Two"),
+    ),
+    "prompt as messages, several turns behind it": (
+        {"prompt": [asked("Hi")], "chosen": [*DIALOGUE[1:], said("Red")], "rejected": [*DIALOGUE[1:], said("Two")]},
+        DIALOGUE,
+        ("Red", "Two"),
+    ),
+    "prompt as messages, repeated in the answers": (
+        {"prompt": DIALOGUE, "chosen": [*DIALOGUE, said("Red")], "rejected": [*DIALOGUE, said("Two")]},
+        DIALOGUE,
+        ("Red", "Two"),
+    ),
+    "prompt text beside answers as messages": (
+        {"prompt": "Name a colour.", "chosen": [said("Red")], "rejected": [said("Two")]},
+        [USER],
+        ("Red", "Two"),
+    ),
+    "plain text": (
+        {"prompt": "Name a colour.", "chosen": " Red\n", "rejected": "Two"},
+        [USER],
+        (" Red\n", "Two"),
+    ),
+    "labelled dialogue": (
+        {"chosen": LABELLED + " Red", "rejected": LABELLED + " Reddish"},
+        DIALOGUE,
+        ("Red", "Reddish"),
+    ),
+    "labelled dialogue, empty answer": (
+        {"chosen": LABELLED, "rejected": LABELLED + " Two"},
+        DIALOGUE,
+        ("", "Two"),
+    ),
+    "labelled prompt beside answers": (
+        {"prompt": LABELLED, "chosen": " Red", "rejected": " Two"},
+        DIALOGUE,
+        ("Red", "Two"),
+    ),
+    "labels inside an ordinary prompt are text": (
+        {"prompt": "Explain this:\n\nHuman: Hi\n\nAssistant:", "chosen": "Red", "rejected": "Two"},
+        [asked("Explain this:\n\nHuman: Hi\n\nAssistant:")],
+        ("Red", "Two"),
+    ),
+    "shared start, cut at a word border": (
+        {"chosen": "Name a colour. Answer: redwood", "rejected": "Name a colour. Answer: reddish"},
+        [asked("Name a colour. Answer:")],
+        ("redwood", "reddish"),
+    ),
+    "shared start, one text ends inside a word of the other": (
+        {"chosen": "Is it? yes", "rejected": "Is it? yesterday"},
+        [asked("Is it?")],
+        ("yes", "yesterday"),
+    ),
+    "shared start, a combining mark stays with its letter": (
+        {"chosen": "Spell: cafe\u0301", "rejected": "Spell: cafe"},
+        [asked("Spell:")],
+        ("cafe\u0301", "cafe"),
+    ),
+    "ShareGPT": (
+        {
+            "prompt": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Name a colour."}],
+            "chosen": {"from": "gpt", "value": "Red"},
+            "rejected": {"from": "gpt", "value": "Two"},
+        },
+        [SYSTEM, USER],
+        ("Red", "Two"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_convention(name: str) -> None:
+    row, history, responses = CONVENTIONS[name]
+    columns = Columns(role="from", content="value") if name == "ShareGPT" else Columns()
+    pair = row_to_pair(row, columns)
+    assert list(pair.prompt) == history
+    assert (pair.chosen, pair.rejected) == responses
+    assert pair == PreferencePair.make(history, *responses)
+
+
+def test_only_the_guessed_split_is_noted() -> None:
+    noted = {
+        name
+        for name, (row, _, _) in CONVENTIONS.items()
+        if name != "ShareGPT" and Note.SPLIT in adapt(row, Columns()).notes
+    }
+    assert noted == {name for name in CONVENTIONS if name.startswith("shared start")}
+
+
+PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
+    (Reason.MISSING, {"prompt": "p", "chosen": None, "rejected": "b"}),
+    (Reason.NOT_TEXT, {"prompt": "p", "chosen": 3, "rejected": "b"}),
+    (Reason.NOT_TEXT, {"prompt": 3, "chosen": "a", "rejected": "b"}),
+    (Reason.NOT_TEXT, {"chosen": [USER, said("a")], "rejected": [USER, {"role": "assistant", "content": None}]}),
+    (Reason.NOT_TEXT, {"chosen": [USER, said("a")], "rejected": [USER, {"role": "assistant", "content": [{}]}]}),
+    (Reason.UNICODE, {"prompt": "p", "chosen": "a\ud800", "rejected": "b"}),
+    (Reason.UNICODE, {"chosen": [asked("\udfff"), said("a")], "rejected": [asked("\udfff"), said("b")]}),
+    (Reason.MALFORMED, {"prompt": "p", "chosen": "a", "rejected": [said("b")]}),
+    (Reason.MALFORMED, {"chosen": [], "rejected": []}),
+    (Reason.MALFORMED, {"chosen": ["a"], "rejected": ["b"]}),
+    (Reason.MALFORMED, {"chosen": [USER, asked("a")], "rejected": [USER, asked("b")]}),
+    (Reason.MALFORMED, {"chosen": [USER, said("x"), said("a")], "rejected": [USER, said("x"), said("b")]}),
+    (Reason.MALFORMED, {"chosen": [USER, USER, said("a")], "rejected": [USER, USER, said("b")]}),
+    (Reason.MALFORMED, {"chosen": [USER, SYSTEM, said("a")], "rejected": [USER, SYSTEM, said("b")]}),
+    (Reason.MALFORMED, {"chosen": [{"role": "tool", "content": "x"}, said("a")], "rejected": [USER, said("b")][:1]}),
+    (Reason.HISTORIES, {"chosen": [USER, said("a")], "rejected": [asked("Name one."), said("b")]}),
+    (Reason.HISTORIES, {"chosen": [USER, said("a")], "rejected": [*DIALOGUE, said("b")]}),
+    (Reason.HISTORIES, {"chosen": LABELLED + " Red", "rejected": LABELLED.replace("Hello", "Hey") + " Two"}),
+    (Reason.PROMPT, {"prompt": "Name a fish.", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}),
+    (Reason.NO_PROMPT, {"chosen": [said("a")], "rejected": [said("b")]}),
+    (Reason.NO_PROMPT, {"prompt": [SYSTEM], "chosen": [said("a")], "rejected": [said("b")]}),
+    (Reason.NO_PROMPT, {"chosen": "Red", "rejected": "Two"}),
+    (Reason.NO_PROMPT, {"prompt": [], "chosen": "Red", "rejected": "Two"}),
+    (Reason.IDENTICAL, {"prompt": "p", "chosen": "a", "rejected": "a"}),
+    (Reason.IDENTICAL, {"prompt": "p", "chosen": "", "rejected": " \n"}),
+    (Reason.IDENTICAL, {"chosen": "p a", "rejected": "p a"}),
+    (Reason.IDENTICAL, {"chosen": LABELLED, "rejected": LABELLED}),
+]
+
+
+@pytest.mark.parametrize(("reason", "row"), PROBLEMS)
+def test_problem_names_its_reason(reason: Reason, row: dict[str, Any]) -> None:
+    with pytest.raises(RowProblem) as caught:
+        row_to_pair(row)
+    assert caught.value.reason is reason
+    account = pairs_from_rows([row])
+    assert (account.read, account.kept, account.counts) == (1, 0, Counter({reason.value: 1}))
+
+
+def test_every_reason_is_reached() -> None:
+    assert {reason for reason, _ in PROBLEMS} == set(Reason)
+
+
+def test_one_empty_side_is_kept_and_noted() -> None:
+    adapted = adapt({"prompt": "p", "chosen": "", "rejected": "b"}, Columns())
+    assert (adapted.pair.chosen, adapted.notes) == ("", (Note.EMPTY,))
+
+
+def test_mapped_columns_and_extra() -> None:
+    row = {
+        "question": "Name a colour.",
+        "good": "Red",
+        "bad": "Two",
+        "system": "Be brief.",
+        "score_chosen": 4.5,
+        "topic": "art",
+        "messages": [USER, said("Red")],
+    }
+    pair = row_to_pair(row, Columns(prompt="question", chosen="good", rejected="bad", system="system"))
+    assert list(pair.prompt) == [SYSTEM, USER]
+    assert pair.extra == {"score_chosen": 4.5, "topic": "art"}
+    plain = row_to_pair(
+        {**row, "system": " "}, Columns(prompt="question", chosen="good", rejected="bad", system="system")
+    )
+    assert list(plain.prompt) == [USER]
+    with pytest.raises(RowProblem, match="malformed"):  # two system messages
+        turns = {"prompt": [SYSTEM, USER], "chosen": "Red", "rejected": "Two", "system": "Be kind."}
+        row_to_pair(turns, Columns(system="system"))
+
+
+def test_prompt_column_none_ignores_a_prompt() -> None:
+    row = {"prompt": "elsewhere", "chosen": [USER, said("Red")], "rejected": [USER, said("Two")]}
+    pair = row_to_pair(row, Columns(prompt=None))
+    assert list(pair.prompt) == [USER]
+    assert pair.extra == {"prompt": "elsewhere"}
+
+
+def test_missing_columns_name_the_options() -> None:
+    with pytest.raises(UserError) as caught:
+        row_to_pair({"prompt": "p", "accepted": "a", "bad": "b"}, Columns(rejected="bad"))
+    text = str(caught.value)
+    assert "accepted, bad, prompt" in text
+    assert '"chosen"' in text
+    assert "data.columns.chosen=" in text
+    assert "data.columns.rejected=" not in text
+    with pytest.raises(UserError, match=r"data\.columns\.prompt="):
+        row_to_pair({"chosen": "a", "rejected": "b"}, Columns(prompt="question"))
+
+
+# ------------------------------------------------------------------------------------------------ any row at all
+
+_TEXT = st.one_of(
+    st.text(max_size=12),
+    st.sampled_from(["", " ", "a", "b", "\ud83d", LABELLED, LABELLED + " Red", "\n\nAssistant:", "Q: x", "Q: y"]),
+)
+_ROLE = st.sampled_from(["user", "assistant", "system", "tool", "human"])
+_MESSAGE = st.one_of(
+    st.fixed_dictionaries({"role": _ROLE, "content": st.one_of(_TEXT, st.none())}),
+    st.sampled_from([USER, SYSTEM, said("a"), said("b")]),
+    st.dictionaries(st.sampled_from(["role", "content", "x"]), st.one_of(_TEXT, st.integers(), st.none())),
+)
+_CELL = st.one_of(
+    _TEXT,
+    st.none(),
+    st.integers(),
+    st.lists(_MESSAGE, max_size=4),
+    _MESSAGE,
+    st.tuples(st.just(USER), st.sampled_from([said("a"), said("b"), said("")])),
+)
+_ROW = st.fixed_dictionaries({"chosen": _CELL, "rejected": _CELL}, optional={"prompt": _CELL, "score": st.floats()})
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(_ROW, max_size=6), st.sampled_from([Columns(), Columns(prompt=None)]))
+def test_every_row_is_accounted_for(rows: list[dict[str, Any]], columns: Columns) -> None:
+    found = pairs_from_rows(rows, columns)
+    assert found.read == len(rows) == found.kept + found.dropped
+    assert set(found.counts) <= {reason.value for reason in Reason}
+    assert set(found.notes) <= {note.value for note in Note}
+    assert {name: len(numbers) for name, numbers in found.examples.items()} == {
+        name: min(3, count) for name, count in (found.counts + found.notes).items()
+    }
+    for pair in found.pairs:
+        roles = [turn["role"] for turn in pair.prompt if turn["role"] != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) + ["user"]
+        assert pair.chosen != pair.rejected
+        assert (pair.chosen + pair.rejected).strip()
+        json.dumps([pair.prompt, pair.chosen, pair.rejected], ensure_ascii=False).encode()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(alphabet="ab .é\u0301\n日", max_size=10), *[st.text(alphabet="ab .\u0301", max_size=5)] * 2)
+def test_shared_start_loses_no_text(start: str, first: str, second: str) -> None:
+    try:
+        pair = row_to_pair({"chosen": start + first, "rejected": start + second})
+    except RowProblem as problem:
+        assert problem.reason in (Reason.NO_PROMPT, Reason.IDENTICAL)
+        return
+    prompt = pair.prompt[0]["content"]
+    for text, response in ((start + first, pair.chosen), (start + second, pair.rejected)):
+        assert "".join((prompt + response).split()) == "".join(text.split())
+
+
+# ------------------------------------------------------------------------------------------------ real files
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("datasets")))
+        yield
+
+
+# Rows per folder and split as the READMEs have them; duplicates per split (16 repeated rows, as the README says)
+ROWS = {
+    ("alpaca_eval_pairs", "train"): 638,
+    ("alpaca_eval_pairs", "test"): 73,
+    ("hh_harmless_test", "train"): 700,
+    ("hh_harmless_test", "test"): 100,
+    ("llamafactory_demo", "train_en"): 268,
+    ("llamafactory_demo", "test_en"): 32,
+    ("llamafactory_demo", "train_zh"): 267,
+    ("llamafactory_demo", "test_zh"): 33,
+    ("ultrafeedback_sample", "train"): 700,
+    ("ultrafeedback_sample", "test"): 100,
+}
+DUPLICATES = {"train_en": 5, "train_zh": 8, "test_zh": 3}
+
+
+@pytest.mark.parametrize(("folder", "split"), ROWS)
+def test_real_file_keeps_every_row(shared: Path, folder: str, split: str) -> None:
+    found = PairSource(str(shared / "data" / folder), train_split=split).load("train")
+    lines = (shared / "data" / folder / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
+    rows = [json.loads(line) for line in lines if line]
+    assert (found.read, found.kept, found.dropped) == (ROWS[folder, split], ROWS[folder, split], 0)
+    assert found.notes == Counter({Note.DUPLICATE.value: DUPLICATES[split]} if split in DUPLICATES else {})
+    for pair, row in zip(found.pairs, rows, strict=True):
+        assert [*pair.prompt, said(pair.chosen)] == row["chosen"]
+        assert [*pair.prompt, said(pair.rejected)] == row["rejected"]
+        assert set(pair.extra) == set(row) - {"prompt", "chosen", "rejected", "messages"}
+
+
+# ultrafeedback: five rows with equal responses, two with one empty side. hh: four rows with an empty side, four with
+# two assistant turns in a row.
+EDGES = {
+    "ultrafeedback_sample": (7, {Reason.IDENTICAL: 5}, {Note.EMPTY: 2}, {Reason.IDENTICAL: [0, 2, 4]}),
+    "hh_harmless_test": (8, {Reason.MALFORMED: 4}, {Note.EMPTY: 4}, {Reason.MALFORMED: [2, 3, 6]}),
+}
+
+
+@pytest.mark.parametrize("folder", EDGES)
+def test_edge_cases_are_counted_by_reason(shared: Path, folder: str, caplog: pytest.LogCaptureFixture) -> None:
+    read, counts, notes, examples = EDGES[folder]
+    with caplog.at_level(logging.INFO):
+        found = PairSource(str(shared / "data" / folder / "edge_cases.jsonl")).load("train")
+    assert (found.read, found.counts, found.notes) == (read, Counter(counts), Counter(notes))
+    assert found.kept == read - found.dropped
+    for reason, numbers in examples.items():
+        assert found.examples[reason] == numbers
+    assert [record.levelname for record in caplog.records if found.summary() in record.message] == ["WARNING"]
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for split, count in (("train", 10), ("test", 4)):
+        rows = [{"prompt": f"{split} {i}", "chosen": "a", "rejected": "b"} for i in range(count)]
+        (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+def prompts(found: PairSet) -> list[str]:
+    return [pair.prompt[0]["content"] for pair in found.pairs]
+
+
+def test_splits_rows_and_fingerprint(folder: Path) -> None:
+    source = PairSource(str(folder), train_rows="2:5", val_rows="50%")
+    train, val = source.load("train"), source.load("val")
+    assert prompts(train) == ["train 2", "train 3", "train 4"]
+    assert prompts(val) == ["test 0", "test 1"]
+    assert train.fingerprint == digest([pair.pair_id for pair in train.pairs])
+    assert train.fingerprint != PairSource(str(folder), train_rows="3:5").load("train").fingerprint
+    with pytest.raises(ValueError, match="split"):
+        source.load("test")
+
+
+def test_row_numbers_are_those_of_the_file(folder: Path) -> None:
+    with (folder / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "p", "chosen": "a", "rejected": "a"}) + "\n")
+    assert PairSource(str(folder), train_rows="8:").load("train").examples == {Reason.IDENTICAL.value: [10]}
+
+
+@pytest.mark.parametrize("nested", ["", "data"])
+def test_parquet_shards_equal_json(folder: Path, nested: str) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_json(str(folder / "train.jsonl"))
+    assert isinstance(table, datasets.Dataset)
+    place = folder / "hub" / nested
+    place.mkdir(parents=True)
+    for part in range(2):
+        table.shard(2, part).to_parquet(str(place / f"train_prefs-0000{part}-of-00002.parquet"))
+    found = PairSource(str(folder / "hub"), train_split="train_prefs").load("train")
+    assert found.fingerprint == PairSource(str(folder)).load("train").fingerprint
+
+
+def test_single_file_needs_a_share_for_validation(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(folder / "train.jsonl")
+    with pytest.raises(UserError, match=r"data\.val_rows"):
+        PairSource(path).load("val")
+    source = PairSource(path, train_rows="0:80%", val_rows="80%:")
+    assert prompts(source.load("train")) + prompts(source.load("val")) == [f"train {i}" for i in range(10)]
+    assert "same rows" not in caplog.text
+    PairSource(path, val_rows="2").load("val")
+    assert "same rows" in caplog.text
+
+
+def test_errors_name_what_is_there(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.train_split=train_prefs.*test\.jsonl, train\.jsonl"):
+        PairSource(str(folder), train_split="train_prefs").load("train")
+    with pytest.raises(UserError, match=r"no such file or folder.*test\.jsonl, train\.jsonl"):
+        PairSource(str(folder / "trian.jsonl")).load("train")
+    with pytest.raises(UserError, match=r"no such file or folder"):
+        PairSource("./nowhere/near/here").load("train")
+    (folder / "train.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="could be any of"):
+        PairSource(str(folder)).load("train")
+    with pytest.raises(UserError, match="cannot be read as parquet"):
+        PairSource(str(folder / "train.parquet")).load("train")
+    (folder / "pairs.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.csv"):
+        PairSource(str(folder / "pairs.csv")).load("train")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n", "is empty|cannot be read"),
+        ('{"prompt": "p"\n', "cannot be read as json"),
+        ('{"prompt": "p", "chosen": "\\ud800", "rejected": "b"}\n', "valid Unicode"),
+        ('{"prompt": "p", "good": "a", "rejected": "b"}\n', r"data\.columns\.chosen=.*"),
+        ('{"question": "p", "chosen": "a", "rejected": "b"}\n', r"no prompt: 1 \(row 0\).*data\.columns\.prompt="),
+    ],
+)
+def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "train.jsonl").write_text(content)
+    with pytest.raises(UserError, match=message):
+        PairSource(str(tmp_path)).load("train")
+
+
+def test_unreachable_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError) as caught:
+        PairSource("nobody/no-such-pairs", train_split="train_prefs", revision="abc").load("train")
+    for part in ("nobody/no-such-pairs", "split train_prefs, revision abc", "train_prefs.jsonl"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, range(0, 40)),
+        ("5", range(0, 5)),
+        ("5:8", range(5, 8)),
+        (":8", range(0, 8)),
+        ("30:", range(30, 40)),
+        ("10%", range(0, 4)),
+        ("90%:", range(36, 40)),
+        ("10% : 20%", range(4, 8)),
+        ("9%", range(0, 3)),
+        ("100", range(0, 40)),
+    ],
+)
+def test_row_range(selection: str | None, expected: range) -> None:
+    assert row_range(selection, 40) == expected
+
+
+@pytest.mark.parametrize("selection", ["", ":", "x", "-3", "1:2:3", "1.5", "5:5", "40:", "2%", "0"])
+def test_row_range_refuses(selection: str) -> None:
+    with pytest.raises(UserError, match=r"data\.val_rows="):
+        row_range(selection, 40, "data.val_rows")
+
+
+def test_asking_for_more_rows_than_there_are_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    row_range("40", 40)
+    assert not caplog.records
+    row_range("41", 40)
+    assert "more than the 40 rows" in caplog.text
+
+
+def test_source_is_a_config_component() -> None:
+    node = OmegaConf.structured(PairSource)
+    OmegaConf.set_readonly(node.columns, False)  # frozen dataclasses become read-only nodes; merge lifts the outer one
+    merged = OmegaConf.merge(node, {"path": "x", "val_rows": 500, "columns": {"prompt": None, "chosen": "good"}})
+    source = OmegaConf.to_object(merged)
+    assert source == PairSource("x", val_rows="500", columns=Columns(prompt=None, chosen="good"))
+    with pytest.raises(Exception, match="typo"):
+        OmegaConf.merge(node, {"typo": 1})

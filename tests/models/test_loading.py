@@ -1,0 +1,127 @@
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from transformers import PreTrainedModel
+
+from attnpo.models.loading import check_rotary, load_model, load_tokenizer, parameter_count, weights_fingerprint
+from attnpo.schema import UserError
+
+Build = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def folder(tiny: Build, tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    tiny("llama").save_pretrained(path)
+    return path
+
+
+def test_loads_in_eval_mode_with_the_dtype_asked(folder: Path) -> None:
+    model = load_model(folder, dtype="bfloat16")
+    assert not model.training
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert load_model(str(folder)).dtype == torch.float32
+
+
+def test_a_cast_model_is_refused(folder: Path) -> None:
+    model = load_model(folder)
+    check_rotary(model)
+    with pytest.raises(UserError, match=r"inv_freq is torch.bfloat16: rotary frequencies must stay float32"):
+        check_rotary(model.to(torch.bfloat16))
+
+
+def test_missing_places_say_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no model folder at '.*nowhere'.*hub name"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="no tokenizer folder at './nowhere'"):
+        load_tokenizer("./nowhere")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file; give the folder"):
+        load_model(tmp_path / "file")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, weights_fingerprint])
+def test_a_hub_name_without_network_is_a_user_error(load: Callable[[str], object]) -> None:
+    with pytest.raises(UserError, match=r"could not load the \w+ 'attnpo-tests/not-there'.*network"):
+        load("attnpo-tests/not-there")
+
+
+def test_half_written_folders(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_model(empty)
+    shutil.copy(folder / "config.json", empty)
+    with pytest.raises(UserError, match="no weight file"):
+        load_model(empty)
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (empty / "model.safetensors.index.json").write_text(json.dumps(index))
+    (empty / "model-1.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"names 2 weight files, 1 are missing \(first: model-2\.safetensors\)"):
+        load_model(empty)
+
+
+def test_cut_and_incomplete_weight_files(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    tensors = load(whole)
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match="could not load the model"):
+        load_model(folder)
+    tensors.pop("model.layers.2.mlp.up_proj.weight")
+    file.write_bytes(save(tensors, {"format": "pt"}))
+    with pytest.raises(UserError, match=r"lack 1 parameters .*first: model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_model(folder)
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(UserError, match="unknown dtype 'fp8'; one of float64, float32"):
+        load_model("x", dtype="fp8")
+
+
+def test_fingerprint_follows_content_not_place(folder: Path, tmp_path: Path) -> None:
+    before = weights_fingerprint(folder)
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    assert weights_fingerprint(copy) == before
+    file = copy / "model.safetensors"
+    tensors = load(file.read_bytes())
+    tensors["model.norm.weight"][0] += 1
+    file.write_bytes(save(tensors, {"format": "pt"}))
+    changed = weights_fingerprint(copy)
+    assert changed["weights"] != before["weights"] and changed["config"] == before["config"]
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert weights_fingerprint(copy)["config"] != before["config"]
+
+
+def test_parameters_count_tied_ones_once(tiny: Build) -> None:
+    loose, tied = tiny("llama"), tiny("llama", tie_word_embeddings=True)
+    assert parameter_count(loose) - parameter_count(tied) == 97 * 32
+
+
+def test_tokenizer_pads_with_a_token_it_has(shared: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = shared / "models" / "tokenizers" / "gpt2"
+    plain = AutoTokenizer.from_pretrained(path)
+    tokenizer = load_tokenizer(path)
+    assert plain.pad_token_id is None
+    assert tokenizer.pad_token_id == plain.eos_token_id and len(tokenizer) == len(plain)
+    text = "The cat sat."
+    assert tokenizer(text).input_ids == plain(text).input_ids
+
+
+def test_chat_template_as_text_or_file(shared: Path, tmp_path: Path) -> None:
+    path = shared / "models" / "stories260K"
+    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    assert load_tokenizer(path, chat_template=template).chat_template == template
+    (tmp_path / "chat.jinja").write_text(template)
+    assert load_tokenizer(path, chat_template=str(tmp_path / "chat.jinja")).chat_template == template
+    with pytest.raises(UserError, match="neither template text"):
+        load_tokenizer(path, chat_template="chatml.jinja")

@@ -1,0 +1,223 @@
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import ModelInputs, TokenStats, UserError
+
+Build = Callable[..., PreTrainedModel]
+
+
+def batch(seed: int = 0) -> tuple[ModelInputs, Tensor, Tensor, Tensor]:
+    """Four ragged rows, with a weight per response token; the third row has a single response token."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [(5, 9), (3, 4), (11, 1), (2, 17)]
+    draw = [torch.randint(3, 97, (a + b,), generator=generator).tolist() for a, b in lengths]
+    laid = padded([(ids[:a], ids[a:]) for ids, (a, _) in zip(draw, lengths, strict=True)], 0)
+    weights = torch.rand(laid.response_mask.shape, generator=generator, dtype=torch.float64) * laid.response_mask
+    return laid.inputs, laid.response_ids, laid.response_mask, weights
+
+
+def naive_logps(model: PreTrainedModel, inputs: ModelInputs, ids: Tensor, mask: Tensor) -> Tensor:
+    """Log-softmax of all logits of the masked, padded batch."""
+    logits = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits
+    every = torch.log_softmax(logits, -1).flatten(0, 1)[inputs.predict_index.flatten()]
+    return every.gather(1, ids.flatten()[:, None])[:, 0].view(ids.shape) * mask
+
+
+def preference_loss(logps: Tensor, weights: Tensor) -> Tensor:
+    """DPO-like loss of two pairs: rows 0, 1 chosen, 2, 3 rejected."""
+    sums = (logps * weights).sum(1)
+    return -torch.nn.functional.logsigmoid(0.5 * (sums[:2] - sums[2:])).sum()
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1024])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_equals_the_naive_step_in_double(exact_llama: Build, chunk: int, tied: bool, checkpointing: bool) -> None:
+    model = exact_llama(tie_word_embeddings=tied)
+    inputs, ids, mask, weights = batch()
+    expected_loss = preference_loss(naive_logps(model, inputs, ids, mask), weights)
+    expected = gradients(model, expected_loss)
+    if checkpointing:
+        model.activation_checkpointing_enable()
+        model.train()
+    stats = ScoredLM(model, chunk=chunk)(inputs, ids, mask)
+    loss = preference_loss(stats.logps, weights)
+    found = gradients(model, loss)
+    assert abs(float(loss - expected_loss)) < 1e-12
+    assert found.keys() == expected.keys()
+    assert max(float(g.abs().max()) for g in expected.values()) > 1e-2, "the comparison must see real gradients"
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).abs().max()) < 1e-10, name
+
+
+def test_every_family_gives_its_own_logits(tiny: Build, family: str, caplog: pytest.LogCaptureFixture) -> None:
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
+    model = tiny(family, attention)
+    inputs, ids, mask, _ = batch()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "attnpo"):
+        found = ScoredLM(model)(inputs, ids, mask).logps
+        expected = naive_logps(model, inputs, ids, mask)
+    assert not caplog.records, "backbone and head must fit without the fallback"
+    assert float(expected[mask].std()) > 0.3, "logits must not be flat"
+    assert torch.allclose(found, expected, rtol=0, atol=2e-5)
+
+
+def test_masked_positions_are_zero_without_gradient(exact_llama: Build) -> None:
+    model = exact_llama()
+    inputs, ids, mask, weights = batch()
+    scored = ScoredLM(model)
+    stats = scored(inputs, ids, mask, {"logps", "hidden", "vocab:entropy"})
+    assert not stats.logps[~mask].any() and not stats.vocab["entropy"][~mask].any()
+    assert stats.hidden is not None and not stats.hidden[~mask].any()
+    assert stats.logps[mask].all()
+    stats.logps[~mask].sum().backward()
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_padding_garbage_and_order_change_nothing(exact_llama: Build) -> None:
+    model = exact_llama()
+    inputs, ids, mask, weights = batch()
+    scored = ScoredLM(model)
+    clean = scored(inputs, ids, mask).logps
+    expected = gradients(model, preference_loss(clean, weights))
+    assert inputs.attention_mask is not None
+    pad = inputs.attention_mask == 0
+    dirty = replace(inputs, input_ids=inputs.input_ids.masked_fill(pad, 55))
+    found = scored(dirty, ids.masked_fill(~mask, 44), mask).logps
+    for name, gradient in gradients(model, preference_loss(found, weights)).items():
+        assert float((gradient - expected[name]).abs().max()) < 1e-14, name
+    assert float((found - clean).abs().max()) < 1e-13
+    # Each row alone, without any padding, gives the same numbers.
+    for row in range(4):
+        length, count = int(inputs.attention_mask[row].sum()), int(mask[row].sum())
+        tokens = inputs.input_ids[row, :length].tolist()
+        laid = padded([(tokens[: length - count], tokens[length - count :])], 0)
+        alone = scored(*laid).logps[0]
+        assert float((alone - clean[row, :count]).abs().max()) < 1e-13
+
+
+def test_left_padding_keeps_its_mask(exact_llama: Build) -> None:
+    scored = ScoredLM(exact_llama())
+    laid = padded([([4, 5], [6, 7])], 0)
+    shifted = ModelInputs(
+        input_ids=torch.tensor([[9, 9, 4, 5, 6, 7]]),
+        position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]),
+        attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]),
+        predict_index=torch.tensor([[3, 4]]),
+    )
+    left = scored(shifted, laid.response_ids, laid.response_mask).logps
+    assert torch.allclose(left, scored(*laid).logps, atol=1e-13)
+
+
+def test_statistics_by_name(exact_llama: Build) -> None:
+    policy, reference = exact_llama(), exact_llama(hidden_act="gelu")
+    inputs, ids, mask, _ = batch()
+    with torch.no_grad():
+        other = ScoredLM(reference)
+        state = other(inputs, ids, mask, {"hidden"}).hidden
+        requests = {"vocab:entropy", "joint:kl_ref_policy", "joint:kl_policy_ref"}
+        stats = ScoredLM(policy, chunk=5)(inputs, ids, mask, requests, (state, other.head()))
+        p, r = (
+            torch.log_softmax(m(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits, -1)
+            .flatten(0, 1)[inputs.predict_index]
+            for m in (policy, reference)
+        )
+    assert stats.hidden is None and set(stats.vocab) == {"entropy"}
+    assert torch.allclose(stats.vocab["entropy"], -(p.exp() * p).sum(-1) * mask, atol=1e-12)
+    assert torch.allclose(stats.joint["kl_ref_policy"], (r.exp() * (r - p)).sum(-1) * mask, atol=1e-12)
+    assert torch.allclose(stats.joint["kl_policy_ref"], (p.exp() * (p - r)).sum(-1) * mask, atol=1e-12)
+    assert float(stats.joint["kl_ref_policy"].max()) > 1e-2
+
+
+def test_low_precision_autocast_is_close(tiny: Build) -> None:
+    model = tiny("llama")
+    inputs, ids, mask, weights = batch()
+    scored = ScoredLM(model)
+    exact = scored(inputs, ids, mask).logps
+    expected = gradients(model, preference_loss(exact, weights.float()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = scored(inputs, ids, mask).logps
+    found = gradients(model, preference_loss(rough, weights.float()))
+    assert rough.dtype == torch.float32
+    assert 0 < float((rough - exact).abs().max()) < 0.15
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32
+        assert float((found[name] - gradient).norm() / gradient.norm()) < 0.15, name
+
+
+def test_a_model_with_a_hidden_step_before_its_head_falls_back_to_its_own_logits(
+    tiny: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny("llama")
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
+    inputs, ids, mask, weights = batch()
+    with caplog.at_level(logging.WARNING, "attnpo"):
+        scored = ScoredLM(model)
+        stats = scored(inputs, ids, mask, {"logps", "hidden", "vocab:entropy"})
+    assert [r for r in caplog.records if "whole logits are used" in r.message], "one line says so"
+    assert len(caplog.records) == 1
+    assert torch.allclose(stats.logps, naive_logps(model, inputs, ids, mask), atol=1e-5)
+    assert stats.hidden is not None and stats.hidden.shape == (*mask.shape, 32)
+    preference_loss(stats.logps, weights.float()).backward()
+
+
+def test_requests_are_checked(tiny: Build) -> None:
+    inputs, ids, mask, _ = batch()
+    scored = ScoredLM(tiny("llama"))
+    with pytest.raises(UserError, match="unknown token statistic 'entropy'; known: hidden, joint:kl_policy_ref"):
+        scored(inputs, ids, mask, {"entropy"})
+    with pytest.raises(UserError, match=r"joint:kl_ref_policy compares two models"):
+        scored(inputs, ids, mask, {"joint:kl_ref_policy"})
+
+
+def test_names_no_parameter_twice(tiny: Build) -> None:
+    scored = ScoredLM(tiny("llama"))
+    assert set(scored.state_dict()) == {f"model.{name}" for name in scored.model.state_dict()}
+
+
+def test_construction_leaves_modes_as_they_are(tiny: Build) -> None:
+    model = tiny("llama", attention_dropout=0.5).train()
+    model.model.layers[1].eval()
+    ScoredLM(model)
+    assert model.training and not model.model.layers[1].training and not model.model.layers[1].mlp.training
+    assert model.model.layers[0].training
+
+
+def test_root_sharding_gives_the_same_loss_and_gradients(tiny: Build) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    inputs, ids, mask, weights = batch()
+    plain = ScoredLM(tiny("llama"))
+    loss = preference_loss(plain(inputs, ids, mask).logps, weights.float())
+    expected = gradients(plain.model, loss)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        scored = ScoredLM(tiny("llama"))
+        for layer in scored.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(scored, mesh=mesh)
+        stats: TokenStats = scored(inputs, ids, mask)
+        sharded = preference_loss(stats.logps, weights.float())
+        sharded.backward()
+        assert torch.allclose(sharded, loss, atol=1e-6)
+        for name, parameter in scored.model.named_parameters():
+            assert torch.allclose(parameter.grad.full_tensor(), expected[name], atol=1e-6), name
+    finally:
+        distributed.destroy_process_group()

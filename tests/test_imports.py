@@ -1,0 +1,59 @@
+"""Every module imports, and what has to start fast stays light."""
+
+import importlib
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import attnpo
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "lightning", "transformers", "datasets", "matplotlib", "wandb")
+
+
+def loaded_after(code: str) -> set[str]:
+    """Those of HEAVY that a fresh interpreter has loaded after ``code``."""
+    tail = f"\nimport json, sys\nprint(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code + tail], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_every_module_imports() -> None:
+    names = [module.name for module in pkgutil.walk_packages(attnpo.__path__, "attnpo.")]
+    files = [path for path in (ROOT / "attnpo").rglob("*.py") if path != ROOT / "attnpo" / "__init__.py"]
+    assert len(names) == len(files), "a folder without __init__.py hides modules from an installation"
+    for name in names:
+        assert importlib.import_module(name).__doc__ or name.count(".") == 1 or "__init__" in name, name
+
+
+def test_every_module_says_what_it_owns() -> None:
+    silent = [
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "attnpo").rglob("*.py")
+        if path.name != "__init__.py" and not path.read_text(encoding="utf-8").lstrip().startswith('"""')
+    ]
+    assert silent == []
+
+
+def test_config_is_light() -> None:
+    assert loaded_after("import attnpo.config") == set()
+
+
+def test_composing_is_light_and_checking_loads_no_models() -> None:
+    """Errors in a configuration must come before lightning (seconds) and transformers are imported."""
+    roots = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    assert roots
+    compose = f"from attnpo.config import check, compose\nconfigs = [compose(name) for name in {roots!r}]\n"
+    assert loaded_after(compose) == set()
+    checked = loaded_after(compose + "for cfg in configs:\n    check(cfg, complete=False)\n")
+    assert checked & {"lightning", "transformers", "datasets", "wandb"} == set()
+
+
+def test_entry_points_are_light() -> None:
+    """``--help`` of each has to answer in two seconds."""
+    present = [path.stem for path in (ROOT / "attnpo").glob("*.py") if "run_entry" in path.read_text(encoding="utf-8")]
+    for name in sorted(set(present) - {"config"}):
+        assert loaded_after(f"import attnpo.{name}") == set(), name

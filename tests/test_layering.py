@@ -1,0 +1,152 @@
+"""Who may import whom: DESIGN section 2, read off the syntax trees."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
+
+ENTRY_POINTS = {"fit", "weigh", "generate", "evaluate", "show", "report", "verify"}
+TEXT = {"schema", "text"}
+WEIGHTS = TEXT | {"weights"}
+DATA = WEIGHTS | {"data"}
+TRAINING = DATA | {"objectives", "models", "training"}
+STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "studies"}
+# What the modules of a room may import; a room may always import itself.
+MAY_IMPORT: dict[str, set[str]] = {
+    "__init__": set(),
+    "schema": set(),
+    "components": {"schema"},
+    "config": {"components", "schema"},
+    "text": TEXT,
+    "weights": WEIGHTS,
+    "data": DATA,
+    "objectives": {"schema"},
+    "models": {"schema"},
+    "training": TRAINING,
+    "analysis": WEIGHTS | {"models"},
+    "testbed": TEXT | {"models"},
+    "evaluation": TEXT | {"models"},
+    "studies": STUDIES,
+    **{name: STUDIES for name in ENTRY_POINTS},
+}
+# Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
+HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
+LIGHT_FILES = {"config", "components"} | ENTRY_POINTS
+
+
+def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
+    """Absolute dotted names a file imports, the line, and whether the import waits inside a function.
+
+    ``from a import b`` gives ``a.b``, so that ``from attnpo import fit`` is seen.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    lazy: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            lazy.update(ast.walk(node))
+    folder = path.relative_to(package.parent).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, node in lazy
+        elif isinstance(node, ast.ImportFrom):
+            base = [] if not node.level else list(folder[: len(folder) - node.level + 1])
+            base += [node.module] if node.module else []
+            for alias in node.names:
+                yield ".".join([*base, alias.name]), node.lineno, node in lazy
+
+
+def room_of(path: Path, package: Path) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
+    return parts[0]
+
+
+def violations(package: Path) -> list[str]:
+    """Every broken rule in ``package``, as ``file:line: what``."""
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        where = path.relative_to(package)
+        room = room_of(path, package)
+        if room not in MAY_IMPORT:
+            found.append(f"{where}: room {room} is not in DESIGN section 2")
+            continue
+        for name in where.with_suffix("").parts:
+            if name in sys.stdlib_module_names - {"__init__"}:
+                found.append(f"{where}: named like the standard library's {name}")
+        for dotted, line, lazy in imported_names(path, package):
+            problem = broken_rule(where.as_posix(), room, dotted, lazy, package.name)
+            if problem:
+                found.append(f"{where}:{line}: {problem}")
+    return found
+
+
+def broken_rule(where: str, room: str, dotted: str, lazy: bool, package: str) -> str:
+    top, *rest = dotted.split(".")
+    if top == package:
+        target = rest[0] if rest else "__init__"
+        if target in ENTRY_POINTS:
+            return f"imports the entry point {target}"
+        if target == "__version__" or target == room or target in MAY_IMPORT[room]:
+            return ""
+        return f"{room} may not import {target}"
+    if top == "experiments":
+        return "imports experiments/"
+    if top == "hydra" and room != "config" and room not in ENTRY_POINTS:
+        return "only config.py and the entry points import hydra"
+    if top == "Levenshtein" and where != "text/alignment.py":
+        return "only text/alignment.py imports Levenshtein"
+    if top == "wandb" and not lazy:
+        return "wandb is imported inside functions only"
+    if top == "pytorch_lightning":
+        return "the package is lightning, not pytorch_lightning"
+    if top in HEAVY and room in LIGHT_FILES and not lazy:
+        return f"{top} at the top of {where}, which has to start fast"
+    return ""
+
+
+def test_the_package_keeps_to_the_design() -> None:
+    assert len(list(PACKAGE.rglob("*.py"))) > 20
+    assert violations(PACKAGE) == []
+
+
+PLANTED = {
+    "objectives/dpo.py": ("import torch\nfrom attnpo.models import logps\n", "objectives/dpo.py:2: objectives may not"),
+    "weights/base.py": ("from ..models.judge import CausalJudge\n", "weights/base.py:1: weights may not import models"),
+    "text/chat.py": ("def f():\n    import attnpo.data.base\n", "text/chat.py:2: text may not import data"),
+    "models/logps.py": ("from attnpo import fit\n", "models/logps.py:1: imports the entry point fit"),
+    "data/base.py": ("from hydra import compose\n", "data/base.py:1: only config.py and the entry points import hydra"),
+    "weights/cache.py": ("import Levenshtein as lev\n", "weights/cache.py:1: only text/alignment.py imports Lev"),
+    "training/callbacks.py": ("import wandb\n", "training/callbacks.py:1: wandb is imported inside functions"),
+    "training/module.py": ("import pytorch_lightning.loggers\n", "training/module.py:1: the package is lightning"),
+    "studies/statistics.py": ("", "studies/statistics.py: named like the standard library's statistics"),
+    "extra/thing.py": ("", "extra/thing.py: room extra is not in DESIGN section 2"),
+    "fit.py": ("import transformers\n", "fit.py:1: transformers at the top of fit.py"),
+    "analysis/viz.py": ("import experiments.paper\n", "analysis/viz.py:1: imports experiments/"),
+}
+
+
+def test_every_kind_of_violation_is_caught(tmp_path: Path) -> None:
+    package = tmp_path / "attnpo"
+    for name, (text, _) in PLANTED.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    found = violations(package)
+    assert len(found) == len(PLANTED)
+    for name, (_, expected) in PLANTED.items():
+        assert any(line.startswith(expected) for line in found), (name, found)
+
+
+def test_what_the_design_allows_passes(tmp_path: Path) -> None:
+    allowed = {
+        "fit.py": "import hydra\ndef main():\n    import lightning, wandb\n    from attnpo.studies import runner\n",
+        "text/alignment.py": "import Levenshtein\nfrom attnpo.schema import TokenWeights\n",
+        "weights/sources/attention.py": "from ..base import WeightSource\nfrom ...text import chat\n",
+        "training/module.py": "import lightning\nfrom attnpo.objectives import base\nfrom attnpo.data import collate\n",
+    }
+    package = tmp_path / "attnpo"
+    for name, text in allowed.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    assert violations(package) == []

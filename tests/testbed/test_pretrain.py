@@ -1,0 +1,103 @@
+"""Rows of the pretraining tasks, the judge's measure, and (slow) the real base."""
+
+import logging
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from attnpo.testbed import pretrain, words
+from attnpo.testbed.grammar import Grammar, Prompt
+from attnpo.testbed.pretrain import BaseRecipe, build_base, judge_accuracy
+from attnpo.testbed.tasks import TaskSampler
+from attnpo.testbed.tokenizer import build_tokenizer
+
+GRAMMAR = Grammar()
+TOKENIZER = build_tokenizer(GRAMMAR)
+
+
+def sampler() -> TaskSampler:
+    return TaskSampler(GRAMMAR, TOKENIZER, random.Random(0))
+
+
+def test_answer_targets_are_the_review_and_the_end() -> None:
+    rows = sampler().answer_rows(6)
+    for index in range(6):
+        targets = rows.targets[rows.row == index]
+        review = TOKENIZER.decode(targets[:-1])
+        content = TOKENIZER.decode(rows.ids[index], skip_special_tokens=True)
+        assert targets[-1] == TOKENIZER.eos_token_id
+        assert review and content.endswith(review)
+        start = int(rows.column[rows.row == index][0])
+        assert TOKENIZER.convert_ids_to_tokens(int(rows.ids[index, start])) == "<assistant>"
+
+
+def test_judge_targets_name_the_better_review() -> None:
+    rows = sampler().judge_rows(20, min_gap=0.5)
+    assert rows.row.tolist() == list(range(20))
+    for ids, column, target in zip(rows.ids, rows.column, rows.targets, strict=True):
+        assert TOKENIZER.convert_ids_to_tokens(int(ids[column])) == "<assistant>"
+        text = TOKENIZER.decode(ids[:column])
+        question, rest = text.split("\nreview A :\n")
+        first, rest = rest.split("\nreview B :\n")
+        second = rest.split("\nwhich is better")[0]
+        topic = GRAMMAR.parse_prompt(question.split("reviews of ")[1]).topic
+        gap = GRAMMAR.true_reward(first, topic).reward - GRAMMAR.true_reward(second, topic).reward
+        assert abs(gap) >= 0.5
+        assert TOKENIZER.decode([int(target)]) == ("A" if gap > 0 else "B")
+    assert {int(target) for target in rows.targets} == set(TOKENIZER.convert_tokens_to_ids(["A", "B"]))
+
+
+def test_judge_rows_show_both_assemblies() -> None:
+    merged = TOKENIZER.convert_tokens_to_ids(".\n")
+    counts = {int((ids == merged).sum()) for ids in sampler().judge_rows(30).ids}
+    assert counts == {1, 3}  # the question always merges, the reviews only under text assembly
+
+
+def test_score_targets_are_the_digits_and_what_follows() -> None:
+    rows = sampler().score_rows(8)
+    tokens = TOKENIZER.convert_ids_to_tokens(rows.targets.tolist())
+    assert set(tokens[::2]) <= set(words.PART_SCORES) and set(tokens[1::2]) <= {"|", "<end>"}
+
+
+def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded: object) -> None:
+    """A judge that always says A is right in one order of every pair and never consistent."""
+    prompt = Prompt("soup", "the twins", "today")
+    pairs = [(prompt, "the broth was fine .", "the broth was poor .", 1.0), (prompt, "it .", "the .", -1.0)]
+    monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: torch.ones(len(ids), dtype=torch.bool))
+    model, tokenizer = _pair(loaded)
+    found = judge_accuracy(model, tokenizer, pairs, spliced=False)
+    assert (found.accuracy, found.consistency, found.pairs) == (0.5, 0.0, 2)
+    monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: torch.tensor([True, False, False, True]))
+    found = judge_accuracy(model, tokenizer, pairs, spliced=True)
+    assert (found.accuracy, found.consistency) == (1.0, 1.0)
+
+
+def test_a_judge_under_its_gate_trains_on_in_blocks(
+    scratch: Path, tiny_testbed: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = BaseRecipe(
+        layers=1, width=16, heads=2, mlp=16, steps=2, answer_rows=1, judge_rows=1, score_rows=1, judge_pairs=2,
+        judge_gate=1.01, extra_steps=2, max_steps=5,
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, logger="attnpo.testbed"):
+        report = build_base(GRAMMAR, recipe, scratch)
+    assert report.steps == 5 and not report.gate_passed
+    assert "under its gate" in caplog.text
+    done = build_base(GRAMMAR, replace(recipe, judge_gate=0.0), scratch)
+    assert done.steps == 2 and done.gate_passed
+
+
+@pytest.mark.slow
+def test_the_real_base_judges_well_in_both_assemblies(tmp_path: Path) -> None:
+    report = build_base(GRAMMAR, BaseRecipe(), tmp_path, seed=0)
+    assert min(report.judge_text, report.judge_ids) >= 0.9
+    assert report.broken_rate < 0.1 and report.ended_rate > 0.95
+
+
+def _pair(loaded: object) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    assert isinstance(loaded, tuple)
+    return loaded

@@ -1,0 +1,25 @@
+"""Fixtures of the text room."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.text.formats import Formats
+
+
+@pytest.fixture(scope="session")
+def formats(shared: Path) -> Formats:
+    return Formats(shared)
+
+
+@pytest.fixture(scope="session")
+def golden(shared: Path) -> Path:
+    return shared / "golden" / "extraction"
+
+
+@pytest.fixture(scope="session")
+def golden_pairs(golden: Path) -> list[dict[str, Any]]:
+    pairs: list[dict[str, Any]] = json.loads((golden / "pairs.json").read_text())["pairs"]
+    return pairs

@@ -1,0 +1,287 @@
+"""Training ids: the reference's completions, character ranges, exactly one BOS and one end of turn, awkward templates."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnpo.schema import EncodedResponse, UserError
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, truncate
+from tests.text.formats import FORMATS, PLAIN, Formats
+
+TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
+DIALOGUE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi. What is it?"},
+    {"role": "user", "content": "Why is the sky blue?\n"},
+]
+# The token that closes a turn, and how often the template writes BOS.
+END = {
+    "golden": "<|eot_id|>",
+    "edge_merge": "<|end|>",
+    "edge_merge_untrimmed": "<|end|>",
+    "gpt2_plain": "<|endoftext|>",
+    "gpt2_chatml": "<|endoftext|>",
+    "mistral": "</s>",
+    "stories": "</s>",
+}
+UNTRIMMED = [name for name in FORMATS if name not in ("golden", "edge_merge")]
+
+
+def without_surrogates():
+    return st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+AWKWARD = st.lists(
+    st.one_of(
+        without_surrogates(),
+        st.sampled_from(["</s>", "<|eot_id|>", "<|end|>", "\n", ".\n", " ", "👩🏽‍🔬", "ﬁ", "\x00", "\r\n", "[INST]", "{{ x }}"]),
+    ),
+    max_size=5,
+).map("".join)
+
+
+def covered(encoded: EncodedResponse) -> set[int]:
+    return {i for start, end in encoded.offsets for i in range(start, end)}
+
+
+def test_completions_of_the_reference(formats: Formats, golden_pairs: list[dict[str, Any]]) -> None:
+    """Equal but for the second end token that the reference adds, and its edits of training ids for lone judge tokens.
+
+    The reference puts a lone judge token without a partner in front of the completion (pairs with an empty response,
+    and the response "." whose sign merges with the newline on the judge's side); training ids are never edited here.
+    """
+    chat, edited = formats("golden"), []
+    eos = chat.tokenizer.eos_token_id
+    for pair in golden_pairs:
+        for side in ("chosen", "rejected"):
+            encoded = chat.encode([{"role": "user", "content": pair["prompt"]}], pair[side])
+            expected = pair["training"][side]["completion_ids"]
+            assert expected[-1] == eos
+            if encoded.response_ids != expected[:-1]:
+                assert encoded.response_ids == expected[1:-1]
+                edited.append((pair["name"], side))
+    assert edited == [("empty_chosen", "chosen"), ("whitespace_rejected", "rejected"), ("lone_stop", "chosen")]
+    assert chat.end_ids == {eos, chat.tokenizer.convert_tokens_to_ids("<|eot_id|>")}
+    assert not chat.counts
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("turns", [TURNS, DIALOGUE], ids=["one turn", "dialogue"])
+def test_one_bos_and_one_end(formats: Formats, name: str, turns: list[dict[str, str]]) -> None:
+    chat = formats(name)
+    if name == "gpt2_plain" or name == "gpt2_chatml":
+        wanted = 0  # this tokenizer has a BOS token but adds none
+    else:
+        wanted = 1
+    ids = chat.prompt_ids(turns)
+    bos = chat.tokenizer.bos_token_id
+    assert ids.count(bos) == wanted and (ids[0] == bos) == bool(wanted)
+    encoded = chat.encode(turns, "Light is scattered.")
+    assert encoded.prompt_ids == ids
+    end = chat.tokenizer.convert_tokens_to_ids(END[name])
+    assert encoded.response_ids[-1] == end and encoded.response_ids.count(end) == 1
+    assert encoded.offsets[-1] == (19, 19)
+    assert end in chat.end_ids and chat.tokenizer.eos_token_id in chat.end_ids
+    whole = chat.tokenizer.decode(ids + encoded.response_ids)
+    assert "Light is scattered." in whole and turns[0]["content"] in whole
+
+
+def test_bos_that_the_template_leaves_out_is_added_once(formats: Formats) -> None:
+    """The tokenizer's post-processor would add it; PLAIN does not write it."""
+    for name in ("golden", "mistral", "stories"):
+        chat = formats(name, PLAIN)
+        bos = chat.tokenizer.bos_token_id
+        ids = chat.prompt_ids(TURNS)
+        assert ids[0] == bos and ids.count(bos) == 1
+        encoded = chat.encode(TURNS, "Yes.")
+        assert encoded.prompt_ids == ids and bos not in encoded.response_ids
+        assert encoded.response_ids[-1] == chat.tokenizer.eos_token_id
+
+
+def test_ranges_by_hand(formats: Formats) -> None:
+    """Word-level reading of the edge_merge vocabulary: " wörld" is " w" + two bytes of "ö" + "r" + "ld"."""
+    chat = formats("edge_merge")
+    encoded = chat.encode(TURNS, "He wörld.")
+    pieces = chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)
+    found = list(zip(pieces, encoded.offsets, strict=True))
+    assert found[-8:] == [
+        ("He", (0, 2)),
+        ("Ġw", (2, 4)),
+        ("Ã", (4, 5)),
+        ("¶", (4, 5)),
+        ("r", (5, 6)),
+        ("ld", (6, 8)),
+        (".", (8, 9)),
+        ("<|end|>", (9, 9)),
+    ]
+
+
+def test_a_template_that_trims_keeps_ranges_of_the_text_as_given(formats: Formats) -> None:
+    """Three blanks in front and two behind are gone from the ids; ranges still count them."""
+    trimmed, plain = formats("edge_merge"), formats("edge_merge_untrimmed")
+    text = " \n Yes it is.\n\t"
+    encoded = trimmed.encode(TURNS, text)
+    assert encoded.response_ids == trimmed.encode(TURNS, "Yes it is.").response_ids
+    assert encoded.offsets[0][0] == 3 and encoded.offsets[-2] == (12, 13) and encoded.offsets[-1] == (15, 15)
+    assert covered(encoded) == set(range(3, 13))
+    assert covered(plain.encode(TURNS, text)) == set(range(15))
+
+
+def test_text_of_special_tokens_inside_a_response(formats: Formats) -> None:
+    """"a</s>b</s>" holds two real EOS tokens with this tokenizer; the end of turn is the third."""
+    chat = formats("mistral")
+    encoded = chat.encode(TURNS, "a</s>b</s>")
+    assert encoded.response_ids.count(2) == 3
+    assert [place for token, place in zip(encoded.response_ids, encoded.offsets, strict=True) if token == 2] == [
+        (1, 5),
+        (6, 10),
+        (10, 10),
+    ]
+    plain = formats("mistral", PLAIN)  # nothing closes the turn: EOS is appended although the text ends with one
+    assert plain.encode(TURNS, "a</s>").response_ids.count(2) == 2
+
+
+def test_what_follows_the_end_of_turn_is_cut(formats: Formats) -> None:
+    """ChatML with a real end token: the newline behind it is never generated, so it is not trained on."""
+    tokenizer = formats.tokenizer("models/tokenizers/gpt2", fresh=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chat = ChatFormat(tokenizer, FORMATS["gpt2_chatml"][1])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert chat.end_ids == {tokenizer.eos_token_id, end}
+    encoded = chat.encode(DIALOGUE, "Rayleigh.")
+    assert tokenizer.decode(encoded.response_ids) == "Rayleigh.<|im_end|>"
+    assert encoded.response_ids[-1] == end
+    assert formats("gpt2_chatml").encode(DIALOGUE, "Rayleigh.").response_ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_empty_response_is_the_end_of_turn(formats: Formats, name: str) -> None:
+    chat = formats(name)
+    encoded = chat.encode(TURNS, "")
+    assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[name]
+    assert set(encoded.offsets) == {(0, 0)}
+    if name in ("golden", "edge_merge", "stories"):  # these templates write nothing else around the response
+        assert len(encoded.response_ids) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=40, deadline=None)
+@given(text=AWKWARD)
+def test_ranges_of_any_text(formats: Formats, name: str, text: str) -> None:
+    chat = formats(name)
+    encoded = chat.encode(TURNS, text)
+    assert len(encoded.offsets) == len(encoded.response_ids) and encoded.prompt_ids == chat.prompt_ids(TURNS)
+    assert all(0 <= start <= end <= len(text) for start, end in encoded.offsets)
+    held = [place for place in encoded.offsets if place[1] > place[0]]
+    assert held == sorted(held) and encoded.offsets[-1] == (len(text), len(text))
+    assert encoded.response_ids[-1] in chat.end_ids
+    lead = 0 if name in UNTRIMMED else len(text) - len(text.lstrip())
+    kept = text if name in UNTRIMMED else text.strip()
+    assert covered(encoded) == set(range(lead, lead + len(kept)))
+
+
+def test_a_response_that_merges_with_the_prompt_is_tokenised_alone_and_counted(formats: Formats) -> None:
+    """The prompt ends with a blank line, one token with the response's own newline in the whole conversation."""
+    chat = formats("edge_merge_untrimmed")
+    encoded = chat.encode(TURNS, "\nYes.")
+    assert chat.counts == {NOT_A_PREFIX: 1}
+    assert encoded.prompt_ids == chat.prompt_ids(TURNS)
+    assert chat.tokenizer.decode(encoded.response_ids) == "\nYes.<|end|>"
+    assert encoded.offsets[0] == (0, 1) and covered(encoded) == set(range(5))
+    chat.encode(TURNS, "Yes.")
+    assert chat.counts == {NOT_A_PREFIX: 1}
+
+
+def test_settings_left_in_the_tokenizer_do_not_matter(formats: Formats) -> None:
+    chat = formats("golden")
+    before, print_before = chat.encode(TURNS, "A long answer to this."), chat.fingerprint()
+    chat.tokenizer(["x", "y z w"], padding="max_length", truncation=True, max_length=4)
+    assert formats("golden").encode(TURNS, "A long answer to this.") == before
+    assert formats("golden").fingerprint() == print_before
+
+
+def test_fingerprint_sees_template_and_vocabulary(formats: Formats) -> None:
+    prints = [formats("golden"), formats("golden", PLAIN), formats("edge_merge"), formats("gpt2_plain")]
+    keys = [(chat.fingerprint()["tokenizer"], chat.fingerprint()["chat_template"]) for chat in prints]
+    assert keys[0][0] == keys[1][0] and keys[1][1] == keys[3][1]
+    assert len(set(keys)) == 4
+    tokenizer = formats.tokenizer("models/tokenizers/edge_merge_2k", fresh=True)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|new|>"]})
+    assert ChatFormat(tokenizer).fingerprint()["tokenizer"] != keys[2][0]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_tokenizer_without_template_names_the_option(formats: Formats) -> None:
+    with pytest.raises(UserError, match=r"model\.chat_template"):
+        ChatFormat(formats.tokenizer("models/tokenizers/gpt2"))
+
+
+def test_a_slow_tokenizer_is_refused() -> None:
+    slow: Any = SimpleNamespace(is_fast=False, name_or_path="some/model")
+    check = ChatFormat.__init__.__wrapped__ if hasattr(ChatFormat.__init__, "__wrapped__") else ChatFormat.__init__
+    with pytest.raises(UserError, match="no character offsets"):
+        check(ChatFormat.__new__(ChatFormat), slow)
+
+
+def test_a_template_that_changes_the_prompt_is_refused_for_training_only(formats: Formats) -> None:
+    """As reasoning templates do: the generation prompt opens a thought that a finished turn does not have."""
+    template = FORMATS["gpt2_chatml"][1]
+    assert template is not None
+    chat = formats("gpt2_chatml", template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    assert chat.tokenizer.decode(chat.prompt_ids(TURNS)).endswith("<think>\n")
+    assert chat.end_ids == {chat.tokenizer.eos_token_id}
+    with pytest.raises(UserError, match=r"renders the prompt differently.*'<think>"):
+        chat.encode(TURNS, "Yes.")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("m['content']", "m['content'] | upper", "changes the text of an assistant turn"),
+        ("m['content']", "m['content'] + m['content']", "2 times, expected exactly once"),
+        ("{% for", "{{ raise_exception('roles must alternate') }}{% for", "roles must alternate"),
+    ],
+)
+def test_templates_that_rewrite_or_refuse(formats: Formats, old: str, new: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        formats("gpt2_plain", PLAIN.replace(old, new)).encode(TURNS, "Yes.")
+
+
+def test_no_token_to_end_the_turn_with(formats: Formats) -> None:
+    tokenizer = formats.tokenizer("models/tokenizers/gpt2", fresh=True)
+    tokenizer.eos_token = None
+    with pytest.raises(UserError, match="no EOS token"):
+        ChatFormat(tokenizer, PLAIN).encode(TURNS, "Yes.")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_lone_surrogates_are_named_and_nul_is_text(formats: Formats, name: str) -> None:
+    chat = formats(name)
+    with pytest.raises(UserError, match=r"the response holds the lone surrogate U\+D83D at character 2"):
+        chat.encode(TURNS, "ab\ud83d")
+    with pytest.raises(UserError, match=r"lone surrogate U\+DC00"):
+        chat.prompt_ids([{"role": "user", "content": "\udc00"}])
+    assert covered(chat.encode(TURNS, "a\x00b")) == {0, 1, 2}
+
+
+# ---------------------------------------------------------------------------------------------- truncation
+
+
+def test_truncation_keeps_the_prompts_end_and_the_responses_beginning() -> None:
+    encoded = EncodedResponse([1, 2, 3, 4, 5], [10, 11, 12], [(0, 1), (1, 2), (2, 2)])
+    same, cut = truncate(encoded, 5, 8)
+    assert same == encoded and cut == (False, False)
+    short, cut = truncate(encoded, 3, 5)
+    assert short == EncodedResponse([3, 4, 5], [10, 11], [(0, 1), (1, 2)]) and cut == (True, True)
+    none, cut = truncate(encoded, 4, 4)
+    assert none.response_ids == [] and none.offsets == [] and cut == (True, True)
+    nothing, cut = truncate(encoded, 0, 3)
+    assert nothing.prompt_ids == [] and nothing.response_ids == [10, 11, 12] and cut == (True, False)
+    over, cut = truncate(encoded, 5, 2)
+    assert over.response_ids == [] and cut == (False, True)

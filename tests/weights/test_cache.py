@@ -1,0 +1,232 @@
+"""The store: exact round trips, keys, merging, damage, several writers."""
+
+import json
+import logging
+import multiprocessing
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attnpo.schema import UserError
+from attnpo.weights.cache import Store, Table
+
+KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "prompts": {"lengths": [2048, 768]}, "code": "1"}
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    return Store(tmp_path).table("weights", KEY)
+
+
+def fresh(table: Table) -> Table:
+    """The same folder as a new process sees it."""
+    return Table(table.folder, table.key)
+
+
+def shards(table: Table) -> list[Path]:
+    return sorted(table.folder.glob("*.parquet"))
+
+
+def test_values_come_back_bit_for_bit(table: Table) -> None:
+    bits = np.array([0x00000001, 0x80000000, 0x7F7FFFFF, 0x3EAAAAAB, 0x7FC00001], dtype=np.uint32)
+    row = {
+        "f": bits.view(np.float32),
+        "t": torch.tensor([1 / 3, 2 / 3]),
+        "i": np.array([-1, 2**31 - 1], dtype=np.int32),
+        "empty": np.array([], dtype=np.float32),
+        "d": 0.1,
+        "n": 2**40,
+        "s": {"a": np.array([1, 2]), "b": np.array([0.5], dtype=np.float32)},
+    }
+    table.append({"p": row, "q": {**row, "f": bits[:2].view(np.float32), "n": 5}})
+    back = fresh(table).read(["q", "p"], list(row))
+    assert list(back) == ["q", "p"]
+    assert np.array_equal(back["p"]["f"].view(np.uint32), bits)
+    assert np.array_equal(back["q"]["f"].view(np.uint32), bits[:2])
+    assert torch.equal(torch.from_numpy(back["p"]["t"]), row["t"])
+    assert back["p"]["i"].dtype == np.int32 and back["p"]["i"].tolist() == [-1, 2**31 - 1]
+    assert back["p"]["empty"].shape == (0,)
+    assert (back["p"]["d"], back["p"]["n"], back["q"]["n"]) == (0.1, 2**40, 5)
+    assert back["q"]["s"]["a"].tolist() == [1, 2] and back["q"]["s"]["b"].tolist() == [0.5]
+
+
+def test_shards_with_different_columns_of_a_pair_are_merged(table: Table) -> None:
+    table.append({"p": {"L01": np.array([1.0])}, "q": {"L01": np.array([2.0])}})
+    table.append({"p": {"L02": np.array([3.0])}})
+    assert table.columns_present(["p", "q", "r"]) == {"p": {"L01", "L02"}, "q": {"L01"}, "r": set()}
+    assert table.missing(["r", "q", "p", "r"], ["L01", "L02"]) == ["r", "q"]
+    assert table.missing(["q", "p"], ["L01"]) == []
+    assert table.read(["p"], ["L02", "L01"]) == {"p": {"L01": 1.0, "L02": 3.0}}
+
+
+def test_rows_with_different_columns_in_one_call(table: Table) -> None:
+    table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
+    assert table.columns_present(["p", "q"]) == {"p": {"a", "b"}, "q": {"a"}}
+    assert table.read(["p", "q"], ["a"]) == {"p": {"a": 1}, "q": {"a": 3}}
+
+
+def test_a_missing_row_is_an_error_and_never_a_default(table: Table) -> None:
+    table.append({"p": {"a": 1, "b": 2}, "q": {"a": 3}})
+    with pytest.raises(UserError, match=r"expected a, b of 2 pairs, 1 lack some of it \(first: q\); run attnpo\.weigh"):
+        table.read(["p", "q"], ["a", "b"])
+    with pytest.raises(UserError, match="first: nobody"):
+        table.read(["nobody"], ["a"])
+
+
+def test_only_the_wanted_columns_leave_the_disk(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.parquet as pq
+
+    asked: list[list[str]] = []
+    original = pq.read_table
+    monkeypatch.setattr(
+        pq, "read_table", lambda path, columns: asked.append(columns) or original(path, columns=columns)
+    )
+    table.append({"p": {"a": 1, "b": 2}})
+    table.append({"q": {"a": 3}})
+    table.read(["p"], ["b"])
+    assert asked == [["b"]]
+
+
+def test_mixed_types_in_a_column_are_refused_and_leave_nothing(table: Table) -> None:
+    with pytest.raises(ValueError, match="one-dimensional arrays of one type"):
+        table.append({"p": {"a": np.array([1.0])}, "q": {"a": np.array([1])}})
+    assert table.missing(["p"], ["a"]) == ["p"]
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(value, dict):
+        return [leaf for name, item in value.items() for leaf in leaves(item, (*path, name))]
+    return [path]
+
+
+@pytest.mark.parametrize("path", leaves(KEY), ids=".".join)
+def test_every_part_of_the_key_changes_the_folder(tmp_path: Path, path: tuple[str, ...]) -> None:
+    other = json.loads(json.dumps(KEY))
+    node = other
+    for name in path[:-1]:
+        node = node[name]
+    node[path[-1]] = "changed"
+    store = Store(tmp_path)
+    stored = store.table("weights", KEY)
+    stored.append({"p": {"a": 1}})
+    asked = store.table("weights", other)
+    assert asked.folder != stored.folder
+    assert asked.missing(["p"], ["a"]) == ["p"]
+    was = KEY
+    for name in path:
+        was = was[name]  # type: ignore[assignment, index]
+    assert asked.nearest_difference() == f"{'.'.join(path)}: stored {was}, asked changed"
+
+
+def test_the_nearest_table_is_the_one_with_the_fewest_differences(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    far = {"judge": {"weights": "xyz", "dtype": "bfloat16"}, "prompts": {"lengths": [1, 2]}, "code": "1"}
+    for key in (far, {**KEY, "judge": {"weights": "abc", "dtype": "bfloat16"}}):
+        store.table("weights", key).append({"p": {"a": 1}})
+    store.table("reference", {**KEY, "code": "2"}).append({"p": {"a": 1}})
+    assert store.table("weights", KEY).nearest_difference() == "judge.dtype: stored bfloat16, asked float32"
+    assert store.table("empty", KEY).nearest_difference() is None
+    extra = store.table("weights", {**KEY, "rollout": True})
+    store.table("weights", KEY).append({"p": {"a": 1}})
+    assert extra.nearest_difference() == "rollout: stored None, asked True"
+
+
+def test_order_of_the_key_does_not_matter_and_a_table_is_shared(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.table("weights", dict(reversed(KEY.items()))) is store.table("weights", KEY)
+
+
+def test_folders_of_two_workers_merge_by_copying(tmp_path: Path) -> None:
+    tables = [Store(tmp_path / name).table("weights", KEY) for name in ("one", "two")]
+    tables[0].append({"p": {"a": 1}, "both": {"a": 9}})
+    tables[1].append({"q": {"a": 2}, "both": {"a": 9}})
+    before = fresh(tables[0]).size_bytes()
+    shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
+    assert tables[0].read(["p", "q", "both"], ["a"]) == {"p": {"a": 1}, "q": {"a": 2}, "both": {"a": 9}}
+    assert tables[0].size_bytes() == before + tables[1].size_bytes() > before
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "entry", "entry_fields"])
+def test_a_damaged_shard_is_named_and_its_rows_count_as_missing(
+    table: Table, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.append({"p": {"a": np.arange(500.0)}})
+    victim = shards(table)[0]
+    content = victim.read_bytes()
+    table.append({"q": {"a": np.arange(3.0)}})
+    if damage == "flip":
+        victim.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    elif damage == "cut":
+        victim.write_bytes(content[:-20])
+    elif damage == "gone":
+        victim.unlink()
+    elif damage == "entry":
+        victim.with_suffix(".json").write_text('{"sha256": "')
+    else:
+        victim.with_suffix(".json").write_text('{"bytes": 3}')
+    again = fresh(table)
+    with caplog.at_level(logging.WARNING):
+        assert again.missing(["p", "q"], ["a"]) == ["p"]
+        assert again.missing(["p", "q"], ["a"]) == ["p"]
+    assert [victim.name in record.message for record in caplog.records] == [True]  # said once
+    with pytest.raises(UserError, match="first: p"):
+        again.read(["p"], ["a"])
+    again.append({"p": {"a": np.arange(500.0)}})  # the same content under the same name
+    assert again.read(["p"], ["a"])["p"]["a"].tolist() == list(range(500))
+    assert fresh(table).missing(["p", "q"], ["a"]) == []
+
+
+def test_damage_after_the_first_look_is_an_error_that_names_the_file(table: Table) -> None:
+    table.append({"p": {"a": 1}})
+    assert table.missing(["p"], ["a"]) == []
+    shards(table)[0].write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=shards(table)[0].name):
+        table.read(["p"], ["a"])
+
+
+def test_a_shard_without_an_entry_is_an_interrupted_write(table: Table) -> None:
+    table.append({"p": {"a": 1}})
+    shards(table)[0].with_suffix(".json").unlink()
+    assert fresh(table).missing(["p"], ["a"]) == ["p"]
+
+
+def test_an_interrupted_write_leaves_no_file_and_no_row(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    table.append({"p": {"a": 1}})
+    before = sorted(table.folder.iterdir())
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        table.append({"q": {"a": 2}})
+    assert sorted(table.folder.iterdir()) == before
+    assert table.missing(["p", "q"], ["a"]) == ["q"]
+
+
+def _append_many(root: str, worker: int, rounds: int) -> None:
+    table = Store(Path(root)).table("weights", KEY)
+    for turn in range(rounds):
+        table.append({f"{worker}-{turn}": {"a": np.array([worker, turn])}, "same": {"a": np.array([7, 7])}})
+        assert table.missing([f"{worker}-{turn}"], ["a"]) == []
+
+
+def test_two_processes_append_at_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_append_many, args=(str(tmp_path), worker, 12)) for worker in (0, 1)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(60)
+    assert [process.exitcode for process in workers] == [0, 0]
+    table = Store(tmp_path).table("weights", KEY)
+    names = [f"{worker}-{turn}" for worker in (0, 1) for turn in range(12)]
+    found = table.read([*names, "same"], ["a"])
+    assert [found[name]["a"].tolist() for name in names] == [[worker, turn] for worker in (0, 1) for turn in range(12)]
+    assert found["same"]["a"].tolist() == [7, 7]
+    assert json.loads((table.folder / "key.json").read_text()) == KEY
+    assert not list(table.folder.glob(".writing-*"))

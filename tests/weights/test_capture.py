@@ -1,0 +1,267 @@
+"""Captured weights and reference log-probabilities in the store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnpo.schema import PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.weights.base import Tools
+from attnpo.weights.cache import Store, Table
+from attnpo.weights.capture import (
+    CaptureReport,
+    ensure_captured,
+    estimate_bytes,
+    load_captured,
+    load_logps,
+    reference_key,
+    store_captured,
+    store_logps,
+    weights_key,
+)
+from attnpo.weights.sources.attention import Attention
+from tests.weights.fakes import FakeJudge, FakePrompts, make_pair
+
+PAIRS = [make_pair(number, "some words of an answer", "few") for number in range(7)]
+LAYERS = (1, 2, 3, 4)
+
+
+@dataclass
+class Bench:
+    """One store, and a judge that is made on demand."""
+
+    root: Path
+    judge: FakeJudge = field(default_factory=FakeJudge)
+    made: int = 0
+    verdict: bool = True
+    progress: list[tuple[int, int]] = field(default_factory=list)
+
+    def tools(self) -> Tools:
+        self.made += 1
+        return Tools(self.judge, FakePrompts(), self.verdict, lambda done, total: self.progress.append((done, total)))
+
+    def run(
+        self, pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, **options: Any
+    ) -> tuple[dict[str, PairWeights], CaptureReport]:
+        source = Attention()
+        key = weights_key(source, FakeJudge(), FakePrompts())
+        return ensure_captured(pairs, source, layers, Store(self.root), key, self.tools, **options)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def fresh_capture(
+    pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, verdict: bool = True
+) -> list[PairWeights]:
+    return Attention().capture(pairs, Tools(FakeJudge(), FakePrompts(), verdict), layers)
+
+
+def same(one: PairWeights, two: PairWeights) -> bool:
+    """Equal to the last bit, types included."""
+
+    def flat(pair: PairWeights) -> list[Any]:
+        return [
+            (item.chosen_is_a, item.verdict_token, item.verdict_logits, side.token_ids, side.offsets, side.weights)
+            for item in pair.rounds
+            for side in (item.chosen, item.rejected)
+        ]
+
+    def equal(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            return a.dtype == b.dtype and torch.equal(a, b)
+        return type(a) is type(b) and bool(a == b)
+
+    return one.pair_id == two.pair_id and all(
+        equal(a, b) for x, y in zip(flat(one), flat(two), strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def a_table(root: Path) -> Table:
+    return Store(root).table("weights", {"any": 1})
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_captured_pairs_come_back_bit_for_bit(tmp_path: Path, verdict: bool) -> None:
+    captured = fresh_capture(PAIRS, verdict=verdict)
+    store_captured(a_table(tmp_path), captured, LAYERS)
+    back = load_captured(a_table(tmp_path), [pair.pair_id for pair in PAIRS], LAYERS)
+    assert list(back) == [pair.pair_id for pair in PAIRS]
+    assert all(same(back[one.pair_id], one) for one in captured)
+
+
+def test_layers_come_back_in_the_order_asked(tmp_path: Path) -> None:
+    store_captured(a_table(tmp_path), fresh_capture(PAIRS[:1]), LAYERS)
+    back = load_captured(a_table(tmp_path), [PAIRS[0].pair_id], (3, 1))
+    assert same(back[PAIRS[0].pair_id], fresh_capture(PAIRS[:1], (3, 1))[0])
+
+
+def test_a_verdict_without_a_recorded_token(tmp_path: Path) -> None:
+    captured = fresh_capture(PAIRS[:1])[0]
+    captured = replace(captured, rounds=tuple(replace(item, verdict_token=None) for item in captured.rounds))
+    store_captured(a_table(tmp_path), [captured], LAYERS)
+    assert same(load_captured(a_table(tmp_path), [captured.pair_id], LAYERS)[captured.pair_id], captured)
+
+
+def test_rows_wider_than_float32_are_refused(tmp_path: Path) -> None:
+    pair = fresh_capture(PAIRS[:1], (1,))[0]
+    first = pair.rounds[0]
+    wide = replace(first, chosen=replace(first.chosen, weights=first.chosen.weights.double()))
+    with pytest.raises(ValueError, match="float32 or narrower"):
+        store_captured(a_table(tmp_path), [replace(pair, rounds=(wide,))], (1,))
+
+
+def test_shards_that_do_not_belong_together_are_noticed(tmp_path: Path) -> None:
+    table = a_table(tmp_path)
+    store_captured(table, fresh_capture(PAIRS[:1], (1,)), (1,))
+    table.append({PAIRS[0].pair_id: {"L02": torch.ones(3)}})
+    with pytest.raises(UserError, match=rf"pair {PAIRS[0].pair_id} has 3 weights on 12 tokens"):
+        load_captured(table, [PAIRS[0].pair_id], (2,))
+
+
+def test_the_judge_is_loaded_once_and_never_for_a_full_store(bench: Bench) -> None:
+    captured, report = bench.run([*PAIRS, PAIRS[0]], chunk_pairs=3)
+    assert (report.hits, report.computed, report.difference) == (0, 7, None)
+    assert bench.judge.calls == [(6, LAYERS), (6, LAYERS), (2, LAYERS)]
+    assert bench.progress == [(3, 7), (6, 7), (7, 7)]
+    assert all(same(captured[one.pair_id], one) for one in fresh_capture(PAIRS))
+    again, report = bench.run(PAIRS)
+    assert (report.hits, report.computed, bench.made) == (7, 0, 1)
+    assert all(same(again[name], captured[name]) for name in captured)
+
+
+def test_an_interrupted_capture_goes_on_where_it_stopped(bench: Bench) -> None:
+    bench.judge.fail_at = 2
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(PAIRS, chunk_pairs=2)
+    bench.judge = FakeJudge()
+    captured, report = bench.run(PAIRS, chunk_pairs=2)
+    assert (report.hits, report.computed) == (4, 3)
+    assert bench.judge.calls == [(4, LAYERS), (2, LAYERS)]
+    assert all(same(captured[one.pair_id], one) for one in fresh_capture(PAIRS))
+
+
+def test_only_missing_layers_are_computed(bench: Bench) -> None:
+    bench.run(PAIRS[:2], (4,))
+    bench.run(PAIRS[2:3], (2,))
+    bench.judge.calls.clear()
+    captured, report = bench.run(PAIRS[:4])
+    assert (report.hits, report.computed) == (0, 4)
+    assert bench.judge.calls == [(4, (1, 2, 3)), (2, (1, 3, 4)), (2, LAYERS)]
+    assert all(same(captured[one.pair_id], one) for one in fresh_capture(PAIRS[:4]))
+
+
+def test_loading_fewer_layers_than_are_stored(bench: Bench) -> None:
+    captured, _ = bench.run(PAIRS[:1], load_layers=(3,))
+    assert same(captured[PAIRS[0].pair_id], fresh_capture(PAIRS[:1], (3,))[0])
+    assert bench.judge.calls == [(2, LAYERS)]
+
+
+def test_missing_verdicts_are_read_on_request(bench: Bench) -> None:
+    bench.verdict = False
+    bench.run(PAIRS[:2])
+    with pytest.raises(UserError, match=r"judge\.verdict: expected true"):
+        bench.run(PAIRS[:2], verdicts=True)
+    bench.verdict = True
+    captured, report = bench.run(PAIRS[:2], verdicts=True)
+    assert report.computed == 2
+    assert all(same(captured[one.pair_id], one) for one in fresh_capture(PAIRS[:2]))
+
+
+def test_the_report_names_what_differs_from_the_nearest_store(tmp_path: Path) -> None:
+    Bench(tmp_path).run(PAIRS[:1])
+    source = Attention()
+    judge = {**FakeJudge().fingerprint(), "dtype": "bfloat16"}
+    key = weights_key(source, judge, FakePrompts())
+    bench = Bench(tmp_path)
+    _, report = ensure_captured(PAIRS[:1], source, (1,), Store(tmp_path), key, bench.tools)
+    assert report.difference == "judge.dtype: stored float32, asked bfloat16"
+
+
+def changed_keys() -> list[Callable[[], dict[str, Any]]]:
+    source = Attention()
+
+    class OtherSource(Attention):
+        def capture_fingerprint(self) -> dict[str, Any]:
+            return {**super().capture_fingerprint(), "heads": "max"}
+
+    judge, prompts = FakeJudge().fingerprint(), FakePrompts().fingerprint()
+    return [
+        lambda: weights_key(OtherSource(), judge, prompts),
+        *(lambda name=name: weights_key(source, {**judge, name: "other"}, prompts) for name in judge),  # type: ignore[misc]
+        *(lambda name=name: weights_key(source, judge, {**prompts, name: "other"}) for name in prompts),  # type: ignore[misc]
+        lambda: weights_key(source, judge, prompts, code_version="next"),
+        lambda: weights_key(source, None, prompts),
+        lambda: weights_key(source, judge, None),
+    ]
+
+
+@pytest.mark.parametrize("build", changed_keys())
+def test_every_part_of_the_weights_key_changes_the_folder(tmp_path: Path, build: Callable[[], dict[str, Any]]) -> None:
+    store = Store(tmp_path)
+    usual = weights_key(Attention(), FakeJudge(), FakePrompts())
+    assert store.table("weights", build()).folder != store.table("weights", usual).folder
+
+
+def test_layer_and_postprocessing_share_one_folder() -> None:
+    usual = weights_key(Attention(), FakeJudge(), FakePrompts())
+    other = Attention(2, (1, 2), replace(Attention().postprocess, sink_tokens=0), "selected")
+    assert weights_key(other, FakeJudge().fingerprint(), FakePrompts().fingerprint()) == usual
+
+
+USUAL_REFERENCE = {
+    "model": {"weights": "w", "dtype": "float32", "kernel": "sdpa"},
+    "chat": {"tokenizer": "t", "template": "c"},
+    "max_prompt_length": 1800,
+    "max_length": 2048,
+    "code_version": "1",
+}
+
+
+@pytest.mark.parametrize("part", ["model.weights", "model.dtype", "model.kernel", "chat.tokenizer", "chat.template",
+                                  "max_prompt_length", "max_length", "code_version"])  # fmt: skip
+def test_every_part_of_the_reference_key_changes_the_folder(tmp_path: Path, part: str) -> None:
+    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in USUAL_REFERENCE.items()}
+    outer, _, inner = part.partition(".")
+    if inner:
+        changed[outer][inner] = "other"  # type: ignore[index]
+    else:
+        changed[outer] = "3" if outer == "code_version" else 7
+    store = Store(tmp_path)
+    tables = [store.table("reference", reference_key(**key)) for key in (USUAL_REFERENCE, changed)]  # type: ignore[arg-type]
+    assert tables[0].folder != tables[1].folder
+
+
+def test_log_probabilities_come_back_bit_for_bit(tmp_path: Path) -> None:
+    table = Store(tmp_path).table("reference", reference_key(**USUAL_REFERENCE))  # type: ignore[arg-type]
+    logps = {"p": (torch.randn(4), torch.randn(6)), "q": (torch.randn(1), torch.randn(2))}
+    store_logps(table, logps)
+    back = load_logps(table, ["q", "p"], {"p": (4, 6), "q": (1, 2)})
+    for name, rows in logps.items():
+        assert all(torch.equal(a, b) for a, b in zip(back[name], rows, strict=True))
+    with pytest.raises(UserError, match=r"pair p has log-probabilities of 4 and 6 tokens, expected \(4, 5\)"):
+        load_logps(table, ["p"], {"p": (4, 5)})
+    with pytest.raises(UserError, match="first: r"):
+        load_logps(table, ["r"])
+
+
+def test_the_estimate_bounds_the_disk_space_of_real_rows(tmp_path: Path) -> None:
+    text = " ".join(f"word{number}" for number in range(400))
+    captured = fresh_capture([make_pair(number, text, text) for number in range(8)])
+
+    def noise(weights: TokenWeights) -> TokenWeights:
+        return replace(weights, weights=torch.rand(weights.weights.shape))
+
+    noisy = [
+        replace(pair, rounds=tuple(replace(r, chosen=noise(r.chosen), rejected=noise(r.rejected)) for r in pair.rounds))
+        for pair in captured
+    ]
+    table = a_table(tmp_path)
+    store_captured(table, noisy, LAYERS)
+    tokens = 8 * 2 * 2 * 400
+    assert 0.5 * estimate_bytes(tokens, 4) < table.size_bytes() < 1.1 * estimate_bytes(tokens, 4)
