@@ -81,8 +81,9 @@ def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
 def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> DictConfig:
     """The configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
 
-    ``config_dir`` is searched after the shipped folder. Raises UserError with Hydra's own text (key, options of the
-    group, search path) and the nearest existing key.
+    ``config_dir`` is searched after the shipped folder. A configuration with a key ``composed`` gets ``overrides`` and
+    ``config_dir`` put there, so that a study can compose its points from them. Raises UserError with Hydra's own text
+    (key, options of the group, search path) and the nearest existing key.
     """
     _register_resolvers()
     with _initialized(config_dir) as searchpath:
@@ -101,6 +102,9 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             raise user_error(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
     with open_dict(cfg):
         del cfg["hydra"]
+        if "composed" in cfg:
+            literal = [override.replace("${", "\\${") for override in overrides]  # to be read, not resolved
+            cfg.composed = {"overrides": literal, "config_dir": None if config_dir is None else str(config_dir)}
     return cfg
 
 

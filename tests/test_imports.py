@@ -26,7 +26,7 @@ def test_every_module_imports() -> None:
     files = [path for path in (ROOT / "attnpo").rglob("*.py") if path != ROOT / "attnpo" / "__init__.py"]
     assert len(names) == len(files), "a folder without __init__.py hides modules from an installation"
     for name in names:
-        assert importlib.import_module(name).__doc__ or name.count(".") == 1 or "__init__" in name, name
+        importlib.import_module(name)
 
 
 def test_every_module_says_what_it_owns() -> None:

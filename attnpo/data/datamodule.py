@@ -90,7 +90,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """The training sampler's state at the micro-batches that training has consumed."""
         if self.trainer is None or self.sampler is None:
             return {}
-        return self.sampler.state_dict(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+        consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
+        return self.sampler.state_dict(consumed)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing; the next training loader starts behind the consumed batches."""

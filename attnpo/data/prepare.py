@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
@@ -87,42 +87,65 @@ def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: 
     )
 
 
+@dataclass(frozen=True)
+class EncodedSet:
+    """The pairs of one split that fit the length rules, with their training ids by side, in their order."""
+
+    pairs: list[PreferencePair]
+    encoded: list[dict[str, EncodedResponse]]
+    tally: Tally
+    read: int
+
+
+def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules) -> EncodedSet:
+    """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
+
+    Comes before any judge runs, so that no judge pass is spent on a dropped pair.
+    """
+    out = EncodedSet([], [], Tally(), 0)
+    read = 0
+    for pair in pairs:
+        read += 1
+        encoded = encode_pair(pair, chat, rules, out.tally)
+        if encoded is not None:
+            out.pairs.append(pair)
+            out.encoded.append(encoded)
+    return replace(out, read=read)
+
+
 def prepare_examples(
-    pairs: Iterable[PreferencePair],
-    chat: ChatFormat,
+    encoded: EncodedSet,
     source: WeightSource,
     captured: Mapping[str, PairWeights],
-    lengths: LengthRules,
     align: AlignRules,
     layers: tuple[int, ...] = (),
 ) -> ExampleSet:
-    """Training examples of ``pairs`` in their order, with the account of every cut and dropped pair.
+    """Training examples in their order, with the account of every cut and dropped pair.
 
     Args:
-        pairs: of one split.
-        chat: renders and tokenises the training side.
+        encoded: the pairs of one split.
         source: a resolved weight source; ``captured`` holds its stored rows by pair id (empty if it needs none), a row
             for each of ``layers``.
-        lengths, align: the rules of the run.
+        align: how weights reach the training tokens, and the coverage a pair must have.
     """
-    tally, examples, read, content, unmatched = Tally(), [], 0, 0, 0
-    for pair in pairs:
-        read += 1
-        encoded = encode_pair(pair, chat, lengths, tally)
-        if encoded is None:
-            continue
-        weights = training_weights(source, captured.get(pair.pair_id), encoded, align.method, layers=layers, pair_id=pair.pair_id)
+    tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
+    examples, content, unmatched = [], 0, 0
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        pair_id = pair.pair_id
+        weights = training_weights(source, captured.get(pair_id), sides, align.method, layers=layers, pair_id=pair_id)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
+        if weights.realigned:
+            tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
         if min(weights.coverage) < align.min_coverage:
-            tally.add(f"dropped: coverage below align.min_coverage {align.min_coverage}", pair.pair_id)
+            tally.add(f"dropped: coverage below align.min_coverage {align.min_coverage}", pair_id)
             continue
-        example = make_example(pair.pair_id, encoded, weights)
+        example = make_example(pair_id, sides, weights)
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
-                tally.add(f"no weighted token in the {side} response", pair.pair_id)
+                tally.add(f"no weighted token in the {side} response", pair_id)
         examples.append(example)
-    return ExampleSet(examples, tally, read, read - len(examples), content, unmatched)
+    return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
 
 
 def length_percentiles(examples: Sequence[TrainingExample]) -> dict[str, int]:

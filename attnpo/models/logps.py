@@ -331,7 +331,9 @@ class _ChunkedStatistics(torch.autograd.Function):
                 grad = (grad if plan.head[0] == 1.0 else grad.mul_(plan.head[0])).to(plan.compute)
                 if d_hidden is not None:
                     d_hidden[rows] = (grad @ w).to(hidden.dtype)
-                if d_weight is not None:
+                if d_weight is not None and d_weight.dtype == grad.dtype:
+                    d_weight.addmm_(grad.T, h)
+                elif d_weight is not None:
                     d_weight += grad.T @ h
                 if d_bias is not None:
                     d_bias += grad.sum(0, dtype=dtype)

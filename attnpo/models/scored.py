@@ -27,9 +27,6 @@ logger = logging.getLogger(__name__)
 KNOWN_REQUESTS = frozenset(
     {"logps", "hidden"} | {f"vocab:{key}" for key in VOCAB_STATISTICS} | {f"joint:{key}" for key in JOINT_STATISTICS}
 )
-# FSDP looks for tensors in a forward's inputs and outputs through pytree.
-for _node in (ModelInputs, TokenStats):
-    torch.export.register_dataclass(_node)
 
 
 class ScoredLM(nn.Module):

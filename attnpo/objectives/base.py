@@ -4,7 +4,7 @@ Objectives see log-probabilities of response tokens only: prompts, padding and p
 """
 
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -51,6 +51,7 @@ def split_pairs(rows: Float[Tensor, "rows"]) -> tuple[Float[Tensor, "pairs"], Fl
     return chosen, rejected
 
 
+@runtime_checkable
 class PreferenceObjective(Protocol):
     """A preference loss. ``requires`` names what the module must compute for it: "reference", "token_weights", ..."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from attnpo.analysis.weight_stats import effective_number
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
 from attnpo.studies.inputs import SPLITS, Inputs
@@ -23,9 +22,10 @@ def versions() -> dict[str, str]:
 
 
 def effective_share(example: TrainingExample) -> float:
-    """Effective number of weighted tokens over |y|, mean of both sides; 1 for uniform weights."""
+    """Effective number of weighted tokens ``(sum a)^2 / sum a^2`` over |y|, mean of both sides; 1 for uniform."""
     shares = [
-        effective_number(row) / max(1.0, length) for row, length in zip(example.weights, example.lengths, strict=True)
+        float(row.sum() ** 2 / row.square().sum().clamp(min=1e-30)) / max(1.0, length)
+        for row, length in zip(example.weights, example.lengths, strict=True)
     ]
     return sum(shares) / 2
 
@@ -76,8 +76,8 @@ def log_inputs(inputs: Inputs) -> None:
     verdicts = inputs.weighed.verdicts
     if verdicts is not None and verdicts.pairs:
         log.info(
-            "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders agree "
-            "in %.1f %%; %.1f %% of the verdicts are neither label",
+            "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
+            "agree in %.1f %%; %.1f %% of the verdicts are neither label",
             100 * verdicts.agreement,
             100 * verdicts.pair_accuracy,
             100 * verdicts.consistency,
@@ -93,7 +93,9 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
     Prompt tokens are outside the loss; a token without a partner on the judge's side shows a dot.
     """
     tokenizer = inputs.ground.tokenizer
-    lines = [f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"]
+    lines = [
+        f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
+    ]
     for name, side, row, length in zip(
         ("chosen", "rejected"), example.sides, example.weights, example.lengths, strict=True
     ):
@@ -103,5 +105,7 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
             for token, weight in zip(side.response_ids[:width], scaled, strict=False)
         ]
         more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
-        lines.append(f"row 0, {name}, {len(scaled)} tokens, sum of weights {float(torch.sum(row)):.3f}: {' '.join(parts)}{more}")
+        lines.append(
+            f"row 0, {name}, {len(scaled)} tokens, sum of weights {float(torch.sum(row)):.3f}: {' '.join(parts)}{more}"
+        )
     return lines

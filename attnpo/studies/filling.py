@@ -9,7 +9,7 @@ from attnpo.config import build
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
-from attnpo.studies.inputs import lay_ground, read_pairs, weigh, world_size
+from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
 from attnpo.studies.reference import fill_reference
 from attnpo.weights.sources.uniform import Uniform
 
@@ -20,20 +20,17 @@ def fill_store(cfg: DictConfig) -> None:
     """Nothing; puts this process's share of captured weights and reference log-probabilities into the store."""
     ground = lay_ground(cfg)
     cfg = ground.cfg
-    pairs = read_pairs(ground)
+    encoded = encode(ground, read_pairs(ground))
     shard = (int(os.environ.get("RANK", "0")), world_size())
     if "judge" in build(cfg.weights).requires:
-        weigh(ground, pairs, shard=shard)
+        weigh(ground, encoded, shard=shard)
     else:
         log.info("%s needs no judge: no weights to store", cfg.weights._target_.rpartition(".")[2])
     if cfg.reference != "cached":
         return
     # Reference log-probs depend on training ids alone: any weights give the same ones.
-    lengths, align = build(cfg.lengths), build(cfg.align)
-    sets = {
-        split: prepare_examples(found.pairs, ground.chat, Uniform(), {}, lengths, align)
-        for split, found in pairs.items()
-    }
+    align = build(cfg.align)
+    sets = {split: prepare_examples(found, Uniform(), {}, align) for split, found in encoded.items()}
     model = ground.model
     reference = load_model(
         model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision

@@ -105,10 +105,7 @@ def expand_arms(study: Study, num_layers: int) -> list[Arm]:
 
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
     """Every arm at every grid point for every seed, seeds outermost so that early results cover all arms."""
-    return [
-        Point(arm, values, seed)
-        for seed, values, arm in itertools.product(seeds, study.grid.overrides(), arms)
-    ]
+    return [Point(arm, values, seed) for seed, values, arm in itertools.product(seeds, study.grid.overrides(), arms)]
 
 
 def grid_record(study: Study, arms: Sequence[Arm], world: Mapping[str, str]) -> dict[str, object]:

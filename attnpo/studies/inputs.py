@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.config import build, cache_root
 from attnpo.data.base import PairSet
-from attnpo.data.prepare import ExampleSet, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, prepare_examples
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import PairWeights, UserError
@@ -102,8 +102,8 @@ def lay_ground(cfg: DictConfig) -> Ground:
     return Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
 
 
-def weigh(ground: Ground, pairs: dict[str, PairSet], *, shard: tuple[int, int] | None = None) -> Weighed:
-    """The run's weight source with everything it captured for ``pairs``; computes what the store lacks.
+def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
+    """The run's weight source with everything it captured for the pairs of ``encoded``; computes what the store lacks.
 
     ``shard`` (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
     it, missing rows in a job of several processes are refused: they would be computed by every process.
@@ -116,7 +116,7 @@ def weigh(ground: Ground, pairs: dict[str, PairSet], *, shard: tuple[int, int] |
     depth = room.num_layers
     source = source.resolve(depth)
     layers = source.capture_layers(depth)
-    wanted = [pair for split in SPLITS if split in pairs for pair in pairs[split].pairs]
+    wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
     if shard is not None:
         wanted = wanted[shard[0] :: shard[1]]
     key = weights_key(source, room.fingerprint(), room.prompts)
@@ -130,12 +130,12 @@ def weigh(ground: Ground, pairs: dict[str, PairSet], *, shard: tuple[int, int] |
         log.info("judge pass: reading %d layers of %s in both orders", len(layers), room.path)
         return replace(room.tools(), progress=_progress)
 
-    captured, report = ensure_captured(wanted, source, layers, ground.store, key, tools, verdicts=room.judge.verdict)
-    log.info(
-        "weights: %d pairs from the store, %d computed in %.1f s", report.hits, report.computed, report.seconds
+    captured, report = ensure_captured(
+        wanted, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=room.judge.verdict
     )
+    log.info("weights: %d pairs from the store, %d computed in %.1f s", report.hits, report.computed, report.seconds)
     verdicts = judge_statistics(list(captured.values()), room.prompts.label_ids) if room.judge.verdict else None
-    return Weighed(source, captured, report, verdicts, dict(room.prompts.counts), layers)
+    return Weighed(source, captured, report, verdicts, dict(room.prompts.counts), source.wanted())
 
 
 def _progress(done: int, total: int) -> None:
@@ -148,16 +148,21 @@ def read_pairs(ground: Ground) -> dict[str, PairSet]:
     return {split: source.load(split) for split in SPLITS}
 
 
+def encode(ground: Ground, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
+    """Training ids of both splits under the run's length rules."""
+    rules = build(ground.cfg.lengths)
+    return {split: encode_pairs(found.pairs, ground.chat, rules) for split, found in pairs.items()}
+
+
 def make_inputs(cfg: DictConfig) -> Inputs:
     """Everything before the policy: pairs, weights (from the store or computed), training examples."""
     ground = lay_ground(cfg)
     pairs = read_pairs(ground)
-    weighed = weigh(ground, pairs)
-    lengths, align = build(ground.cfg.lengths), build(ground.cfg.align)
+    encoded = encode(ground, pairs)
+    weighed = weigh(ground, encoded)
+    align = build(ground.cfg.align)
     examples = {
-        split: prepare_examples(
-            pairs[split].pairs, ground.chat, weighed.source, weighed.captured, lengths, align, layers=weighed.layers
-        )
+        split: prepare_examples(encoded[split], weighed.source, weighed.captured, align, layers=weighed.layers)
         for split in SPLITS
     }
     return Inputs(ground, pairs, weighed, examples)

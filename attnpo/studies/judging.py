@@ -72,7 +72,6 @@ class JudgeRoom:
             "weights": weights_fingerprint(self.path, self.revision),
             "dtype": self.judge.dtype,
             "kernel": KERNEL,
-            "verdict": self.judge.verdict,
         }
 
     def tools(self) -> Tools:

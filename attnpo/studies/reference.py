@@ -38,8 +38,8 @@ def fill_reference(
     log.info("reference log-probs: %d pairs from the store, %d to compute", len(wanted) - len(lacking), len(lacking))
     if lacking and shard is None and world_size() > 1:
         raise UserError(
-            "reference log-probs are missing in the store and this job has several processes; fill the store first with "
-            "the same overrides: python -m attnpo.weigh ... reference=cached"
+            "reference log-probs are missing in the store and this job has several processes; fill the store first "
+            "with the same overrides: python -m attnpo.weigh ... reference=cached"
         )
     pad_id = int(ground.tokenizer.pad_token_id or 0)
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
@@ -57,9 +57,7 @@ def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
     return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
 
 
-def score_examples(
-    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int
-) -> Iterator[tuple[str, LogpPair]]:
+def score_examples(model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int) -> Iterator[tuple[str, LogpPair]]:
     """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
     was_training = model.training
     model.eval()

@@ -63,7 +63,7 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     model = inputs.ground.model
     policy = ScoredLM(_load(inputs))
     if model.gradient_checkpointing:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.model.activation_checkpointing_enable()  # type: ignore[no-untyped-call]
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference = None
     if "reference" in objective.requires:
@@ -75,13 +75,14 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
             frozen(reference)
     steps = total_steps(settings, -(-len(examples["train"]) // plan.pairs))
     module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
-    trainer = make_trainer(
-        settings,
-        make_loggers(build(cfg.logger), folder, plain(cfg)),
-        make_callbacks(callbacks, settings, folder, inputs.ground.tokenizer, steps),
-        folder,
-        accumulation=1,
-    )
+    with quiet_lightning():
+        trainer = make_trainer(
+            settings,
+            make_loggers(build(cfg.logger), folder, plain(cfg)),
+            make_callbacks(callbacks, settings, folder, inputs.ground.tokenizer, steps),
+            folder,
+            accumulation=1,
+        )
     trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
     trainer.val_check_interval = settings.validate_every * trainer.accumulate_grad_batches
     return _fit(trainer, module, _datamodule(inputs, examples, plan), steps, resume)
@@ -94,9 +95,7 @@ def _load(inputs: Inputs) -> Any:
     )
 
 
-def _datamodule(
-    inputs: Inputs, examples: Mapping[str, list[TrainingExample]], plan: BatchPlan
-) -> PreferenceDataModule:
+def _datamodule(inputs: Inputs, examples: Mapping[str, list[TrainingExample]], plan: BatchPlan) -> PreferenceDataModule:
     pad_id = inputs.ground.tokenizer.pad_token_id
     seed = inputs.ground.cfg.seed
     return PreferenceDataModule(examples["train"], examples["val"], padded, int(pad_id or 0), plan, seed)
@@ -176,7 +175,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     if cfg.truth is None:
         return None
     scorer = build(cfg.truth)
-    policy = trained.policy.model.eval()
+    policy = frozen(trained.policy.model)
     base = frozen(_load(inputs))
     scores = {}
     for split in ("validation", "test"):

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config import build, check, compose, plain
 from attnpo.schema import UserError, digest
 from attnpo.studies.grid import Arm, Point, Study, expand_arms, grid_record, make_points
-from attnpo.studies.inputs import lay_ground, read_pairs, weigh, world_size
+from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
 from attnpo.studies.judging import JudgeRoom
 from attnpo.studies.run import RESULT, run
 
@@ -119,7 +119,9 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
             errors[i] = error
             log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, error.splitlines()[-1])
     if not done:
-        raise UserError(f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}")
+        raise UserError(
+            f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}"
+        )
     return Outcome(
         study,
         arms,
@@ -155,7 +157,7 @@ def judge_once(cfg: DictConfig, study: Study, seeds: Sequence[int]) -> dict[str,
             bases.append(ground.prepared.get("base_key", ground.model.path))
             if needing:
                 world["num_layers"] = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat).num_layers
-                weigh(ground, read_pairs(ground))
+                weigh(ground, encode(ground, read_pairs(ground)))
     return {**world, "bases": bases}
 
 
@@ -239,7 +241,7 @@ def run_point(
         return run(cfg, folder), None
     except UserError as error:
         return {}, str(error)
-    except Exception:  # one point's failure is reported with the others' results
+    except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
         (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
         return {}, traceback.format_exc().strip()
     finally:

@@ -94,8 +94,7 @@ class Grammar:
                 raise ValueError(f"grammar.{name} is a share and must lie in [0, 1], got {value}")
         if self.p_sentiment + self.p_neutral > 1.0 + 1e-9:
             raise ValueError(
-                f"grammar.p_sentiment + grammar.p_neutral must not exceed 1, "
-                f"got {self.p_sentiment} + {self.p_neutral}"
+                f"grammar.p_sentiment + grammar.p_neutral must not exceed 1, got {self.p_sentiment} + {self.p_neutral}"
             )
         if self.validation_share + self.test_share >= 1.0:
             raise ValueError(

@@ -9,49 +9,18 @@ import json
 import logging
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attnpo.testbed.grammar import Grammar, Prompt
+from attnpo.testbed.recipes import PairRecipe
 from attnpo.testbed.sampling import sample_answers
+from attnpo.testbed.tokenizer import SPECIALS
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, object]
-
-
-@dataclass(frozen=True)
-class PairRecipe:
-    """How preference pairs are made.
-
-    train, validation: how many pairs of each part; a smaller training set is a prefix of a larger one.
-    margin: least true reward gap; label_noise: share of training pairs whose sides are exchanged (validation
-    pairs stay clean); answers_per_prompt: samples drawn per prompt and round; min_tokens: shorter answers are
-    dropped, as are those without an end token.
-    """
-
-    train: int = 768
-    validation: int = 128
-    margin: float = 0.5
-    label_noise: float = 0.0
-    answers_per_prompt: int = 4
-    min_tokens: int = 5
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    max_rounds: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.label_noise <= 1.0:
-            raise ValueError(f"pairs.label_noise is a share and must lie in [0, 1], got {self.label_noise}")
-        if self.margin <= 0:
-            raise ValueError(f"pairs.margin must be positive (equal rewards make no preference), got {self.margin}")
-        if self.train < 1 or self.validation < 1:
-            raise ValueError(f"pairs.train and pairs.validation must be >= 1, got {self.train}, {self.validation}")
-        if self.answers_per_prompt < 2:
-            raise ValueError(f"pairs.answers_per_prompt must be at least 2, got {self.answers_per_prompt}")
 
 
 def build_pairs(
@@ -98,7 +67,7 @@ def _pairs_of(
     )
     usable: dict[Prompt, list[tuple[str, float]]] = {prompt: [] for prompt in prompts}
     for prompt, text, ended, length in zip(repeated, answers.texts, answers.ended, answers.lengths, strict=True):
-        if ended and length >= recipe.min_tokens:
+        if ended and length >= recipe.min_tokens and not any(special in text for special in SPECIALS):
             usable[prompt].append((text, grammar.true_reward(text, prompt.topic).reward))
     return [
         pair_row(prompt, better, worse)

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.pairs import PairRecipe, write_pairs
-from attnpo.testbed.pretrain import BaseRecipe, build_base, report_dict
+from attnpo.testbed.recipes import BaseRecipe, PairRecipe
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,21 @@ class Testbed:
         return Prepared(model_path, data_path, report, reused=old_base and old_data)
 
     def _build_base(self, folder: Path) -> Mapping[str, object]:
-        return report_dict(build_base(self.grammar, self.base, folder, seed=self.seed))
+        from attnpo.testbed.pretrain import build_base  # transformers takes seconds to import
+
+        return asdict(build_base(self.grammar, self.base, folder, seed=self.seed))
 
     def _build_pairs(self, model_path: Path, folder: Path) -> Mapping[str, object]:
+        from attnpo.testbed.pairs import write_pairs
+
         model, tokenizer = load_base(model_path)
         return write_pairs(model, tokenizer, self.grammar, self.pairs, folder)
 
 
-def load_base(model_path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
     """The base in evaluation mode and its tokenizer."""
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
     model = LlamaForCausalLM.from_pretrained(model_path)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return model.eval(), tokenizer

@@ -9,63 +9,21 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.testbed.grammar import Grammar, Prompt
+from attnpo.testbed.recipes import BaseRecipe
 from attnpo.testbed.sampling import batches_by_length, evaluating, sample_answers
-from attnpo.testbed.tasks import Rows, TaskSampler
+from attnpo.testbed.tasks import ANSWER, JUDGE, SCORE, Rows, TaskSampler, pad_rows
 from attnpo.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompts
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BaseRecipe:
-    """How the base is built.
-
-    initializer_range .06 is essential: with .02 the judge stays at chance. `steps` follow one cosine; while the
-    judge's accuracy on own samples (gap >= judge_margin, both orders, the worse assembly) is below judge_gate,
-    blocks of `extra_steps` are added up to `max_steps` in all. During the first `easy_share` of a block the judge
-    sees pairs with a gap of at least `easy_gap` only, afterwards all pairs with unequal reward.
-    """
-
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    mlp: int = 256
-    initializer_range: float = 0.06
-    max_positions: int = 512
-    learning_rate: float = 2e-3
-    beta1: float = 0.9
-    beta2: float = 0.98
-    weight_decay: float = 0.01
-    warmup: int = 30
-    final_fraction: float = 0.02
-    clip: float = 1.0
-    steps: int = 400
-    answer_rows: int = 12
-    judge_rows: int = 32
-    score_rows: int = 6
-    easy_share: float = 0.5
-    easy_gap: float = 0.5
-    judge_gate: float = 0.85
-    judge_margin: float = 0.5
-    judge_pairs: int = 300
-    extra_steps: int = 60
-    max_steps: int = 600
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(
-                f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}"
-            )
-        if min(self.answer_rows, self.judge_rows, self.score_rows) < 1 or self.steps < 1:
-            raise ValueError("base.steps, answer_rows, judge_rows and score_rows must all be at least 1")
 
 
 @dataclass(frozen=True)
@@ -128,7 +86,8 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
     started = time.monotonic()
     tokenizer = build_tokenizer(grammar)
     model = new_model(recipe, tokenizer, seed)
-    trainer = _Trainer(model, recipe, TaskSampler(grammar, tokenizer, random.Random(f"base {seed}")))
+    rng = random.Random(f"base {seed}")
+    trainer = _Trainer(model, recipe, TaskSampler(grammar, tokenizer, rng, recipe.damage))
     losses = trainer.block(recipe.steps, recipe.learning_rate, recipe.warmup)
     done = recipe.steps
     while True:
@@ -142,7 +101,9 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
         done += block
     passed = worst >= recipe.judge_gate
     if not passed:
-        logger.warning("testbed base: judge at %.3f, under its gate %.2f after %d steps", worst, recipe.judge_gate, done)
+        logger.warning(
+            "testbed base: judge at %.3f, under its gate %.2f after %d steps", worst, recipe.judge_gate, done
+        )
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=1.0,
@@ -187,33 +148,38 @@ class _Trainer:
             rate = peak * _schedule(step, steps, warmup, self.recipe.final_fraction)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            losses = self._losses(self.recipe.easy_gap if step < self.recipe.easy_share * steps else 0.0)
+            easy = step < self.recipe.easy_share * steps
+            losses = self._losses(self.recipe.easy_gap if easy else 0.0)
             self.optimizer.zero_grad(set_to_none=True)
             torch.stack(losses).sum().backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
             self.optimizer.step()
             if step >= steps - max(1, steps // 10):
                 recent.append(tuple(loss.item() for loss in losses))
-            if (step + 1) % 50 == 0:
+            if (step + 1) % 25 == 0:
                 logger.info("step %d: answer %.3f judge %.3f score %.3f", step + 1, *(v.item() for v in losses))
         self.model.eval()
         answer, judge, score = (sum(column) / len(recent) for column in zip(*recent, strict=True))
         return answer, judge, score
 
     def _losses(self, min_gap: float) -> list[torch.Tensor]:
+        """Mean cross-entropy of each task over fresh rows; rows of similar length run together."""
         recipe, tasks = self.recipe, self.tasks
-        batch = (
-            tasks.answer_rows(recipe.answer_rows),
-            tasks.judge_rows(recipe.judge_rows, min_gap),
-            tasks.score_rows(recipe.score_rows),
-        )
-        return [_task_loss(self.model, rows) for rows in batch]
+        rows = tasks.answer_rows(recipe.answer_rows)
+        rows += tasks.judge_rows(recipe.judge_rows, min_gap)
+        rows += tasks.score_rows(recipe.score_rows)
+        rows.sort(key=lambda row: len(row.ids))
+        size = math.ceil(len(rows) / 3)  # three batches: little padding, little overhead
+        parts = [pad_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
+        losses = torch.cat([_target_losses(self.model, part) for part in parts])
+        owner = torch.cat([part.tasks for part in parts])
+        return [losses[owner == task].mean() for task in (ANSWER, JUDGE, SCORE)]
 
 
-def _task_loss(model: LlamaForCausalLM, rows: Rows) -> torch.Tensor:
-    """Mean cross-entropy over the task's targets; the head runs on their positions only."""
+def _target_losses(model: LlamaForCausalLM, rows: Rows) -> Float[torch.Tensor, " targets"]:
+    # Right padding without a mask: causal attention never looks at it. The head runs on target positions only.
     hidden = model.model(input_ids=rows.ids, use_cache=False).last_hidden_state
-    return functional.cross_entropy(model.lm_head(hidden[rows.row, rows.column]), rows.targets)
+    return functional.cross_entropy(model.lm_head(hidden[rows.row, rows.column]), rows.targets, reduction="none")
 
 
 def _schedule(step: int, steps: int, warmup: int, final: float) -> float:
@@ -293,8 +259,3 @@ def _prefers_first(
             logits = model(input_ids=torch.tensor([ids[i] for i in chosen]), logits_to_keep=1).logits[:, -1]
             preferred[chosen] = logits[:, first] > logits[:, second]
     return preferred
-
-
-def report_dict(report: BaseReport) -> dict[str, float | int | bool]:
-    """The report as plain values for JSON."""
-    return asdict(report)

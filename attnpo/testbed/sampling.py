@@ -59,7 +59,8 @@ def sample_answers(
                 sampled[index] = tokens
     ended = tuple(end in tokens for tokens in sampled)
     kept = [tokens[: tokens.index(end)] if done else tokens for tokens, done in zip(sampled, ended, strict=True)]
-    texts = tokenizer.batch_decode(kept, skip_special_tokens=True)
+    # Special tokens sampled in mid-answer stay visible: they break their clause and the text keeps its ids.
+    texts = tokenizer.batch_decode(kept, skip_special_tokens=False)
     return Answers(tuple(texts), ended, tuple(len(tokens) for tokens in kept))
 
 

@@ -3,13 +3,17 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attnpo.testbed.grammar import Grammar, Prompt
-from attnpo.testbed.sampling import Answers, sample_answers, sequence_kl
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from attnpo.testbed.sampling import Answers
 
 logger = logging.getLogger(__name__)
 
@@ -77,21 +81,23 @@ class TruthScorer:
         return available[: self.prompts]
 
     def base_answers(
-        self, base: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, split: str = "test"
-    ) -> Answers:
+        self, base: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", *, split: str = "test"
+    ) -> "Answers":
         """The base's samples for the split; compute once and pass to every `score` of a study."""
         return self._sample(base, tokenizer, self._repeated(split), self.seed + _BASE_STREAM)
 
     def score(
         self,
-        policy: PreTrainedModel,
-        base: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
+        policy: "PreTrainedModel",
+        base: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerFast",
         *,
         split: str = "test",
-        base_answers: Answers | None = None,
+        base_answers: "Answers | None" = None,
     ) -> Score:
         """The policy's score on the split; `base_answers` must come from this scorer and split."""
+        from attnpo.testbed.sampling import sequence_kl  # transformers takes seconds to import
+
         prompts = self._repeated(split)
         rivals = base_answers or self.base_answers(base, tokenizer, split=split)
         if len(rivals.texts) != len(prompts):
@@ -128,8 +134,10 @@ class TruthScorer:
         return [prompt for prompt in self.prompt_set(split) for _ in range(self.samples_per_prompt)]
 
     def _sample(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Prompt], seed: int
-    ) -> Answers:
+        self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", prompts: Sequence[Prompt], seed: int
+    ) -> "Answers":
+        from attnpo.testbed.sampling import sample_answers
+
         return sample_answers(
             model,
             tokenizer,

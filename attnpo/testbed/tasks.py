@@ -2,9 +2,11 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from attnpo.testbed import words
@@ -18,21 +20,40 @@ from attnpo.testbed.tokenizer import (
     judge_prompts,
 )
 
+ANSWER, JUDGE, SCORE = range(3)
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """Token ids of one row, the places of its target tokens, and the task it belongs to."""
+
+    ids: list[int]
+    places: list[int]
+    task: int
+
 
 @dataclass(frozen=True)
 class Rows:
-    """Right-padded ids and, as flat lists, the places whose next token is a target of the task."""
+    """Right-padded ids and, per target: its row, the column that predicts it, its token and its task."""
 
-    ids: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-    targets: torch.Tensor
+    ids: Int[Tensor, "rows tokens"]
+    row: Int[Tensor, " targets"]
+    column: Int[Tensor, " targets"]
+    targets: Int[Tensor, " targets"]
+    tasks: Int[Tensor, " targets"]
 
 
 class TaskSampler:
-    """Draws the rows of each task from one seeded stream; prompts come from the training part only."""
+    """Draws the rows of each task from one seeded stream; prompts come from the training part only.
 
-    def __init__(self, grammar: Grammar, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
+    `damage` is the share of clauses that are damaged in the reviews to be judged and scored, because the base will
+    judge its own samples, which contain slips that no review of the grammar shows.
+    """
+
+    def __init__(
+        self, grammar: Grammar, tokenizer: PreTrainedTokenizerFast, rng: random.Random, damage: float = 0.0
+    ) -> None:
+        self.damage, self.vocabulary = damage, grammar.vocabulary()
         self.grammar, self.tokenizer, self.rng = grammar, tokenizer, rng
         self.prompts = grammar.prompts("train")
         self.end = tokenizer.convert_tokens_to_ids(END)
@@ -44,21 +65,42 @@ class TaskSampler:
         prompt = self.rng.choice(self.prompts)
         return prompt, self.grammar.sample_review(self.rng, prompt)
 
-    def answer_rows(self, count: int) -> Rows:
+    def _with_slips(self, prompt: Prompt, review: str) -> str:
+        """The review with some clauses damaged: a word lost or exchanged, two clauses run together, a wrong topic."""
+        clauses = [clause.split() for clause in review.removesuffix(" .").split(" . ")]
+        for index, clause in enumerate(clauses):
+            if self.rng.random() >= self.damage:
+                continue
+            kind, place = self.rng.randrange(4), self.rng.randrange(len(clause))
+            if kind == 0:
+                del clause[place]
+            elif kind == 1:
+                clause[place] = self.rng.choice(self.vocabulary)
+            elif kind == 2:
+                clauses[index] = clause[:place] + self.rng.choice(clauses)
+            else:
+                other = replace(prompt, topic=self.rng.choice(list(words.TOPICS)))
+                clauses[index] = self.grammar.sample_review(self.rng, other).split(" . ")[0].split()
+        return "".join(" ".join(clause).removesuffix(" .") + " . " for clause in clauses if clause).rstrip()
+
+    def answer_rows(self, count: int) -> list[TaskRow]:
         """Prompts with a review; every review token and the end token is a target."""
         drawn = [self._review() for _ in range(count)]
         heads = chat_prompts(self.tokenizer, [prompt.text for prompt, _ in drawn])
         tails = [[*ids, self.end] for ids in encode_all(self.tokenizer, [review for _, review in drawn])]
-        places = [list(range(len(head), len(head) + len(tail))) for head, tail in zip(heads, tails, strict=True)]
-        return pad_rows([head + tail for head, tail in zip(heads, tails, strict=True)], places)
+        return [
+            TaskRow(head + tail, list(range(len(head), len(head) + len(tail))), ANSWER)
+            for head, tail in zip(heads, tails, strict=True)
+        ]
 
-    def judge_rows(self, count: int, min_gap: float = 0.0) -> Rows:
+    def judge_rows(self, count: int, min_gap: float = 0.0) -> list[TaskRow]:
         """Two reviews of one prompt, rewards unequal and `min_gap` apart; the verdict is the only target."""
         rows: list[tuple[str, str, str]] = []
         verdicts: list[int] = []
         while len(rows) < count:
             prompt, first = self._review()
-            second = self.grammar.sample_review(self.rng, prompt)
+            first = self._with_slips(prompt, first)
+            second = self._with_slips(prompt, self.grammar.sample_review(self.rng, prompt))
             gap = (
                 self.grammar.true_reward(first, prompt.topic).reward
                 - self.grammar.true_reward(second, prompt.topic).reward
@@ -69,16 +111,15 @@ class TaskSampler:
             verdicts.append(self.verdicts[0] if gap > 0 else self.verdicts[1])
         splice = [self.rng.random() < 0.5 for _ in rows]
         ids = judge_prompts(self.tokenizer, rows, splice)
-        places = [[len(row)] for row in ids]
-        return pad_rows([[*row, verdict] for row, verdict in zip(ids, verdicts, strict=True)], places)
+        return [TaskRow([*row, verdict], [len(row)], JUDGE) for row, verdict in zip(ids, verdicts, strict=True)]
 
-    def score_rows(self, count: int) -> Rows:
+    def score_rows(self, count: int) -> list[TaskRow]:
         """A review and its parts, each followed by its importance; the digits and what follows are targets."""
-        drawn = [self._review() for _ in range(count)]
+        drawn = [(p, self._with_slips(p, review)) for p, review in (self._review() for _ in range(count))]
         contents = [SCORE_TEMPLATE.format(question=prompt.text, answer=review) for prompt, review in drawn]
-        rows, places = [], []
+        rows: list[TaskRow] = []
         for head, (prompt, review) in zip(chat_prompts(self.tokenizer, contents), drawn, strict=True):
-            row, targets = list(head), []
+            row, targets = list(head), list[int]()
             for part, score in self.grammar.part_scores(review, prompt.topic):
                 if len(row) > len(head):
                     row.append(self.separator)
@@ -86,15 +127,15 @@ class TaskSampler:
                 targets.extend((len(row), len(row) + 1))
                 row.append(self.scores[score - 1])
             row.append(self.end)
-            rows.append(row)
-            places.append(targets)
-        return pad_rows(rows, places)
+            rows.append(TaskRow(row, targets, SCORE))
+        return rows
 
 
-def pad_rows(rows: Sequence[Sequence[int]], places: Sequence[Sequence[int]]) -> Rows:
-    """Right-padded rows; `places` are the target tokens' own positions, shifted here to what predicts them."""
-    longest = max(len(row) for row in rows)
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-    row = torch.tensor([index for index, own in enumerate(places) for _ in own])
-    column = torch.tensor([place for own in places for place in own])
-    return Rows(ids, row, column - 1, ids[row, column])
+def pad_rows(rows: Sequence[TaskRow]) -> Rows:
+    """The rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
+    longest = max(len(row.ids) for row in rows)
+    ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
+    row = torch.tensor([index for index, own in enumerate(rows) for _ in own.places])
+    column = torch.tensor([place for own in rows for place in own.places])
+    tasks = torch.tensor([own.task for own in rows for _ in own.places])
+    return Rows(ids, row, column - 1, ids[row, column], tasks)

@@ -18,12 +18,7 @@ SPECIALS = (PAD, UNK, BOS, USER, ASSISTANT, END)
 VERDICTS = ("A", "B")
 
 JUDGE_TEMPLATE = (
-    "judge two reviews of {question}\n"
-    "review A :\n"
-    "{answer_a}\n"
-    "review B :\n"
-    "{answer_b}\n"
-    "which is better , A or B ?"
+    "judge two reviews of {question}\nreview A :\n{answer_a}\nreview B :\n{answer_b}\nwhich is better , A or B ?"
 )
 SCORE_TEMPLATE = "score the parts of this review of {question}\n{answer}"
 

@@ -84,18 +84,22 @@ def align(
 
 def _ints(values: Sequence[int] | Tensor) -> list[int]:
     # Levenshtein takes a torch tensor without complaint and answers "replace everything": only Python ints go in.
-    return [int(value) for value in (values.tolist() if isinstance(values, Tensor) else values)]
+    return values.tolist() if isinstance(values, Tensor) else list(map(int, values))
 
 
 def _ranges(values: Sequence[Range] | Tensor) -> list[Range]:
-    return [(int(start), int(end)) for start, end in (values.tolist() if isinstance(values, Tensor) else values)]
+    if isinstance(values, Tensor):
+        starts, ends = values.T.tolist() if len(values) else ([], [])
+        return list(zip(starts, ends, strict=True))
+    return [(start, end) for start, end in values]
 
 
 def _carry(weights: Tensor, pairs: list[tuple[int, int]], length: int) -> Tensor:
     """[length] with the weight of source token i at j for each pair (i, j), 0 elsewhere."""
     moved = torch.zeros(length, dtype=weights.dtype, device=weights.device)
     if pairs:
-        moved[[j for _, j in pairs]] = weights[[i for i, _ in pairs]]
+        index = torch.tensor(pairs, device=weights.device)
+        moved[index[:, 1]] = weights[index[:, 0]]
     return moved
 
 
@@ -136,10 +140,11 @@ def _by_characters(
     rest = [i for i in range(len(source)) if i not in carried and source_ranges[i][1] > source_ranges[i][0]]
     if not rest:
         return moved, carried, reached
-    length = max(end for _, end in [*source_ranges, *target_ranges])
-    free = [j for j in range(len(target)) if j not in reached]
-    held_by_free = np.bincount(_owners(target_ranges, free)[1], minlength=length)
-    receivers, characters = _owners(target_ranges, list(range(len(target))))
+    low, high = min(source_ranges[i][0] for i in rest), max(source_ranges[i][1] for i in rest)
+    near = [j for j, (start, end) in enumerate(target_ranges) if start < high and end > low]
+    length = max([high, *(target_ranges[j][1] for j in near)])
+    held_by_free = np.bincount(_owners(target_ranges, [j for j in near if j not in reached])[1], minlength=length)
+    receivers, characters = _owners(target_ranges, near)
     taken = np.isin(receivers, sorted(reached)) & (held_by_free[characters] > 0)
     receivers, characters = receivers[~taken], characters[~taken]
     holders = np.bincount(characters, minlength=length)

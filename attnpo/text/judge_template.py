@@ -212,7 +212,7 @@ class JudgePrompts:
 
         Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
         """
-        text, _ = self._full(self.template.render("x", "x", "x").text)
+        text, *_ = self._full(self.template.render("x", "x", "x").text)
         before, _ = self.chat.tokenize(text)
         found = []
         for label in self.rules.labels:
@@ -232,8 +232,8 @@ class JudgePrompts:
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """The two rounds: first with chosen as answer A, then with rejected as answer A.
 
-        A token range is empty only for a response of which the tokenizer keeps nothing. Raises UserError that names
-        the pair for text that cannot be encoded or fitted.
+        A token range is empty only when nothing of a response reaches the judge (dropped by the tokenizer, or blank at
+        the end of a trimmed message). Raises UserError naming the pair for text that cannot be encoded or fitted.
         """
         question, cut = question_text(pair.prompt), False
         try:
@@ -289,17 +289,20 @@ class JudgePrompts:
     def _tokenized(self, question: str, answers: Mapping[str, _Shown]) -> _Placed:
         """TEXT: the rendered text tokenised once, spans by overlap with the answers' characters."""
         rendered = self.template.render(question, answers["answer_a"].text, answers["answer_b"].text)
-        full, shift = self._full(rendered.text)
+        full, shift, low, high = self._full(rendered.text)
         ids, places = self.chat.tokenize(full)
         spans, offsets = {}, {}
         for name, view in answers.items():
-            begin, end = rendered.spans[name][0] + shift, rendered.spans[name][1] + shift
+            shift_back = view.start - rendered.spans[name][0] - shift
+            # Blanks that the chat template trimmed from the message's ends are not there to be covered.
+            begin, end = max(rendered.spans[name][0] + shift, low), min(rendered.spans[name][1] + shift, high)
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
             if self.rules.span is SpanMode.REFERENCE:
-                last = _reference_end(first, last, bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0)))
+                last = _reference_end(
+                    first, last, bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
+                )
             spans[name] = (first, last)
-            shift_back = view.start - begin
             offsets[name] = [
                 (0, 0) if view.blank else (max(start, begin) + shift_back, min(stop, end) + shift_back)
                 for start, stop in places[first:last]
@@ -309,7 +312,7 @@ class JudgePrompts:
     def _spliced(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
         """IDS: template parts tokenised on their own, the answers' training-side ids between them."""
         rendered = self.template.render(question, "x", "x")  # any visible text keeps blanks around it from trimming
-        full, shift = self._full(rendered.text)
+        full, shift, _, _ = self._full(rendered.text)
         slots = [name for name in self.template.order if name in ANSWERS]
         edges = [(rendered.spans[name][0] + shift, rendered.spans[name][1] + shift) for name in slots]
         parts = [self.chat.tokenize(full[: edges[0][0]])]
@@ -345,10 +348,10 @@ class JudgePrompts:
     def _rendered(self, text: str) -> str:
         return self.chat.render([Message(role="user", content=text)], add_generation_prompt=True)
 
-    def _full(self, text: str) -> tuple[str, int]:
-        """The whole prompt's text, and what to add to a position in ``text`` to find it there."""
+    def _full(self, text: str) -> tuple[str, int, int, int]:
+        """The whole prompt, what to add to a position in ``text`` to find it there, and the range ``text`` has."""
         if not self.rules.chat:
-            return text, 0
+            return text, 0, 0, len(text)
         full = self._rendered(text)
         place = place_in_frame(full, self._frame, text)
         if place is None:
@@ -356,7 +359,7 @@ class JudgePrompts:
                 "the chat template changes a user message beyond trimming blanks at its ends, so the responses cannot "
                 "be found in it: give another template as model.chat_template"
             )
-        return full, place[1] - place[0]
+        return full, place[1] - place[0], place[1], place[2]
 
     # ------------------------------------------------------------------------------------------ length
 

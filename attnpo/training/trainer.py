@@ -19,6 +19,14 @@ from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSe
 
 LOGS = "logs"
 
+# Lightning's remarks on choices that are deliberate here.
+HARMLESS = (
+    "does not have many workers",  # batches are collated from memory
+    "in eval mode at the start of training",  # set to train mode in on_fit_start
+    "dataloader is not resumable",  # the data module resumes its sampler
+    "LeafSpec",
+)
+
 
 def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
     """Optimiser steps of the whole run."""
@@ -110,7 +118,7 @@ def quiet_lightning() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
     before = [logger.level for logger in loggers]
     with warnings.catch_warnings():
-        for text in ("does not have many workers", "eval mode", "litlogger", "LeafSpec", "`isinstance.treespec"):
+        for text in HARMLESS:
             warnings.filterwarnings("ignore", message=f".*{text}.*")
         for logger in loggers:
             logger.setLevel(logging.ERROR)

@@ -92,6 +92,10 @@ class WeightSource(Protocol):
         """The 1-based layers to store, rising; (0,) for the one row of a source without layers; () stores nothing."""
         ...
 
+    def wanted(self) -> tuple[int, ...]:
+        """The stored layers that ``select`` reads, of a resolved source; empty for a source without layers."""
+        ...
+
     def capture_fingerprint(self) -> dict[str, Any]:
         """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
         ...

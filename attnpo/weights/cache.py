@@ -92,8 +92,6 @@ class Table:
         asked = _flatten(self.key)
         best: tuple[int, str] | None = None
         for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
-            if path.parent == self.folder:
-                continue
             stored = _flatten(_read_json(path) or {})
             parts = [part for part in (*asked, *(stored.keys() - asked.keys())) if asked.get(part) != stored.get(part)]
             if parts and (best is None or len(parts) < best[0]):

@@ -90,3 +90,8 @@ def exact_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreTrainedMode
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def shape() -> dict[str, int]:
+    return dict(SHAPE)

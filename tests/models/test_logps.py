@@ -146,6 +146,17 @@ def test_low_precision_autocast_is_close_and_backward_uses_its_dtype() -> None:
         assert 0 < float((mine - reference).norm() / reference.norm()) < 0.02
 
 
+def test_the_heads_gradient_is_summed_in_float32_over_chunks() -> None:
+    # 600 equal terms, one per chunk: a bfloat16 sum stops growing when a term is below half its last bit (8 bits).
+    hidden, head = torch.ones(600, 4), nn.Linear(4, 7, bias=False)
+    labels = torch.zeros(600, dtype=torch.long)
+    (exact,) = torch.autograd.grad(token_logps(hidden, head, labels).sum(), [head.weight])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = token_logps(hidden, head, labels, chunk=1)
+    (found,) = torch.autograd.grad(rough.sum(), [head.weight])
+    assert float((found - exact).norm() / exact.norm()) < 0.01
+
+
 def test_half_precision_model_sums_in_float32() -> None:
     torch.manual_seed(0)
     hidden, head = torch.randn(8, 16), nn.Linear(16, 50, bias=False)

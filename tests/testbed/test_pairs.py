@@ -6,7 +6,8 @@ import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.pairs import PairRecipe, build_pairs, match_answers
+from attnpo.testbed.pairs import build_pairs, match_answers
+from attnpo.testbed.recipes import PairRecipe
 
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 GRAMMAR = Grammar(min_clauses=1, max_clauses=2, p_sentiment=0.8)  # that of the tiny base
@@ -59,7 +60,7 @@ def test_matching_uses_every_answer_once() -> None:
 
 def test_an_unreachable_margin_is_an_error(loaded: Loaded) -> None:
     recipe = replace(RECIPE, margin=2.5, max_rounds=1, answers_per_prompt=2, max_new_tokens=6)
-    with pytest.raises(RuntimeError, match="lower pairs.margin"):
+    with pytest.raises(RuntimeError, match=r"lower pairs\.margin"):
         build_pairs(*loaded, GRAMMAR, recipe, "validation")
 
 

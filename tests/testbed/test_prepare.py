@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.testbed import prepare as module
 from attnpo.testbed.prepare import REPORT, Prepared, Testbed
+from attnpo.testbed.pretrain import build_base
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -68,15 +71,15 @@ def test_keys_change_with_every_part(tiny_testbed: Testbed) -> None:
     assert noisy.base_key() == tiny_testbed.base_key() and noisy.data_key() != tiny_testbed.data_key()
 
 
-def test_building_is_deterministic_and_keeps_the_random_state(
-    prepared: Prepared, tiny_testbed: Testbed, scratch: Path
-) -> None:
+def test_building_is_deterministic_and_keeps_the_random_state(tiny_testbed: Testbed, scratch: Path) -> None:
+    recipe = replace(tiny_testbed.base, steps=6, judge_pairs=2)
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    again = tiny_testbed.prepare(scratch)
+    for name, seed in (("one", 3), ("two", 3), ("three", 4)):
+        build_base(tiny_testbed.grammar, recipe, scratch / name, seed=seed)
     assert torch.equal(before, torch.get_rng_state())
-    for name in ("train.jsonl", "validation.jsonl", "test_prompts.jsonl"):
-        assert (again.data_path / name).read_bytes() == (prepared.data_path / name).read_bytes()
+    one, two, three = ((scratch / name / "model.safetensors").read_bytes() for name in ("one", "two", "three"))
+    assert one == two != three
 
 
 def test_a_failed_build_leaves_nothing_behind(scratch: Path) -> None:
@@ -110,8 +113,18 @@ def test_foreign_folder_in_the_way_is_an_error(scratch: Path) -> None:
 
 def test_knobs_fit_a_structured_config() -> None:
     node = OmegaConf.structured(Testbed)
+    for part in (node, node.grammar, node.base, node.pairs):
+        OmegaConf.set_readonly(part, False)  # frozen dataclasses become read-only nodes
     merged = OmegaConf.merge(node, {"grammar": {"style": True}, "base": {"steps": 10}, "seed": 2})
     testbed = OmegaConf.to_object(merged)
     assert isinstance(testbed, Testbed)
     assert testbed.grammar.style and testbed.base.steps == 10 and testbed.seed == 2
     assert testbed.base_key() != Testbed().base_key()
+
+
+def test_configs_are_checked_without_transformers() -> None:
+    code = (
+        "import sys; import attnpo.testbed.prepare, attnpo.testbed.scoring;"
+        "sys.exit(any(name in sys.modules for name in ('transformers', 'torch', 'lightning')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(module.__file__).parents[2])

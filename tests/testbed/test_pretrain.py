@@ -11,10 +11,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from attnpo.testbed import pretrain, words
 from attnpo.testbed.grammar import Grammar, Prompt
-from attnpo.testbed.pretrain import BaseRecipe, build_base, judge_accuracy
-from attnpo.testbed.tasks import TaskSampler
+from attnpo.testbed.pretrain import build_base, judge_accuracy
+from attnpo.testbed.recipes import BaseRecipe
+from attnpo.testbed.tasks import TaskSampler, pad_rows
 from attnpo.testbed.tokenizer import build_tokenizer
 
+Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
 GRAMMAR = Grammar()
 TOKENIZER = build_tokenizer(GRAMMAR)
 
@@ -24,7 +26,7 @@ def sampler() -> TaskSampler:
 
 
 def test_answer_targets_are_the_review_and_the_end() -> None:
-    rows = sampler().answer_rows(6)
+    rows = pad_rows(sampler().answer_rows(6))
     for index in range(6):
         targets = rows.targets[rows.row == index]
         review = TOKENIZER.decode(targets[:-1])
@@ -36,7 +38,7 @@ def test_answer_targets_are_the_review_and_the_end() -> None:
 
 
 def test_judge_targets_name_the_better_review() -> None:
-    rows = sampler().judge_rows(20, min_gap=0.5)
+    rows = pad_rows(sampler().judge_rows(20, min_gap=0.5))
     assert rows.row.tolist() == list(range(20))
     for ids, column, target in zip(rows.ids, rows.column, rows.targets, strict=True):
         assert TOKENIZER.convert_ids_to_tokens(int(ids[column])) == "<assistant>"
@@ -53,32 +55,42 @@ def test_judge_targets_name_the_better_review() -> None:
 
 def test_judge_rows_show_both_assemblies() -> None:
     merged = TOKENIZER.convert_tokens_to_ids(".\n")
-    counts = {int((ids == merged).sum()) for ids in sampler().judge_rows(30).ids}
+    counts = {row.ids.count(merged) for row in sampler().judge_rows(30)}
     assert counts == {1, 3}  # the question always merges, the reviews only under text assembly
 
 
+def test_damage_breaks_about_its_share_of_the_clauses() -> None:
+    """Some damage still parses (a lost "really"), so the broken share lies somewhat below the damaged one."""
+    tasks = TaskSampler(GRAMMAR, TOKENIZER, random.Random(0), damage=0.2)
+    broken = clauses = 0
+    for prompt in GRAMMAR.prompts("train")[:150]:
+        review = GRAMMAR.sample_review(tasks.rng, prompt)
+        scored = GRAMMAR.true_reward(tasks._with_slips(prompt, review), prompt.topic)
+        broken, clauses = broken + scored.broken, clauses + scored.clauses
+    assert 0.1 < broken / clauses < 0.2
+
+
 def test_score_targets_are_the_digits_and_what_follows() -> None:
-    rows = sampler().score_rows(8)
+    rows = pad_rows(sampler().score_rows(8))
     tokens = TOKENIZER.convert_ids_to_tokens(rows.targets.tolist())
     assert set(tokens[::2]) <= set(words.PART_SCORES) and set(tokens[1::2]) <= {"|", "<end>"}
 
 
-def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded: object) -> None:
+def test_judge_accuracy_counts_both_orders(monkeypatch: pytest.MonkeyPatch, loaded: Loaded) -> None:
     """A judge that always says A is right in one order of every pair and never consistent."""
     prompt = Prompt("soup", "the twins", "today")
     pairs = [(prompt, "the broth was fine .", "the broth was poor .", 1.0), (prompt, "it .", "the .", -1.0)]
-    monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: torch.ones(len(ids), dtype=torch.bool))
-    model, tokenizer = _pair(loaded)
+    model, tokenizer = loaded
+    verdicts = torch.ones(4, dtype=torch.bool)
+    monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: verdicts)
     found = judge_accuracy(model, tokenizer, pairs, spliced=False)
     assert (found.accuracy, found.consistency, found.pairs) == (0.5, 0.0, 2)
-    monkeypatch.setattr(pretrain, "_prefers_first", lambda model, tokenizer, ids: torch.tensor([True, False, False, True]))
+    verdicts = torch.tensor([True, False, False, True])
     found = judge_accuracy(model, tokenizer, pairs, spliced=True)
     assert (found.accuracy, found.consistency) == (1.0, 1.0)
 
 
-def test_a_judge_under_its_gate_trains_on_in_blocks(
-    scratch: Path, tiny_testbed: object, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_judge_under_its_gate_trains_on_in_blocks(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
     recipe = BaseRecipe(
         layers=1, width=16, heads=2, mlp=16, steps=2, answer_rows=1, judge_rows=1, score_rows=1, judge_pairs=2,
         judge_gate=1.01, extra_steps=2, max_steps=5,
@@ -96,8 +108,3 @@ def test_the_real_base_judges_well_in_both_assemblies(tmp_path: Path) -> None:
     report = build_base(GRAMMAR, BaseRecipe(), tmp_path, seed=0)
     assert min(report.judge_text, report.judge_ids) >= 0.9
     assert report.broken_rate < 0.1 and report.ended_rate > 0.95
-
-
-def _pair(loaded: object) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    assert isinstance(loaded, tuple)
-    return loaded

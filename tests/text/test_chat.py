@@ -1,4 +1,4 @@
-"""Training ids: the reference's completions, character ranges, exactly one BOS and one end of turn, awkward templates."""
+"""Training ids: the reference's completions, character ranges, exactly one BOS and one end, awkward templates."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,9 @@ def without_surrogates():
 AWKWARD = st.lists(
     st.one_of(
         without_surrogates(),
-        st.sampled_from(["</s>", "<|eot_id|>", "<|end|>", "\n", ".\n", " ", "👩🏽‍🔬", "ﬁ", "\x00", "\r\n", "[INST]", "{{ x }}"]),
+        st.sampled_from(
+            ["</s>", "<|eot_id|>", "<|end|>", "\n", ".\n", " ", "👩🏽‍🔬", "ﬁ", "\x00", "\r\n", "[INST]", "{{ x }}"]
+        ),
     ),
     max_size=5,
 ).map("".join)
@@ -73,10 +75,7 @@ def test_completions_of_the_reference(formats: Formats, golden_pairs: list[dict[
 @pytest.mark.parametrize("turns", [TURNS, DIALOGUE], ids=["one turn", "dialogue"])
 def test_one_bos_and_one_end(formats: Formats, name: str, turns: list[dict[str, str]]) -> None:
     chat = formats(name)
-    if name == "gpt2_plain" or name == "gpt2_chatml":
-        wanted = 0  # this tokenizer has a BOS token but adds none
-    else:
-        wanted = 1
+    wanted = 0 if name.startswith("gpt2") else 1  # that tokenizer has a BOS token but adds none
     ids = chat.prompt_ids(turns)
     bos = chat.tokenizer.bos_token_id
     assert ids.count(bos) == wanted and (ids[0] == bos) == bool(wanted)
@@ -103,13 +102,14 @@ def test_bos_that_the_template_leaves_out_is_added_once(formats: Formats) -> Non
 
 
 def test_ranges_by_hand(formats: Formats) -> None:
-    """Word-level reading of the edge_merge vocabulary: " wörld" is " w" + two bytes of "ö" + "r" + "ld"."""
+    """Word-level reading of the edge_merge vocabulary: " w", two bytes of "ö" on one character, "r", "ld"."""
     chat = formats("edge_merge")
     encoded = chat.encode(TURNS, "He wörld.")
     pieces = chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)
     found = list(zip(pieces, encoded.offsets, strict=True))
-    assert found[-8:] == [
-        ("He", (0, 2)),
+    assert found == [
+        ("H", (0, 1)),
+        ("e", (1, 2)),
         ("Ġw", (2, 4)),
         ("Ã", (4, 5)),
         ("¶", (4, 5)),
@@ -132,7 +132,7 @@ def test_a_template_that_trims_keeps_ranges_of_the_text_as_given(formats: Format
 
 
 def test_text_of_special_tokens_inside_a_response(formats: Formats) -> None:
-    """"a</s>b</s>" holds two real EOS tokens with this tokenizer; the end of turn is the third."""
+    """ "a</s>b</s>" holds two real EOS tokens with this tokenizer; the end of turn is the third."""
     chat = formats("mistral")
     encoded = chat.encode(TURNS, "a</s>b</s>")
     assert encoded.response_ids.count(2) == 3
@@ -164,7 +164,7 @@ def test_an_empty_response_is_the_end_of_turn(formats: Formats, name: str) -> No
     encoded = chat.encode(TURNS, "")
     assert chat.tokenizer.convert_ids_to_tokens(encoded.response_ids)[-1] == END[name]
     assert set(encoded.offsets) == {(0, 0)}
-    if name in ("golden", "edge_merge", "stories"):  # these templates write nothing else around the response
+    if name in ("golden", "edge_merge"):  # the other templates write a blank or a newline around it
         assert len(encoded.response_ids) == 1
 
 
@@ -185,15 +185,19 @@ def test_ranges_of_any_text(formats: Formats, name: str, text: str) -> None:
 
 
 def test_a_response_that_merges_with_the_prompt_is_tokenised_alone_and_counted(formats: Formats) -> None:
-    """The prompt ends with a blank line, one token with the response's own newline in the whole conversation."""
-    chat = formats("edge_merge_untrimmed")
-    encoded = chat.encode(TURNS, "\nYes.")
+    """The prompt ends with a blank, which the whole conversation has in the response's first token."""
+    chat = formats("gpt2_plain", PLAIN.replace("assistant:{%", "assistant: {%"))
+    encoded = chat.encode(TURNS, "Yes.")
     assert chat.counts == {NOT_A_PREFIX: 1}
     assert encoded.prompt_ids == chat.prompt_ids(TURNS)
-    assert chat.tokenizer.decode(encoded.response_ids) == "\nYes.<|end|>"
-    assert encoded.offsets[0] == (0, 1) and covered(encoded) == set(range(5))
-    chat.encode(TURNS, "Yes.")
-    assert chat.counts == {NOT_A_PREFIX: 1}
+    assert chat.tokenizer.decode(encoded.response_ids) == "Yes.\n<|endoftext|>"
+    assert encoded.offsets == [(0, 3), (3, 4), (4, 4), (4, 4)]
+    chat.encode(TURNS, "!")
+    assert chat.counts == {NOT_A_PREFIX: 2}
+
+    assert chat.end_ids == {chat.tokenizer.eos_token_id} and chat.counts == {
+        NOT_A_PREFIX: 2
+    }  # the probe is not counted
 
 
 def test_settings_left_in_the_tokenizer_do_not_matter(formats: Formats) -> None:

@@ -31,6 +31,10 @@ class Uniform:
         """No layer."""
         return ()
 
+    def wanted(self) -> tuple[int, ...]:
+        """No layer."""
+        return ()
+
     def capture_fingerprint(self) -> dict[str, Any]:
         """The name of the source; nothing is stored under it."""
         return {"source": "uniform"}

@@ -1,0 +1,1 @@
+"""Looking at weights and results: statistics of weights, heat maps, figures, tables and report pages."""

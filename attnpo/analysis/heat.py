@@ -1,0 +1,278 @@
+"""What a heat map shows: tokens with weights, both responses of a pair, the judge's verdicts; and its colours.
+
+Colour means weight relative to uniform (w * |y|) on one fixed logarithmic scale, so that maps compare: no tint at 1,
+warm above up to 8, cool below down to 1/8.
+"""
+
+import math
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.analysis.weight_stats import effective_number
+from attnpo.schema import EncodedResponse, Message, PreferencePair, Round, UserError
+
+LEVELS = 16  # shades on each side of uniform
+OCTAVES = 3.0  # the scale ends at 2^3 = 8 times uniform, and at 1/8
+
+RGBA = tuple[int, int, int, float]
+RGB = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class HeatToken:
+    """One training token: its text, its weight, whether it got a partner on the source's side, whether it ends a turn.
+
+    Several tokens of one character (byte tokens) have the text in the first and "" in the others.
+    """
+
+    text: str
+    weight: float | int
+    matched: bool = True
+    end: bool = False
+
+
+@dataclass(frozen=True)
+class HeatSide:
+    """One response. ``length`` is |y| as the weight source counts it (the number of tokens by default).
+
+    ``coverage``: share of the tokens that got a partner, None when not known. ``cut``: characters of the response
+    behind its last training token.
+    """
+
+    tokens: tuple[HeatToken, ...]
+    length: float | int | None = None
+    coverage: float | int | None = None
+    cut: int = 0
+
+    def relative(self, token: HeatToken) -> float:
+        """The weight of ``token`` relative to uniform, w * |y|."""
+        return token.weight * (len(self.tokens) if self.length is None else self.length)
+
+    @property
+    def effective(self) -> float:
+        """Effective number of weights; NaN when a weight is not finite or there is none."""
+        weights = torch.tensor([token.weight for token in self.tokens], dtype=torch.float64)
+        return effective_number(weights) if len(weights) and bool(torch.isfinite(weights).all()) else math.nan
+
+    @property
+    def right_to_left(self) -> bool:
+        """Whether the first letter with a direction is written from right to left."""
+        kinds = (unicodedata.bidirectional(char) for token in self.tokens if not token.end for char in token.text)
+        return next((kind != "L" for kind in kinds if kind in ("L", "R", "AL")), False)
+
+    def heaviest(self, count: int = 5) -> list[tuple[str, float]]:
+        """(text, w * |y|) of the tokens with the largest weights, the largest first."""
+        ranked = sorted(
+            (one for one in self.tokens if math.isfinite(one.weight)), key=lambda one: one.weight, reverse=True
+        )
+        return [
+            (" ".join(visible(one.text).split()) or "(empty)", self.relative(one))
+            for one in ranked[:count]
+            if one.weight > 0
+        ]
+
+    def summary(self) -> str:
+        """Number of tokens, coverage and effective number of weights, in words."""
+        count, effective = len(self.tokens), self.effective
+        parts = [f"{count} token" + ("" if count == 1 else "s")]
+        if self.coverage is not None:
+            parts.append(f"coverage {100 * self.coverage:.1f} %")
+        if not math.isnan(effective):
+            parts.append(f"effective number of weights {effective:.1f}")
+        if self.cut:
+            parts.append(f"{self.cut} characters cut")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judge said in one round. ``logits`` are those of the labels (A, B); ``token`` its most likely token."""
+
+    chosen_is_a: bool
+    logits: tuple[float | int, float | int] | None = None
+    token: str | None = None
+
+    @property
+    def preference(self) -> float | None:
+        """The probability of the chosen response between the two labels, or None when the verdict was not read."""
+        if self.logits is None:
+            return None
+        margin = (self.logits[0] - self.logits[1]) * (1 if self.chosen_is_a else -1)
+        return 0.5 * (1 + math.tanh(margin / 2))
+
+    def summary(self) -> str:
+        """The round in words."""
+        order = "chosen is A" if self.chosen_is_a else "chosen is B"
+        if self.preference is None:
+            return f"{order}: verdict not read"
+        picks = "a tie" if self.preference == 0.5 else "picks chosen" if self.preference > 0.5 else "picks rejected"
+        said = "" if self.token is None else f", says {visible(self.token).strip()!r}"
+        return f"{order}: {picks}, p(chosen) {self.preference:.3f}{said}"
+
+
+@dataclass(frozen=True)
+class HeatRow:
+    """One pair as a heat map shows it; ``note`` is a free line such as the weight source and its layer."""
+
+    pair_id: str
+    prompt: tuple[Message, ...]
+    chosen: HeatSide
+    rejected: HeatSide
+    verdicts: tuple[Verdict, ...] = ()
+    note: str = ""
+
+    @property
+    def sides(self) -> tuple[tuple[str, HeatSide], tuple[str, HeatSide]]:
+        """("chosen", its side), ("rejected", its side)."""
+        return ("chosen", self.chosen), ("rejected", self.rejected)
+
+
+# ------------------------------------------------------------------------------------------------ building
+
+
+def heat_row(
+    pair: PreferencePair,
+    encoded: tuple[EncodedResponse, EncodedResponse],
+    weights: tuple[Float[Tensor, "m"], Float[Tensor, "k"]],
+    decode: Callable[[int], str],
+    *,
+    lengths: tuple[float | int, float | int] | None = None,
+    coverage: tuple[float | int, float | int] | None = None,
+    rounds: Sequence[Round] = (),
+    note: str = "",
+) -> HeatRow:
+    """The heat map's row of one pair; tuples are (chosen, rejected), as a training example holds them.
+
+    Args:
+        pair: texts of prompt and responses.
+        encoded: training ids with their characters.
+        weights: a weight per training token.
+        decode: the text of a single token id, for tokens without characters (end of turn) and verdicts.
+        lengths: |y| as the source counts it; the number of training tokens by default.
+        coverage: share of matched tokens. Tokens with characters and weight 0 show as unmatched, unless this is 1.
+        rounds: the judge's rounds, for their verdicts.
+        note: a line shown with the row.
+    """
+    sides = [
+        _heat_side(
+            text,
+            encoded[i],
+            weights[i],
+            decode,
+            None if lengths is None else float(lengths[i]),
+            None if coverage is None else float(coverage[i]),
+            f"pair {pair.pair_id}, {name}",
+        )
+        for i, (name, text) in enumerate((("chosen", pair.chosen), ("rejected", pair.rejected)))
+    ]
+    verdicts = tuple(
+        Verdict(
+            one.chosen_is_a,
+            None if one.verdict_logits is None else (float(one.verdict_logits[0]), float(one.verdict_logits[1])),
+            None if one.verdict_token is None else decode(one.verdict_token),
+        )
+        for one in rounds
+    )
+    return HeatRow(pair.pair_id, pair.prompt, sides[0], sides[1], verdicts, note)
+
+
+def _heat_side(
+    text: str,
+    encoded: EncodedResponse,
+    weights: Float[Tensor, "m"],
+    decode: Callable[[int], str],
+    length: float | None,
+    coverage: float | None,
+    where: str,
+) -> HeatSide:
+    if weights.numel() != len(encoded.response_ids):
+        raise UserError(
+            f"{where}: expected a weight per training token, got {weights.numel()} weights for "
+            f"{len(encoded.response_ids)} tokens"
+        )
+    tokens, shown = [], 0
+    for token_id, (start, end), weight in zip(encoded.response_ids, encoded.offsets, weights.tolist(), strict=True):
+        if end <= start:
+            tokens.append(HeatToken(decode(token_id), weight, end=True))
+            continue
+        # Characters between two tokens (spaces that offsets leave out) are shown with the later one.
+        tokens.append(HeatToken(text[shown : max(shown, end)], weight, matched=weight != 0 or coverage == 1.0))
+        shown = max(shown, end)
+    return HeatSide(tuple(tokens), length, coverage, cut=len(text) - shown)
+
+
+_MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
+
+
+def visible(text: str) -> str:
+    """``text`` safe to show: line breaks and tabs carry a mark, what cannot be seen or would act is named.
+
+    Control characters become their pictures (escape sequences never reach a terminal), characters that reorder text
+    become [U+202E] and the like, lone surrogates the replacement character, spaces alone visible spaces.
+    """
+    if text and not text.strip(" "):
+        return "␣" * len(text)
+    return "".join(_visible(char) for char in text)
+
+
+def readable(text: str) -> str:
+    """``text`` as safe as ``visible`` makes it, with plain line breaks and spaces: for prompts."""
+    return "\n".join("".join(_visible(char) for char in line) for line in text.split("\n"))
+
+
+def _visible(char: str) -> str:
+    if char in _MARKS:
+        return _MARKS[char]
+    code, kind = ord(char), unicodedata.category(char)
+    if kind == "Cc":
+        return chr(0x2400 + code) if code < 0x20 else f"[U+{code:04X}]"
+    if kind == "Cs":
+        return "\ufffd"
+    if kind in ("Zl", "Zp") or code in (0x200E, 0x200F, 0x061C) or 0x202A <= code <= 0x202E or 0x2066 <= code <= 0x2069:
+        return f"[U+{code:04X}]"
+    return char
+
+
+# ------------------------------------------------------------------------------------------------ colours
+
+
+def level(relative: float | int) -> int:
+    """The shade of a weight relative to uniform, from -16 (1/8 or less, 0 included) over 0 (uniform) to 16 (8 or more).
+
+    Negative weights have the shade of their size; NaN has 0.
+    """
+    size = abs(relative)
+    if math.isnan(size):
+        return 0
+    if size == 0:
+        return -LEVELS
+    return round(LEVELS * max(-1.0, min(1.0, math.log2(size) / OCTAVES))) if math.isfinite(size) else LEVELS
+
+
+def tint(shade: int, negative: bool = False) -> RGBA:
+    """Red, green, blue (0-255) and opacity (0-1) of a shade, to be laid over any background."""
+    share = abs(shade) / LEVELS
+    if negative:
+        return 150, 80, 205, 0.12 + 0.68 * (shade + LEVELS) / (2 * LEVELS)
+    if shade > 0:
+        return 255 - round(15 * share), 178 - round(92 * share), 66 - round(48 * share), 0.10 + 0.85 * share
+    return 70, 130, 215, 0.30 * share
+
+
+def over(colour: RGBA, background: RGB) -> RGB:
+    """``colour`` laid over an opaque ``background``."""
+    red, green, blue, opacity = colour
+    mixed = [
+        round(opacity * top + (1 - opacity) * below) for top, below in zip((red, green, blue), background, strict=True)
+    ]
+    return mixed[0], mixed[1], mixed[2]
+
+
+LEGEND: tuple[tuple[str, float], ...] = (
+    ("0", 0.0), ("1/4", 0.25), ("1/2", 0.5), ("1", 1.0), ("2", 2.0), ("4", 4.0), ("8 or more", 8.0)
+)  # fmt: skip

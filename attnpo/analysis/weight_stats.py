@@ -1,0 +1,227 @@
+"""Statistics of token weights on training tokens: how concentrated, where, on which tokens.
+
+The paper's appendix tables on weights (standard deviation, maximum, length), attention sinks (share of the first
+tokens) and most-weighted tokens come from here. Shares and the effective number are those of |w| / sum |w|, so they
+do not change with the scale of a row and also hold for factors and signed rows; ``mass``, ``max`` and ``std`` are of
+the row as it is.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnpo.schema import UserError
+
+SINK_TOKENS = 3  # the paper's sink table covers the first three tokens
+TOP_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class ResponseStats:
+    """Statistics of one weight row, or their means over many rows.
+
+    ``tokens``: number of weights. ``length``: |y| as the source counts it. ``mass``: sum of the weights. ``effective``:
+    effective number of weights, 1 / sum a^2. ``effective_share``: the same over ``tokens``; 1 for uniform weights.
+    ``entropy``: in nats. ``std``: over the tokens of the row, ddof 0. ``top10_share``: share of the most weighted
+    tenth of the tokens (rounded up). ``sink``: shares of the first three tokens, 0 where there is none.
+    """
+
+    tokens: float
+    length: float
+    mass: float
+    effective: float
+    effective_share: float
+    entropy: float
+    max: float
+    std: float
+    top10_share: float
+    sink: tuple[float, float, float]
+
+    @property
+    def sink_share(self) -> float:
+        """Share of the first three tokens together."""
+        return sum(self.sink)
+
+
+@dataclass(frozen=True)
+class WeightSummary:
+    """Every statistic over ``responses`` responses: its ``mean`` and its ``spread``.
+
+    The spread is the standard deviation over responses (ddof 1), NaN for a single one.
+    """
+
+    responses: int
+    mean: ResponseStats
+    spread: ResponseStats
+
+
+def effective_number(weights: Float[Tensor, "m"]) -> float:
+    """1 / sum a^2 with a = |w| / sum |w|: m for uniform weights, 1 for a single token, 0 for a row without mass."""
+    shares = _shares(weights)
+    square = float(shares.square().sum())
+    return 1.0 / square if square > 0 else 0.0
+
+
+def response_statistics(weights: Float[Tensor, "m"], length: float | int | None = None) -> ResponseStats:
+    """The statistics of one row of at least one weight; ``length`` is |y| (the number of weights by default).
+
+    A row without mass has effective number, entropy and shares 0. UserError for an empty or non-finite row.
+    """
+    count = weights.numel()
+    if count == 0:
+        raise UserError("weight statistics: expected at least one weight, got an empty row; drop empty responses first")
+    if not bool(torch.isfinite(weights).all()):
+        bad = int((~torch.isfinite(weights)).sum())
+        raise UserError(f"weight statistics: expected finite weights, got {bad} of {count} that are not")
+    row, shares = weights.double(), _shares(weights)
+    first = [float(share) for share in shares[:SINK_TOKENS]] + [0.0] * SINK_TOKENS
+    top = shares.topk(_tenth(count)).values
+    effective = effective_number(weights)
+    return ResponseStats(
+        tokens=float(count),
+        length=float(count if length is None else length),
+        mass=float(row.sum()),
+        effective=effective,
+        effective_share=effective / count,
+        entropy=abs(float(torch.special.entr(shares).sum())),  # abs: no minus zero for a single token
+        max=float(row.max()),
+        std=float(row.std(correction=0)),
+        top10_share=float(top.sum()),
+        sink=(first[0], first[1], first[2]),
+    )
+
+
+def summarize(statistics: Sequence[ResponseStats]) -> WeightSummary:
+    """Mean and spread of every statistic over responses, each response counting once. UserError for none."""
+    if not statistics:
+        raise UserError("weight statistics: expected at least one response, got none")
+    table = torch.tensor([_flat(one) for one in statistics], dtype=torch.float64)
+    spread = table.std(dim=0, correction=1) if len(statistics) > 1 else torch.full_like(table[0], math.nan)
+    return WeightSummary(len(statistics), _from_flat(table.mean(dim=0).tolist()), _from_flat(spread.tolist()))
+
+
+def statistics_rows(summaries: Iterable[tuple[str, str, WeightSummary]]) -> tuple[list[str], list[list[str | float]]]:
+    """Columns and rows of the paper's statistics table (side, model, std, max, mean_length) and what goes beyond it.
+
+    ``summaries``: (model, side, summary) in the order of the rows wanted.
+    """
+    columns = ["side", "model", "std", "max", "mean_length", "effective", "effective_share", "entropy", "top10_share"]
+    columns += ["mass", "responses"]
+    rows: list[list[str | float]] = []
+    for model, side, summary in summaries:
+        mean = summary.mean
+        spread = [mean.std, mean.max, mean.length]
+        shape = [mean.effective, mean.effective_share, mean.entropy, mean.top10_share, mean.mass]
+        rows.append([side, model, *spread, *shape, summary.responses])
+    return columns, rows
+
+
+def sink_rows(summaries: Iterable[tuple[str, WeightSummary]]) -> tuple[list[str], list[list[str | float]]]:
+    """Columns and rows of the paper's sink table: percent of the mass on the first, second and third token.
+
+    ``summaries``: (model, summary of rows before the sink rule).
+    """
+    columns = ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
+    return columns, [[model, *(100 * share for share in summary.mean.sink)] for model, summary in summaries]
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+@dataclass(frozen=True)
+class WeightedRow:
+    """The weights of one response on its training tokens; ``length`` is |y| (the number of tokens by default)."""
+
+    token_ids: Int[Tensor, "m"]
+    weights: Float[Tensor, "m"]
+    length: float | int | None = None
+
+
+@dataclass(frozen=True)
+class TokenMean:
+    """A token id with its mean weight relative to uniform (w * |y|), its mean weight and its occurrences."""
+
+    token_id: int
+    relative: float
+    weight: float
+    count: int
+
+
+def token_means(rows: Iterable[WeightedRow], min_count: int = 1, *, by_relative: bool = True) -> list[TokenMean]:
+    """Every token id met at least ``min_count`` times over all responses, the most weighted first.
+
+    ``by_relative`` orders by mean w * |y|, otherwise by mean weight as in the paper's table of top tokens (where a
+    token of short answers ranks high for that reason alone). Ties go to the smaller id. UserError when ids and
+    weights of a row differ in number or ``min_count`` is below 1.
+    """
+    if min_count < 1:
+        raise UserError(f"min_count: expected at least 1, got {min_count}")
+    ids, weights, relative = _gather(rows)
+    if ids.numel() == 0:
+        return []
+    tokens, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    sums = torch.zeros(2, tokens.numel(), dtype=torch.float64)
+    sums.index_add_(1, group, torch.stack([relative, weights]))
+    means = sums / counts
+    found = [
+        TokenMean(token, scaled, raw, count)
+        for token, scaled, raw, count in zip(tokens.tolist(), *means.tolist(), counts.tolist(), strict=True)
+        if count >= min_count
+    ]
+    return sorted(found, key=lambda one: (-(one.relative if by_relative else one.weight), one.token_id))
+
+
+def token_rows(
+    means: Sequence[TokenMean], decode: Callable[[int], str], count: int = 10
+) -> tuple[list[str], list[list[str | float]]]:
+    """Columns and rows of a table of the first ``count`` of ``means``; ``decode`` gives the text of a token id."""
+    columns = ["rank", "token", "weight", "relative", "count"]
+    rows: list[list[str | float]] = [
+        [rank, decode(one.token_id), one.weight, one.relative, one.count] for rank, one in enumerate(means[:count], 1)
+    ]
+    return columns, rows
+
+
+def _gather(rows: Iterable[WeightedRow]) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, weights and weights times |y| of all rows, end to end."""
+    ids, weights, relative = [], [], []
+    for number, row in enumerate(rows):
+        if row.token_ids.numel() != row.weights.numel():
+            raise UserError(
+                f"token weights, row {number}: expected a weight per token, got {row.weights.numel()} weights for "
+                f"{row.token_ids.numel()} tokens"
+            )
+        ids.append(row.token_ids.long())
+        weights.append(row.weights.double())
+        relative.append(row.weights.double() * (row.token_ids.numel() if row.length is None else row.length))
+    if not ids:
+        return torch.zeros(0, dtype=torch.long), torch.zeros(0), torch.zeros(0)
+    return torch.cat(ids), torch.cat(weights), torch.cat(relative)
+
+
+def _shares(weights: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
+    """|w| / sum |w| in float64; zeros for a row without mass."""
+    size = weights.double().abs()
+    total = size.sum()
+    return size / total if float(total) > 0 else torch.zeros_like(size)
+
+
+def _tenth(count: int) -> int:
+    """A tenth of ``count`` rounded up, in whole numbers: 0.1 * 30 is above 3 in floating point."""
+    return -(-count // round(1 / TOP_SHARE))
+
+
+def _flat(one: ResponseStats) -> list[float]:
+    return [*(getattr(one, name) for name in _SCALARS), *one.sink]
+
+
+def _from_flat(values: list[float]) -> ResponseStats:
+    first, second, third = values[len(_SCALARS) :]
+    return ResponseStats(**dict(zip(_SCALARS, values, strict=False)), sink=(first, second, third))
+
+
+_SCALARS = [item.name for item in fields(ResponseStats) if item.name != "sink"]

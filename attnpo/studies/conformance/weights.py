@@ -1,0 +1,208 @@
+"""Records of weight rules: rounds, normalisation, sink rule and alignment on given numbers, in float64."""
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
+from attnpo.studies.conformance.records import Check, Comparison, Item, as_double, built
+from attnpo.text.alignment import AlignMethod, align
+from attnpo.weights.base import WeightSource
+from attnpo.weights.pipeline import TrainingWeights, training_weights
+
+ORDERS = {"official": "normalize_then_mean", "paper_order": "mean_then_normalize"}
+EXACT = 1e-12  # absolute and relative, for numbers that one float64 formula gives
+
+EDITED = (
+    "the reference puts a lone judge token without a partner in front of the training ids; ours are never edited, "
+    "weights checked on the unedited ids"
+)
+ZERO_MASS = "the reference divides by zero; here the remaining mass is shared equally, which was checked"
+BAD_LENGTHS = "the reference ignores weights that do not fit their tokens; here they are refused, which was checked"
+
+
+def attention_source(layer: int | str = 1, depth: int = 1, **postprocess: Any) -> WeightSource:
+    """The source of ``weights=attention`` with the given post-processing, resolved for a judge of ``depth`` layers."""
+    values = {f"postprocess__{key}": value for key, value in postprocess.items()}
+    source: WeightSource = built("weights", ["weights=attention"], layer=layer, **values)
+    return source.resolve(depth)
+
+
+@cache
+def align_method() -> AlignMethod:
+    """The method of ``align.method=levenshtein`` as the config gives it."""
+    method: AlignMethod = built("align", method="levenshtein").method
+    return method
+
+
+def on_training_tokens(
+    source: WeightSource, captured: PairWeights, ids: dict[str, list[int]], layers: tuple[int, ...]
+) -> TrainingWeights:
+    """The captured weights on given training ids, through the run's pipeline and its configured alignment.
+
+    Every training token counts as holding one character of the response.
+    """
+    encoded = {side: EncodedResponse([], ids[side], _places(len(ids[side]))) for side in SIDES}
+    return training_weights(source, captured, encoded, align_method(), layers=layers)
+
+
+def _places(count: int) -> list[tuple[int, int]]:
+    return [(place, place + 1) for place in range(count)]
+
+
+def _row(ids: Sequence[int], weights: Float[Tensor, "n"]) -> TokenWeights:
+    places = torch.tensor(_places(len(ids)), dtype=torch.long).reshape(-1, 2)
+    return TokenWeights(torch.tensor(ids, dtype=torch.long), places, weights.unsqueeze(0))
+
+
+# --------------------------------------------------------------------------------------------- losses.json
+
+
+def layer_record(record: dict[str, Any], found: Comparison) -> None:
+    """Nothing; compares the weights of one layer, from per-head rows of two rounds: both orders, with and without K."""
+    inputs, expected, rtol = record["inputs"], record["expected"], float(record["rtol"])
+    rounds = []
+    for number in (1, 2):
+        heads = {side: as_double(inputs[f"round{number}_{side}_attention_per_head"]) for side in SIDES}
+        rows = {side: _row(list(range(heads[side].shape[1])), heads[side].mean(0)) for side in SIDES}
+        rounds.append(Round(number == 1, rows["chosen"], rows["rejected"]))
+    captured = PairWeights("golden", tuple(rounds))
+    ids = {side: rounds[0].side(side).token_ids.tolist() for side in SIDES}
+    sinks = {"": 0, "_sink_fixed": int(record["hyperparameters"]["K"])}
+    shortest = int(record["hyperparameters"]["K_min_len"])
+    compared = set()
+    for order_name, order in ORDERS.items():
+        for suffix, first in sinks.items():
+            source = attention_source(round_order=order, sink_tokens=first, sink_min_length=shortest)
+            weights = on_training_tokens(source, captured, ids, (1,))
+            for side in SIDES:
+                name = f"{side}_{order_name}{suffix}"
+                found.numbers(name, getattr(weights, side), expected[name], rtol=rtol, atol=EXACT)
+                compared.add(name)
+            found.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
+    found.same("quantities", sorted(compared), sorted(expected))
+
+
+def align_record(record: dict[str, Any], found: Comparison) -> None:
+    """Nothing; compares weights moved onto training ids, times their count, and the share of judge tokens matched."""
+    inputs, expected = record["inputs"], record["expected"]
+    ids, after = inputs["training_token_ids"], expected["training_token_ids_after"]
+    judge_ids, weights = inputs["judge_token_ids"], as_double(inputs["judge_weights"])
+    added = _added(ids, after, found)
+    carried = moved(judge_ids, weights, ids)
+    rtol = float(record["rtol"])
+    target = expected["aligned_weights_times_judge_count"]
+    found.numbers("aligned weights", carried, target[added:], rtol=rtol, atol=EXACT)
+    matched = float(expected["matched_fraction_of_judge_tokens"])
+    share = align(judge_ids, _places(len(judge_ids)), weights, ids, _places(len(ids)), align_method())
+    found.numbers("matched share", share.source_coverage, matched - added / len(judge_ids), rtol=rtol, atol=EXACT)
+    _check_added(judge_ids, weights, after[:added], target[:added], found)
+
+
+def _added(ids: list[int], after: list[int], found: Comparison) -> int:
+    """How many ids the reference put in front; the record is a variant when it did."""
+    added = len(after) - len(ids)
+    if after == ids:
+        return 0
+    found.variant = EDITED
+    found.require(added > 0 and after[added:] == ids, f"training ids: expected {ids} with ids in front, got {after}")
+    return max(0, added)
+
+
+def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: list[float], found: Comparison) -> None:
+    """Nothing; a problem unless what the reference put in front is the beginning of the judge's tokens and weights."""
+    if ids:
+        found.same("ids put in front", ids, judge_ids[: len(ids)])
+        expected = weights[: len(ids)] * len(judge_ids)
+        found.numbers("weights put in front", target, expected, rtol=EXACT, atol=EXACT)
+
+
+def moved(judge_ids: list[int], weights: Float[Tensor, "n"], ids: list[int]) -> Float[Tensor, "m"]:
+    """Weights of judge tokens on training ids, times the judge's token count."""
+    row = _row(judge_ids, weights)
+    captured = PairWeights("golden", (Round(True, row, row),))
+    found = on_training_tokens(attention_source(sink_tokens=0), captured, {side: ids for side in SIDES}, (1,))
+    # The source makes a distribution of its row; a record's weights are moved as they are.
+    return found.chosen * weights.sum() * found.lengths[0]
+
+
+# --------------------------------------------------------------------------------------------- unit_cases.json
+
+
+def unit_items(cases: dict[str, list[dict[str, Any]]], prefix: str) -> Iterator[Item]:
+    """One item per case of the sink rule and of the alignment."""
+    for index, case in enumerate(cases["sink_fix"]):
+        yield Check(f"{prefix}sink_fix", f"{index:02d}", partial(sink_case, case))
+    for index, case in enumerate(cases["alignment"]):
+        yield Check(f"{prefix}alignment", f"{index:02d} {case['name']}", partial(alignment_case, case))
+
+
+def sink_case(case: dict[str, Any], found: Comparison) -> None:
+    """Nothing; compares the sink rule (K = 1, K' = 5) on one row, or checks ours where the reference fails."""
+    weights = as_double(case["weights"])
+    postprocess = attention_source(sink_tokens=1, sink_min_length=5).postprocess
+    if postprocess is None:
+        found.mismatch("weights=attention has no postprocess")
+        return
+    fixed = postprocess([weights])
+    if case["reference_error"] is not None:
+        found.variant = ZERO_MASS
+        found.require(
+            case["fixed"] is None and not weights[1:].any(), "an error is expected for a row without mass only"
+        )
+        found.numbers("fixed", fixed, torch.full_like(weights, 1.0 / len(weights)), atol=EXACT)
+        return
+    # The source normalises first; the rule itself keeps the total.
+    found.numbers("fixed", fixed * weights.sum(), case["fixed"], rtol=EXACT, atol=EXACT)
+
+
+def alignment_case(case: dict[str, Any], found: Comparison) -> None:
+    """Nothing; compares one alignment, or where several are best what holds for each of them."""
+    ids, after = [*case["completion_ids"], case["eos_id"]], case["expected_completion_ids"]
+    judge_ids, weights, target = case["judge_ids"], as_double(case["weights"]), case["expected_weights"]
+    if len(weights) != len(judge_ids):
+        found.variant = BAD_LENGTHS
+        found.same("completion ids", ids, after)
+        found.numbers("weights of the reference", target, torch.zeros(len(ids)))
+        found.require(_refused(judge_ids, weights, ids), "weights that do not fit their tokens: expected a ValueError")
+        return
+    added = _added(ids, after, found)
+    found.same("ids_changed", added > 0, case["ids_changed"])
+    carried = moved(judge_ids, weights, ids)
+    if case["unique_alignment"]:
+        found.numbers("aligned weights", carried, target[added:], rtol=EXACT, atol=EXACT)
+    else:
+        for what, row in (("ours", carried), ("the reference's", as_double(target)[added:])):
+            found.require(_is_carried(row, judge_ids, weights, ids), f"{what} weights are no carried judge weights")
+        found.same("some weight is carried", bool(carried.any()), any(target))
+    _check_added(judge_ids, weights, after[:added], target[:added], found)
+
+
+def _refused(judge_ids: list[int], weights: Tensor, ids: list[int]) -> bool:
+    try:
+        align(judge_ids, _places(len(judge_ids)), weights, ids, _places(len(ids)), align_method())
+    except ValueError:
+        return True
+    return False
+
+
+def _is_carried(row: Tensor, judge_ids: list[int], weights: Tensor, ids: list[int]) -> bool:
+    """Whether each weight of ``row`` is 0 or, in order, n times that of a judge token with the same id."""
+    if row.shape != (len(ids),):
+        return False
+    expected, place = (weights * len(judge_ids)).tolist(), 0
+    for token, value in zip(ids, row.tolist(), strict=True):
+        if value == 0:
+            continue
+        while place < len(judge_ids) and not (
+            judge_ids[place] == token and abs(expected[place] - value) <= EXACT * (1 + abs(value))
+        ):
+            place += 1
+        if place == len(judge_ids):
+            return False
+        place += 1
+    return True

@@ -1,0 +1,49 @@
+"""``python -m attnpo.verify PATH...``: golden records recomputed through the objects that training builds."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
+EPILOG = """\
+PATH is a losses.json, an extraction/ or evaluation/ folder, or a folder of these. One line per record: name, case,
+largest absolute and relative error, and ok, FAIL, variant (differs on purpose, as the note says) or not built.
+Exit status: 0, or 1 when a record fails or none was found, 2 when a path cannot be read.
+
+example:
+  python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status; prints a line per record as it is done, and the counts."""
+    parser = argparse.ArgumentParser(
+        prog="python -m attnpo.verify",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", nargs="+", metavar="PATH")
+    parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="records by 'name case'")
+    options = parser.parse_args(argv)
+
+    from attnpo.schema import UserError
+    from attnpo.studies.conformance import passed, summary, verify
+
+    records = []
+    try:
+        for record in verify(options.paths, options.only):
+            records.append(record)
+            sys.stdout.write(record.line() + "\n")
+            sys.stdout.flush()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return 130
+    sys.stdout.write((summary(records) if records else "no golden record found") + "\n")
+    return 0 if passed(records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The tap against eager attention maps of the same models, and what it must not allocate or run."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from attnpo.models.attention_tap import KERNELS, MaskRule, Probe
+from attnpo.models.judge import CausalJudge
+from attnpo.schema import JudgeReading, UserError
+
+Build = Callable[..., PreTrainedModel]
+LENGTHS = (5, 23, 12, 40, 1, 23)
+LAYERS = (1, 2, 3, 4)
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, 97, (length,), generator=generator).tolist() for length in lengths]
+
+
+def eager_maps(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    """Attention maps [layers heads T T] of one unpadded prompt."""
+    with torch.no_grad():
+        maps = model(input_ids=torch.tensor([ids]), output_attentions=True).attentions
+    assert len(maps) == len(LAYERS)
+    return torch.cat(maps)
+
+
+def dense_rollout(maps: Tensor) -> Tensor:
+    """Last row of the product of (I + A) / 2, highest layer first."""
+    eye = torch.eye(maps.shape[-1])
+    product = eye
+    for layer in maps.mean(1).flip(0):
+        product = product @ (eye + layer) / 2
+    return product[-1]
+
+
+def read(model: PreTrainedModel, ids: list[list[int]], **options: object) -> list[JudgeReading]:
+    settings = {"layers": LAYERS, "verdict": False, **options}
+    return CausalJudge(model, token_budget=100).read(ids, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_rows_and_rollout_equal_eager_attention(tiny: Build, family: str, kernel: str) -> None:
+    ids, reference = prompts(), tiny(family, "eager")
+    judge = CausalJudge(tiny(family, "eager"), token_budget=100, kernel=kernel)
+    means = judge.read(ids, layers=LAYERS, rollout=True)
+    heads = judge.read(ids, layers=LAYERS, per_head=True, verdict=False)
+    for prompt, mean, head in zip(ids, means, heads, strict=True):
+        maps = eager_maps(reference, prompt)
+        assert torch.allclose(mean.rows, maps[:, :, -1].mean(1), rtol=0, atol=1e-5)
+        assert torch.allclose(head.rows, maps[:, :, -1], rtol=0, atol=1e-5)
+        assert mean.rollout is not None
+        assert torch.allclose(mean.rollout, dense_rollout(maps), rtol=0, atol=1e-5)
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([prompt])).logits[0, -1]
+        assert mean.verdict_token == int(logits.argmax())
+
+
+def test_the_cases_reach_what_they_claim(tiny: Build) -> None:
+    rows = {
+        name: read(tiny(name, "eager"), prompts((40,)))[0].rows for name in ("llama", "mistral", "gemma2", "gpt_oss")
+    }
+    sums = {name: row.sum(-1) for name, row in rows.items()}
+    assert rows["llama"].min() > 0 and float((rows["llama"][0] - rows["llama"][3]).abs().max()) > 0.05
+    assert (rows["mistral"] > 0).sum(-1).tolist() == [7, 7, 7, 7]
+    assert (rows["gemma2"] > 0).sum(-1).tolist() == [6, 40, 6, 40]
+    assert torch.allclose(sums["llama"], torch.ones(4)) and float(sums["gpt_oss"].max()) < 0.999, (
+        "sinks take their share"
+    )
+
+
+def test_one_layer_with_early_stop_equals_all_layers(tiny: Build, family: str) -> None:
+    model, ids = tiny(family, "eager"), prompts()
+    every = read(model, ids, verdict=True)
+    for layer in LAYERS:
+        for alone, full in zip(read(model, ids, layers=(layer,)), every, strict=True):
+            assert torch.allclose(alone.rows[0], full.rows[layer - 1], rtol=0, atol=1e-6)
+    turned = read(model, ids, layers=(3, 1))
+    assert torch.allclose(turned[3].rows, every[3].rows[[2, 0]], rtol=0, atol=1e-6)
+
+
+def test_early_stop_runs_nothing_above(tiny: Build) -> None:
+    model = tiny("llama")
+    judge = CausalJudge(model)
+    judge.read(prompts((6,)), layers=(1,))  # the first verdict also compares backbone and head with the model
+    ran: list[int] = []
+    for number, layer in enumerate(model.model.layers, start=1):
+        layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
+    judge.read(prompts((6,)), layers=(2, 1), verdict=False)
+    assert ran == [1], "the MLP of the deepest wanted layer and all above are skipped"
+    ran.clear()
+    judge.read(prompts((6,)), layers=(1,), rollout=True, verdict=False)
+    assert ran == [1, 2, 3]
+    ran.clear()
+    judge.read(prompts((6,)), layers=(1,))
+    assert ran == [1, 2, 3, 4]
+
+
+class Watcher(TorchDispatchMode):
+    """Remembers created tensors with two axes of at least ``size``, inside composite operations too."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.found: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        kwargs = kwargs or {}
+        if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:
+                return func.decompose(*args, **kwargs)
+        result = func(*args, **kwargs)
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and sum(axis >= self.size for axis in tensor.shape) >= 2:
+                self.found.append((str(func), tuple(tensor.shape)))
+        return result
+
+
+def test_no_tensor_of_length_times_length(tiny: Build, family: str) -> None:
+    length = 300
+    ids = prompts((length, length - 20))
+    model = tiny(family, "eager")
+    with Watcher(length - 20) as seen:
+        CausalJudge(model, token_budget=4096).read(ids, layers=LAYERS, rollout=True)
+    assert seen.found == []
+    with Watcher(length - 20) as seen:
+        eager_maps(model, ids[0])
+    assert any(shape[-2:] == (length, length) for _, shape in seen.found), "the watcher sees dense maps"
+
+
+def test_mask_rule_blocks_and_bounds_by_hand() -> None:
+    rule = MaskRule(lambda b, h, q, k: (k <= q) & (k > q - 2), None, 2, True)
+    index = torch.arange(4)
+    assert rule.block(1, index[1:3], index).int()[0, 0].tolist() == [[1, 1, 0, 0], [0, 1, 1, 0]]
+    assert rule.block(2, torch.tensor([[0], [3]]), index).int()[:, 0, 0].tolist() == [[1, 0, 0, 0], [0, 0, 1, 1]]
+    assert rule.bounds(3, 6, 10) == (2, 6)
+    padded = MaskRule(lambda b, h, q, k: k <= q, torch.tensor([[True, False, True]]), None, True)
+    assert padded.block(1, torch.tensor([2]), index[:3]).int()[0, 0].tolist() == [[1, 0, 1]]
+    assert MaskRule(rule.function, None, None, False).bounds(3, 6, 10) == (0, 10)
+
+
+def test_a_silent_layer_is_named() -> None:
+    probe = Probe(torch.tensor([0]), [1, 2], depth=4, per_head=False, rollout=False, stop=False)
+    with pytest.raises(UserError, match="layer 3 gave no softmax attention"):
+        probe.require({1: None}, [1, 2])
+
+
+def test_a_prepared_mask_is_refused(tiny: Build) -> None:
+    from attnpo.models.attention_tap import tapped
+
+    model = tiny("llama")
+    with tapped(model.model, "sdpa"), pytest.raises(UserError, match="builds its own mask"):
+        model(input_ids=torch.tensor([[3, 4]]), attention_mask=torch.ones(1, 1, 2, 2, dtype=torch.bool))

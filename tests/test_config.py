@@ -1,0 +1,487 @@
+"""Composition, typed checks and the command line front, on configuration folders made here; then the shipped ones."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo import config
+from attnpo.schema import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+HERE = __name__
+
+
+class End(Enum):
+    ZERO = "zero"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True)
+class Sink:
+    tokens: int = 1
+    end: End = End.ZERO
+
+    def __post_init__(self) -> None:
+        if self.tokens < 0:
+            raise UserError(f"tokens: expected 0 or more, got {self.tokens}")
+
+
+@dataclass(frozen=True)
+class Attention:
+    layer: int | str = "last"
+    sink: Sink = field(default_factory=Sink)
+    labels: tuple[str, str] = ("A", "B")
+    heads: tuple[int, ...] = ()
+    limit: int | None = None
+    scale: float = 1.0
+    signed: bool = False
+
+
+@dataclass(frozen=True)
+class Mixture:
+    parts: tuple[Sink, ...]
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("parts: expected at least one")
+
+
+def adamw(params: list[str], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> tuple[object, ...]:
+    return (params, lr, betas)
+
+
+FIT = """
+defaults: [_self_, {weights: attention}, {setting: small}, optional experiment: null]
+seed: 1
+beta: ${weights.scale}
+path: null
+composed: {}
+"""
+FILES = {
+    "fit.yaml": FIT,
+    "weights/attention.yaml": f"""
+_target_: {HERE}.Attention
+layer: last
+scale: 1.0
+limit: null
+heads: [1, 2]
+labels: [A, B]
+signed: false
+sink: {{_target_: {HERE}.Sink, tokens: 1, end: zero}}
+""",
+    "weights/mixture.yaml": f"""
+_target_: {HERE}.Mixture
+scale: 2.0
+parts: [{{tokens: 2}}, {{tokens: 3, end: mean}}]
+""",
+    "setting/small.yaml": "# @package _global_\nseed: 2\n",
+    "experiment/sinkless.yaml": "# @package _global_\nseed: 3\nweights: {sink: {tokens: 0}}\n",
+}
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of configurations that stands in for the shipped one."""
+    folder = tmp_path / "configs"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(config, "CONFIG_DIR", folder)
+    return folder
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        config.check(config.compose("fit", overrides))
+    return str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------- composition
+
+
+@pytest.mark.usefixtures("configs")
+def test_later_overlays_win_and_the_command_line_beats_all() -> None:
+    assert config.compose("fit").seed == 2
+    assert config.compose("fit", ["experiment=sinkless"]).seed == 3
+    overrides = ["experiment=sinkless", "seed=9", "beta=${seed}"]
+    cfg = config.compose("fit", overrides)
+    assert (cfg.seed, cfg.weights.sink.tokens, cfg.beta) == (9, 0, 9)
+    assert list(cfg.composed.overrides) == overrides
+    assert "hydra" not in cfg
+
+
+@pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("weights.leyer=3", ["weights.leyer", "has: ", "did you mean weights.layer?"]),
+        ("wieghts=attention", ["wieghts", "did you mean weights?"]),
+        ("weights.sink.tokenz=3", ["weights.sink.tokenz", "`weights.sink` has: end, tokens", "weights.sink.tokens?"]),
+        ("seed.x=3", ["seed.x", "`seed` is a value"]),
+        ("weights=atention", ["weights/atention", "attention, mixture"]),
+        ("experiment=sinkles", ["experiment/sinkles", "did you mean experiment=sinkless?"]),
+        ("seed=[1", ["[1"]),
+        ("seed=1,2", ["--multirun"]),
+        ("weights=null", ["weights=null"]),
+        ("beta=${nothing}", ["beta: Interpolation key 'nothing' not found"]),
+    ],
+)
+def test_what_cannot_be_composed_is_named(override: str, expected: list[str]) -> None:
+    text = refused(override)
+    assert [part for part in expected if part not in text] == []
+    assert text.count("\n") <= 4
+
+
+@pytest.mark.usefixtures("configs")
+def test_unknown_configuration_names_the_search_path() -> None:
+    with pytest.raises(UserError, match="Cannot find primary config 'fot'"):
+        config.compose("fot")
+
+
+def test_config_dir_adds_options_and_may_stand_alone(configs: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own, 'odd' name"
+    (own / "weights").mkdir(parents=True)
+    (own / "weights" / "mine.yaml").write_text(f"{{_target_: {HERE}.Attention, layer: 7, scale: 1.0}}")
+    cfg = config.compose("fit", ["weights=mine"], own)
+    assert cfg.weights.layer == 7
+    assert config.groups(own)["weights"] == ["attention", "mine", "mixture"]
+    assert cfg.composed.config_dir == str(own)
+    with pytest.raises(UserError, match=r"--config-dir .*nowhere"):
+        config.compose("fit", [], tmp_path / "nowhere")
+
+
+def test_missing_folder_names_the_way_out(monkeypatch: pytest.MonkeyPatch, configs: Path, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "CONFIG_DIR", tmp_path / "gone")
+    with pytest.raises(UserError, match="--config-dir DIR"):
+        config.compose("fit")
+    assert config.compose("fit", [], configs).seed == 2
+
+
+# --------------------------------------------------------------------------------------------- checks
+
+
+@pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("+weights.leyer=3", f"weights.leyer: unknown key of {HERE}.Attention; it has: layer, sink, labels, heads"),
+        ("+weights.sink.tokns=3", "did you mean weights.sink.tokens?"),
+        ("weights.layer=3.5", "weights.layer: expected int or str, got 3.5 (float)"),
+        ("weights.scale=big", "weights.scale: expected float, got 'big' (str)"),
+        ("weights.scale=true", "weights.scale: expected float, got True (bool)"),
+        ("weights.scale=null", "weights.scale: expected float, got null"),
+        ("weights.signed=3", "weights.signed: expected bool, got 3 (int)"),
+        ("weights.limit=x", "weights.limit: expected int, got 'x' (str)"),
+        ("weights.heads=[1,x]", "weights.heads.1: expected int, got 'x' (str)"),
+        ("weights.heads=3", "weights.heads: expected a list, got 3 (int)"),
+        ("weights.labels=[A,B,C]", "weights.labels: expected a list of 2, got ['A', 'B', 'C'] (list)"),
+        ("weights.sink.end=half", "weights.sink.end: expected one of zero, mean, got 'half' (str)"),
+        ("weights.sink.tokens=-1", "weights.sink: tokens: expected 0 or more, got -1"),
+        ("weights.sink=5", "weights.sink: expected the keys of Sink, got 5 (int)"),
+        ("weights._target_=attnpo.nowhere.Thing", "weights._target_: cannot import attnpo.nowhere.Thing"),
+        (f"weights._target_={HERE}.Atention", f"weights._target_: cannot import {HERE}.Atention"),
+        (f"weights.sink._target_={HERE}.End", f"weights.sink._target_: expected Sink, got {HERE}.End"),
+        ("weights.layer=???", "weights.layer: required; give weights.layer=VALUE"),
+    ],
+)
+def test_one_wrong_value_is_one_line(override: str, expected: str) -> None:
+    text = refused(override)
+    assert text.startswith(expected) or text.endswith(expected)
+    assert "\n" not in text
+
+
+@pytest.mark.usefixtures("configs")
+def test_lists_of_components_are_checked_item_by_item() -> None:
+    text = refused("weights=mixture", "weights.parts=[{tokens:1},{tokens:x},{tokns:2}]", "+weights.shares={a:1,b:y}")
+    assert text.splitlines() == [
+        "4 problems in the configuration:",
+        f"  weights.scale: unknown key of {HERE}.Mixture; it has: parts, shares",
+        "  weights.parts.1.tokens: expected int, got 'x' (str)",
+        f"  weights.parts.2.tokns: unknown key of {HERE}.Sink; it has: tokens, end; "
+        "did you mean weights.parts.2.tokens?",
+        "  weights.shares.b: expected float, got 'y' (str)",
+    ]
+
+
+@pytest.mark.usefixtures("configs")
+def test_all_problems_come_together() -> None:
+    lines = refused("weights.layer=2.5", "weights.sink.tokens=-2", "beta=${gone}", "weights.heads=[a]").splitlines()
+    assert lines[0] == "4 problems in the configuration:"
+    assert sorted(line.split(":")[0].strip() for line in lines[1:]) == [
+        "beta",
+        "weights.heads.0",
+        "weights.layer",
+        "weights.sink",
+    ]
+
+
+@pytest.mark.usefixtures("configs")
+def test_required_fields() -> None:
+    text = refused("weights=mixture", "~weights.parts", "~weights.scale", "beta=1")
+    assert text == "weights.parts: required by Mixture; give weights.parts=VALUE"
+    cfg = config.compose("fit", ["weights.scale=???"])
+    config.check(cfg, complete=False)  # neither weights.scale nor beta, which reads it
+    with pytest.raises(UserError, match=r"(?s)2 problems.*beta: required.*weights.scale: required"):
+        config.check(cfg)
+
+
+# --------------------------------------------------------------------------------------------- building
+
+
+@pytest.mark.usefixtures("configs")
+def test_build_gives_the_dataclass_with_nested_ones_and_tuples() -> None:
+    cfg = config.compose("fit", ["weights.layer=3", "weights.scale=2", "weights.sink.end=MEAN", "weights.limit=4"])
+    built = config.build(cfg.weights)
+    assert built == Attention(3, Sink(1, End.MEAN), ("A", "B"), (1, 2), 4, 2.0, False)
+    assert type(built.scale) is float
+    parts = config.build(config.compose("fit", ["weights=mixture", "~weights.scale"]).weights).parts
+    assert parts == (Sink(2), Sink(3, End.MEAN))
+
+
+@pytest.mark.usefixtures("configs")
+def test_build_reports_the_full_key() -> None:
+    cfg = config.compose("fit", ["weights.sink.tokens=-1"])
+    with pytest.raises(UserError, match=r"^weights\.sink: tokens: expected 0 or more"):
+        config.build(cfg.weights)
+    with pytest.raises(UserError, match=r"^weights\.sink: tokens"):
+        config.build(cfg.weights.sink)
+    with pytest.raises(UserError, match=r"^weights: parts: expected at least one"):
+        config.build(config.compose("fit", ["weights=mixture", "~weights.scale", "weights.parts=[]"]).weights)
+    with pytest.raises(UserError, match="expected a component"):
+        config.build(cfg.composed)
+
+
+def test_functions_are_called_by_build_alone() -> None:
+    node = OmegaConf.create({"_target_": f"{HERE}.adamw", "lr": 1, "betas": [0.5, 0.6]})
+    config.check(node)  # would fail if called: params is not there
+    assert config.build(node, params=["w"]) == (["w"], 1.0, (0.5, 0.6))
+    waiting = config.build(OmegaConf.merge(node, {"_partial_": True}))
+    assert waiting(["v"]) == (["v"], 1.0, (0.5, 0.6))
+    with pytest.raises(UserError, match=r"(?s)lrr: unknown key of .*adamw; it has: params, lr, betas; did you mean lr"):
+        config.check(OmegaConf.create({"_target_": f"{HERE}.adamw", "lrr": 1}))
+    with pytest.raises(UserError, match=r"^lr: expected float, got 'x' \(str\)"):
+        config.build(OmegaConf.create({"_target_": f"{HERE}.adamw", "lr": "x"}), params=[])
+
+
+@pytest.mark.usefixtures("configs")
+def test_plain_and_save_are_resolved(tmp_path: Path) -> None:
+    cfg = config.compose("fit", ["weights.scale=0.25", "+where=${cache_root:}/x"])
+    values = config.plain(cfg)
+    assert values["beta"] == 0.25
+    assert values["where"] == f"{config.cache_root()}/x"
+    config.save(cfg, tmp_path / "run" / "config.yaml")
+    assert OmegaConf.to_container(OmegaConf.load(tmp_path / "run" / "config.yaml")) == values
+
+
+def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path))
+    assert config.cache_root() == tmp_path
+    monkeypatch.delenv("ATTNPO_CACHE")
+    assert config.cache_root() == Path.home() / ".cache" / "attnpo"
+
+
+# --------------------------------------------------------------------------------------------- command line
+
+Main = Callable[[DictConfig], int | None]
+
+
+def enter(main: Main, *argv: str, positional: str | None = None) -> int:
+    return config.run_entry(main, "fit", list(argv), "Trains.", "python -m attnpo.fit seed=1", positional=positional)
+
+
+def never(cfg: DictConfig) -> int:
+    raise AssertionError(f"main was reached with {cfg}")
+
+
+@pytest.mark.usefixtures("configs")
+def test_help_lists_groups_and_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert enter(never, "--help") == 0
+    shown = capsys.readouterr().out
+    for part in (
+        "usage: python -m attnpo.fit",
+        "Trains.",
+        "python -m attnpo.fit seed=1",
+        "weights=attention | mixture",
+    ):
+        assert part in shown
+
+
+def test_help_is_quick() -> None:
+    code = "from attnpo.config import run_entry; run_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+        assert "usage:" in done.stdout
+    assert min(seconds) < 2
+
+
+@pytest.mark.usefixtures("configs")
+def test_cfg_prints_the_resolved_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert enter(never, "weights.scale=0.5", "--cfg", "job") == 0
+    shown = OmegaConf.create(capsys.readouterr().out)
+    assert (shown.beta, shown.weights.scale, shown.seed) == (0.5, 0.5, 2)
+    assert enter(never, "--cfg", "weights.sink") == 0
+    assert capsys.readouterr().out == f"_target_: {HERE}.Sink\ntokens: 1\nend: zero\n"
+    assert enter(never, "--cfg", "path") == 0
+    assert capsys.readouterr().out == "None\n"
+    assert enter(never, "--cfg", "nothing") == 2
+    assert "keys of the configuration" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["weights.layer=2.5"], "error: weights.layer: expected int or str"),
+        (["layer_sweep"], "error: 'layer_sweep': expected GROUP=OPTION or KEY=VALUE"),
+        (["--bogus"], "error: unrecognized arguments: --bogus"),
+        (["--config-dir", "nowhere"], "error: --config-dir nowhere"),
+    ],
+)
+def test_errors_of_the_user_are_one_line(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert enter(never, *argv) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(expected)
+    assert shown.out == ""
+
+
+@pytest.mark.usefixtures("configs")
+def test_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(cfg: DictConfig) -> int:
+        raise KeyboardInterrupt
+
+    def broken(cfg: DictConfig) -> int:
+        raise RuntimeError("a fault of ours")
+
+    assert enter(lambda cfg: None) == 0
+    assert enter(lambda cfg: 1) == 1
+    assert enter(interrupted) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        enter(broken)
+    assert enter(lambda cfg: len(cfg.weights.layer), "weights.layer=???") == 2
+    assert "weights.layer" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("configs")
+def test_complete_says_when_nothing_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["weights.layer=???"]
+    assert config.run_entry(lambda cfg: 0, "fit", argv, "", "") == 0
+    assert config.run_entry(never, "fit", argv, "", "", complete=lambda cfg: cfg.path is None) == 2
+    assert capsys.readouterr().err == "error: weights.layer: required; give weights.layer=VALUE\n"
+
+
+@pytest.mark.usefixtures("configs")
+def test_positional_arguments_fill_their_key() -> None:
+    seen = []
+    assert enter(lambda cfg: seen.append(list(cfg.path)), "runs/a", "runs/b", "seed=3", positional="path") == 0
+    assert seen == [["runs/a", "runs/b"]]
+
+
+def test_multirun_expands_in_order(configs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert config.expand(["seed=1,2", "beta=0.1", "weights=glob(*)"]) == [
+        ["seed=1", "beta=0.1", "weights=attention"],
+        ["seed=1", "beta=0.1", "weights=mixture"],
+        ["seed=2", "beta=0.1", "weights=attention"],
+        ["seed=2", "beta=0.1", "weights=mixture"],
+    ]
+    seen: list[tuple[int, float]] = []
+    with caplog.at_level(logging.INFO):
+        assert enter(lambda cfg: seen.append((cfg.seed, cfg.beta)), "-m", "seed=1,2", "weights.scale=3,4") == 0
+    assert seen == [(1, 3), (1, 4), (2, 3), (2, 4)]
+    assert "job 3 of 4: seed=2 weights.scale=3" in caplog.text
+
+
+@pytest.mark.usefixtures("configs")
+def test_multirun_goes_on_after_a_failure_and_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = []
+
+    def main(cfg: DictConfig) -> int:
+        seen.append(cfg.seed)
+        if cfg.seed == 1:
+            raise RuntimeError("out of luck")
+        if cfg.seed == 2:
+            raise UserError("no such file")
+        return 0
+
+    assert enter(main, "-m", "seed=1,2,3") == 1
+    assert seen == [1, 2, 3]
+    assert capsys.readouterr().err.endswith("error: 2 of 3 jobs failed:\n  seed=1\n  seed=2\n")
+
+
+@pytest.mark.usefixtures("configs")
+def test_multirun_checks_every_job_before_the_first_runs() -> None:
+    assert enter(never, "-m", "weights.layer=1,2,3.5") == 2
+
+
+@pytest.mark.usefixtures("configs")
+def test_multirun_is_refused_with_several_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert enter(never, "-m", "seed=1,2") == 2
+    assert "WORLD_SIZE is 2" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- the shipped folder
+
+
+def shipped_options() -> list[tuple[str, str]]:
+    return [(group, option) for group, options in config.groups().items() for option in options]
+
+
+def roots() -> list[str]:
+    return sorted(path.stem for path in config.CONFIG_DIR.glob("*.yaml"))
+
+
+def composing(group: str, option: str) -> list[tuple[str, str]]:
+    """The roots an option can be composed in, with the override; one with ``+`` in all where none lists the group."""
+    found = []
+    for root in roots():
+        defaults = OmegaConf.load(config.CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+        keys = {str(key).removeprefix("optional ") for item in defaults if isinstance(item, DictConfig) for key in item}
+        if group in keys:
+            found.append((root, f"{group}={option}"))
+    return found or [(root, f"+{group}={option}") for root in roots()]
+
+
+def test_every_shipped_configuration_composes_and_checks() -> None:
+    files = [path for path in config.CONFIG_DIR.rglob("*") if path.suffix in (".yaml", ".yml")]
+    assert files
+    checked = set()
+    for root in roots():
+        config.check(config.compose(root), complete=False)
+        checked.add(config.CONFIG_DIR / f"{root}.yaml")
+    for group, option in shipped_options():
+        for root, override in composing(group, option):
+            config.check(config.compose(root, [override]), complete=False)
+        checked.add(config.CONFIG_DIR / group / f"{option}.yaml")
+    assert checked == set(files)
+
+
+def test_every_experiment_stands_on_every_setting() -> None:
+    groups = config.groups()
+    pairs = [(e, s) for e in groups.get("experiment", []) for s in groups.get("setting", [])]
+    assert pairs
+    for experiment, setting in pairs:
+        cfg = config.compose("fit", [f"experiment={experiment}", f"setting={setting}"])
+        config.check(cfg, complete=False)
+
+
+def test_shipped_files_name_no_place_of_this_machine() -> None:
+    for path in config.CONFIG_DIR.rglob("*"):
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            assert str(Path.home()) + os.sep not in text and str(ROOT.parent) + os.sep not in text, path

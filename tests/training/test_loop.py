@@ -1,0 +1,154 @@
+"""The training loop: exact normalisation, validation, resume, the reference's place."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnpo.data.rules import BatchPlan
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.dpo import DPO
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.schema import UserError
+from tests.training.tiny import make_data, make_examples, make_module, tiny_model
+
+Fit = Callable[..., list[dict[str, float]]]
+
+
+def losses(rows: list[dict[str, float]], name: str = "train/loss") -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+@pytest.mark.parametrize("plan", [BatchPlan(8, 1), BatchPlan(8, 2), BatchPlan(8, 8)])
+def test_how_a_step_is_cut_changes_nothing(fit: Fit, plan: BatchPlan) -> None:
+    """20 pairs in steps of 8: the last step of each epoch is short (4 pairs), and is weighted right too."""
+    rows = fit(make_module(6), make_data(make_examples(20), plan), steps=6, epochs=2)
+    whole = fit(make_module(6), make_data(make_examples(20), BatchPlan(8, 4)), steps=6, epochs=2)
+    assert len(losses(rows)) == 6
+    for name in ("train/loss", "train/grad_norm", "train/rewards/margins", "train/rewards/accuracies", "val/loss"):
+        assert losses(rows, name) == pytest.approx(losses(whole, name), rel=2e-5, abs=2e-6), name
+
+
+def test_a_short_step_is_the_mean_over_its_own_pairs(fit: Fit) -> None:
+    """The gradient of the short last step equals that of the plain mean over its four pairs."""
+    module = make_module(3, lr=1e-12)
+    rows = fit(module, make_data(make_examples(20), BatchPlan(8, 2)), steps=3, epochs=1)
+    alone = make_module(3, lr=1e-12)
+    data = make_data(make_examples(20), BatchPlan(8, 2))
+    list(data.train_dataloader())
+    assert data.sampler is not None
+    last = data.sampler.order()[16:] if data.sampler.epoch == 0 else None
+    data = make_data(make_examples(20), BatchPlan(8, 2))
+    data.train_dataloader()
+    assert data.sampler is not None
+    last = data.sampler.order()[16:]
+    policy, _, out = alone.score(
+        data.train_batches.__class__(  # the four pairs of the last step in one batch
+            data.train_batches.examples, data.train_batches.layout, 0
+        )[_planned(last)]
+    )
+    out.losses.mean().backward()
+    grads = [p.grad for p in alone.policy.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads)
+    assert losses(rows, "train/grad_norm")[2] == pytest.approx(norm.item(), rel=1e-5)
+    assert policy.logps.shape[0] == 8
+
+
+def _planned(indices: list[int]) -> object:
+    from attnpo.data.sampler import PlannedBatch
+
+    return PlannedBatch(list(indices), 0, len(indices), 0, 1)
+
+
+def test_before_the_first_step_the_loss_is_ln_2(fit: Fit) -> None:
+    rows = fit(make_module(3), make_data(make_examples(20), BatchPlan(8, 4)), steps=3, epochs=1)
+    assert rows[0]["step"] == 0
+    assert rows[0]["val/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses(rows)[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_validation_comes_every_n_steps_and_at_the_end(fit: Fit) -> None:
+    data = make_data(make_examples(40), BatchPlan(8, 2))
+    rows = fit(make_module(10), data, steps=10, epochs=2, validate_every=4)
+    steps = [int(row["step"]) for row in rows if "val/loss" in row]
+    assert len(steps) == 4, steps  # before the first, after 4, 8 and 10
+
+
+def test_live_and_cached_reference_give_the_same_losses(fit: Fit) -> None:
+    examples = make_examples(20)
+    live = fit(make_module(3), make_data(examples, BatchPlan(8, 4)), steps=3, epochs=1)
+    model = ScoredLM(tiny_model())
+    cached = []
+    with torch.no_grad():
+        for example in examples:
+            from attnpo.models.layouts import padded
+
+            inputs, ids, mask = padded([(side.prompt_ids, side.response_ids) for side in example.sides], 0)
+            logps = model(inputs, ids, mask).logps
+            counts = [len(side.response_ids) for side in example.sides]
+            cached.append(replace(example, reference_logps=(logps[0, : counts[0]], logps[1, : counts[1]])))
+    data = make_data(cached, BatchPlan(8, 4))
+    data.val_batches.examples = cached[:5]
+    stored = fit(make_module(3, live=False), data, steps=3, epochs=1)
+    assert losses(stored) == pytest.approx(losses(live), rel=1e-5)
+
+
+def test_the_reference_is_no_part_of_the_module(fit: Fit) -> None:
+    module = make_module(3)
+    before = [p.clone() for p in module.reference.parameters()] if module.reference else []
+    fit(module, make_data(make_examples(20), BatchPlan(8, 4)), steps=3, epochs=1)
+    assert not any("reference" in name for name in module.state_dict())
+    assert module.reference is not None and not module.reference.training and module.policy.training
+    assert all(torch.equal(a, b) for a, b in zip(before, module.reference.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("stop", [2, 5, 7], ids=["mid-epoch", "epoch's last step", "second epoch"])
+def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(fit: Fit, tmp_path: Path, stop: int) -> None:
+    """40 pairs, 8 a step, 2 epochs of 5 steps; stopped behind step ``stop`` and resumed in a new process's stead."""
+    import lightning as L
+
+    class Save(L.Callback):
+        def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            if trainer.state.fn == "fit" and trainer.global_step == stop:
+                trainer.save_checkpoint(tmp_path / "stop.ckpt")
+
+    examples = make_examples(40)
+    plan = BatchPlan(8, 2)
+    whole = fit(make_module(10), make_data(examples, plan), steps=10, epochs=2, validate_every=1, callbacks=(Save(),))
+    resumed = fit(
+        make_module(10),
+        make_data(examples, plan),
+        steps=10,
+        epochs=2,
+        validate_every=1,
+        resume=tmp_path / "stop.ckpt",
+    )
+    expected = losses(whole)[stop:]
+    assert losses(resumed) == pytest.approx(expected, rel=1e-6)
+    assert losses(resumed, "val/loss")[-1] == pytest.approx(losses(whole, "val/loss")[-1], rel=1e-6)
+    assert losses(resumed, "train/lr") == pytest.approx(losses(whole, "train/lr")[stop:])
+
+
+def test_uniform_weights_train_like_dpo(fit: Fit) -> None:
+    examples = []
+    for example in make_examples(20):
+        rows = tuple(torch.full((len(s.response_ids),), 1 / len(s.response_ids)) for s in example.sides)
+        examples.append(replace(example, weights=rows))
+    plan = BatchPlan(8, 4)
+    weighted = fit(make_module(3, TwDPO(0.5)), make_data(examples, plan), steps=3, epochs=1)
+    plain = fit(make_module(3, DPO(0.5)), make_data(examples, plan), steps=3, epochs=1)
+    assert losses(weighted) == pytest.approx(losses(plain), rel=1e-5)
+    assert losses(weighted, "train/weights/effective_share") == pytest.approx([1.0] * 3, rel=1e-5)
+
+
+def test_steps_that_cannot_be_cut_are_refused() -> None:
+    with pytest.raises(UserError, match=r"batch\.pairs 10 .* batch\.micro 4 .* 8 and 12"):
+        BatchPlan(10, 4).accumulation(1)
+
+
+def test_no_training_pair_is_refused() -> None:
+    with pytest.raises(UserError, match="no training pair"):
+        make_data([], BatchPlan(8, 4))

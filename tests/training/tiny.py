@@ -1,0 +1,68 @@
+"""A tiny model and made-up examples for the training loop."""
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.rules import BatchPlan
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.schema import EncodedResponse
+from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.optimizer import Optimizer
+
+VOCAB = 40
+
+
+def tiny_model(seed: int = 0) -> LlamaForCausalLM:
+    """A two-layer Llama with grouped-query attention, random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_examples(count: int, seed: int = 0) -> list[TrainingExample]:
+    """Pairs of random ids with random weights; responses of 1 to 9 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        length = int(torch.randint(low, high, (1,), generator=generator))
+        return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+    examples = []
+    for i in range(count):
+        prompt, sides, weights = ids(2, 8), [], []
+        for _ in range(2):
+            response = ids(1, 10)
+            sides.append(EncodedResponse(prompt, response, [(j, j + 1) for j in range(len(response))]))
+            row = torch.rand(len(response), generator=generator)
+            weights.append(row / row.sum())
+        lengths = (float(len(sides[0].response_ids)), float(len(sides[1].response_ids)))
+        examples.append(TrainingExample(f"pair{i}", sides[0], sides[1], (weights[0], weights[1]), lengths, (1.0, 1.0)))
+    return examples
+
+
+def make_data(train: list[TrainingExample], plan: BatchPlan, val: int = 5, seed: int = 0) -> PreferenceDataModule:
+    return PreferenceDataModule(train, make_examples(val, seed=99), padded, 0, plan, seed)
+
+
+def make_module(
+    steps: int, objective: PreferenceObjective | None = None, live: bool = True, lr: float = 1e-2
+) -> PreferenceModule:
+    reference = ScoredLM(tiny_model()) if live else None
+    if reference is not None:
+        frozen(reference)
+    optimizer = Optimizer(lr=lr, warmup=2.0)
+    return PreferenceModule(ScoredLM(tiny_model()), reference, objective or TwDPO(0.5), optimizer, steps)
