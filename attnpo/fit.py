@@ -29,4 +29,4 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE))
+    sys.exit(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))

@@ -22,4 +22,4 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLE))
+    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))

@@ -13,11 +13,11 @@ SWEEPS = sorted((Path(__file__).resolve().parents[1] / "experiments" / "sweeps")
 
 def expanded(path: Path) -> list[list[str]]:
     """The overrides of every run, as an agent renders ``${args_no_hyphens}`` (values through Python's str)."""
-    text = path.read_text(encoding="utf-8").replace("${", "@{")
+    text = path.read_text(encoding="utf-8").replace("${", "<").replace("}", ">")
     sweep = OmegaConf.to_container(OmegaConf.create(text))
     assert isinstance(sweep, dict) and sweep["program"] == "attnpo.fit"
     fixed = [word for word in sweep["command"] if "=" in word]
-    assert sweep["command"][-1] == "@{args_no_hyphens}"
+    assert sweep["command"][-1] == "<args_no_hyphens>"
     axes = [[f"{key}={value}" for value in axis["values"]] for key, axis in sweep["parameters"].items()]
     return [[*fixed, *values] for values in itertools.product(*axes)]
 

@@ -26,7 +26,7 @@ _INK, _GRID = "#33363c", "#dfe2e7"
 _SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running mean
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: Number, height: Number) -> Figure:
     """An empty figure of ``width`` x ``height`` inches on an Agg canvas."""
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)

@@ -98,10 +98,10 @@ def _pieces(tokens: tuple[HeatToken, ...]) -> Iterator[_Piece]:
             width = _cells(part)
             if column and column + width > CELLS and width <= CELLS:
                 line, column = line + 1, 0
-            for chunk in _chunks(part, CELLS - column):
-                if column >= CELLS:
-                    line, column = line + 1, 0
+            for chunk in _chunks(part, CELLS - column if column < CELLS - 1 else CELLS):
                 cells = _cells(chunk)
+                if column and column + cells > CELLS:
+                    line, column = line + 1, 0
                 yield _Piece(token, line, column, cells, chunk)
                 column += cells
 

@@ -104,14 +104,16 @@ def summarize(statistics: Sequence[ResponseStats]) -> WeightSummary:
     return WeightSummary(len(statistics), _from_flat(table.mean(dim=0).tolist()), _from_flat(spread.tolist()))
 
 
-def statistics_rows(summaries: Iterable[tuple[str, str, WeightSummary]]) -> tuple[list[str], list[list[str | float]]]:
+def statistics_rows(
+    summaries: Iterable[tuple[str, str, WeightSummary]],
+) -> tuple[list[str], list[list[str | float | int]]]:
     """Columns and rows of the paper's statistics table (side, model, std, max, mean_length) and what goes beyond it.
 
     ``summaries``: (model, side, summary) in the order of the rows wanted.
     """
     columns = ["side", "model", "std", "max", "mean_length", "effective", "effective_share", "entropy", "top10_share"]
     columns += ["mass", "responses"]
-    rows: list[list[str | float]] = []
+    rows: list[list[str | float | int]] = []
     for model, side, summary in summaries:
         mean = summary.mean
         spread = [mean.std, mean.max, mean.length]
@@ -120,7 +122,7 @@ def statistics_rows(summaries: Iterable[tuple[str, str, WeightSummary]]) -> tupl
     return columns, rows
 
 
-def sink_rows(summaries: Iterable[tuple[str, WeightSummary]]) -> tuple[list[str], list[list[str | float]]]:
+def sink_rows(summaries: Iterable[tuple[str, WeightSummary]]) -> tuple[list[str], list[list[str | float | int]]]:
     """Columns and rows of the paper's sink table: percent of the mass on the first, second and third token.
 
     ``summaries``: (model, summary of rows before the sink rule).
@@ -177,10 +179,10 @@ def token_means(rows: Iterable[WeightedRow], min_count: int = 1, *, by_relative:
 
 def token_rows(
     means: Sequence[TokenMean], decode: Callable[[int], str], count: int = 10
-) -> tuple[list[str], list[list[str | float]]]:
+) -> tuple[list[str], list[list[str | float | int]]]:
     """Columns and rows of a table of the first ``count`` of ``means``; ``decode`` gives the text of a token id."""
     columns = ["rank", "token", "weight", "relative", "count"]
-    rows: list[list[str | float]] = [
+    rows: list[list[str | float | int]] = [
         [rank, decode(one.token_id), one.weight, one.relative, one.count] for rank, one in enumerate(means[:count], 1)
     ]
     return columns, rows

@@ -89,11 +89,12 @@ class Testbed:
 
 def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerFast]":
     """The base in evaluation mode and its tokenizer."""
-    from transformers import AutoTokenizer, LlamaForCausalLM
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     model = LlamaForCausalLM.from_pretrained(model_path)
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return model.eval(), tokenizer
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    model.train(False)
+    return model, tokenizer
 
 
 def _key(content: Mapping[str, object]) -> str:

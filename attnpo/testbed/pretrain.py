@@ -21,7 +21,7 @@ from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.recipes import BaseRecipe
 from attnpo.testbed.sampling import batches_by_length, evaluating, sample_answers
 from attnpo.testbed.tasks import ANSWER, JUDGE, SCORE, Rows, TaskSampler, pad_rows
-from attnpo.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompts
+from attnpo.testbed.tokenizer import VERDICTS, build_tokenizer, judge_prompts, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
         logger.warning(
             "testbed base: judge at %.3f, under its gate %.2f after %d steps", worst, recipe.judge_gate, done
         )
-    model.generation_config = GenerationConfig(
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
         max_new_tokens=64,
@@ -151,14 +151,14 @@ class _Trainer:
             easy = step < self.recipe.easy_share * steps
             losses = self._losses(self.recipe.easy_gap if easy else 0.0)
             self.optimizer.zero_grad(set_to_none=True)
-            torch.stack(losses).sum().backward()
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
             self.optimizer.step()
             if step >= steps - max(1, steps // 10):
                 recent.append(tuple(loss.item() for loss in losses))
-            if (step + 1) % 25 == 0:
+            if (step + 1) % 50 == 0:
                 logger.info("step %d: answer %.3f judge %.3f score %.3f", step + 1, *(v.item() for v in losses))
-        self.model.eval()
+        self.model.train(False)
         answer, judge, score = (sum(column) / len(recent) for column in zip(*recent, strict=True))
         return answer, judge, score
 
@@ -252,7 +252,7 @@ def judge_accuracy(
 def _prefers_first(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, ids: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    first, second = tokenizer.convert_tokens_to_ids(list(VERDICTS))
+    first, second = token_ids(tokenizer, VERDICTS)
     preferred = torch.zeros(len(ids), dtype=torch.bool)
     with evaluating(model):
         for chosen in batches_by_length(ids, 128):

@@ -149,7 +149,8 @@ def _predicting_positions(
 def _log_probs(model: PreTrainedModel, ids: Tensor, row: Tensor, column: Tensor) -> Float[Tensor, "positions vocab"]:
     # Right padding without a mask: causal attention never looks at it, and padded positions are not read.
     logits = model(input_ids=ids.to(model.device)).logits
-    return logits[row.to(logits.device), column.to(logits.device)].double().log_softmax(-1).cpu()
+    picked: Tensor = logits[row.to(logits.device), column.to(logits.device)]
+    return picked.double().log_softmax(-1).cpu()
 
 
 def batches_by_length(rows: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:

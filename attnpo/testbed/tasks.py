@@ -18,6 +18,7 @@ from attnpo.testbed.tokenizer import (
     chat_prompts,
     encode_all,
     judge_prompts,
+    token_ids,
 )
 
 ANSWER, JUDGE, SCORE = range(3)
@@ -56,10 +57,9 @@ class TaskSampler:
         self.damage, self.vocabulary = damage, grammar.vocabulary()
         self.grammar, self.tokenizer, self.rng = grammar, tokenizer, rng
         self.prompts = grammar.prompts("train")
-        self.end = tokenizer.convert_tokens_to_ids(END)
-        self.verdicts = tokenizer.convert_tokens_to_ids(list(VERDICTS))
-        self.scores = tokenizer.convert_tokens_to_ids(list(words.PART_SCORES))
-        self.separator = tokenizer.convert_tokens_to_ids(words.PART_SEPARATOR)
+        self.end, self.separator = token_ids(tokenizer, [END, words.PART_SEPARATOR])
+        self.verdicts = token_ids(tokenizer, VERDICTS)
+        self.scores = token_ids(tokenizer, words.PART_SCORES)
 
     def _review(self) -> tuple[Prompt, str]:
         prompt = self.rng.choice(self.prompts)

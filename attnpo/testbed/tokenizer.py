@@ -47,7 +47,7 @@ def build_tokenizer(grammar: Grammar) -> PreTrainedTokenizerFast:
             decoders.Replace(".\n ", ".\n"),
         ]
     )
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=core,
         pad_token=PAD,
         unk_token=UNK,
@@ -68,6 +68,11 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list
         return []
     encoded = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
     return cast("list[list[int]]", encoded["input_ids"])
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[str]) -> list[int]:
+    """The id of every token, which must be whole entries of the vocabulary."""
+    return cast("list[int]", tokenizer.convert_tokens_to_ids(list(tokens)))
 
 
 def chat_prompts(tokenizer: PreTrainedTokenizerFast, contents: Sequence[str]) -> list[list[int]]:

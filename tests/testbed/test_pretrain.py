@@ -104,6 +104,7 @@ def test_a_judge_under_its_gate_trains_on_in_blocks(scratch: Path, caplog: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # two minutes on two idle cores
 def test_the_real_base_judges_well_in_both_assemblies(tmp_path: Path) -> None:
     report = build_base(GRAMMAR, BaseRecipe(), tmp_path, seed=0)
     assert min(report.judge_text, report.judge_ids) >= 0.9

@@ -126,7 +126,7 @@ def preference_batch(
         rows = [row + [0.0] * (width - len(row)) for side in sides for row in side[name]]
         return torch.tensor(rows, dtype=torch.float64)
 
-    mask: Bool[Tensor, "rows R"] = both("mask") > 0
+    mask: Bool[Tensor, "rows R"] = both("mask") == 1
 
     def values(name: str) -> Float[Tensor, "rows R"]:
         return both(name) if garbage is None else torch.where(mask, both(name), garbage)
