@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 
+import attnpo
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
 from attnpo.studies.inputs import SPLITS, Inputs
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("attnpo", "torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
+PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
 
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages whose change can change a number."""
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+    found = {name: metadata.version(name) for name in PACKAGES}
+    return {"attnpo": attnpo.__version__, "python": platform.python_version(), **found}
 
 
 def effective_share(example: TrainingExample) -> float:

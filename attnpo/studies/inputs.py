@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as quiet
 
 from attnpo.config import build, cache_root
 from attnpo.data.base import PairSet
@@ -95,6 +96,8 @@ def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
 
 def lay_ground(cfg: DictConfig) -> Ground:
     """The settled config with store, model description, tokenizer and chat format."""
+    # Model folders load and save in moments; their bars bury the log.
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     cfg, prepared = settle(cfg)
     model: ModelSpec = build(cfg.model)
     model = replace(model, chat_template=read_template(model.chat_template))

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     model = inputs.ground.model
     policy = ScoredLM(_load(inputs))
     if model.gradient_checkpointing:
-        policy.model.activation_checkpointing_enable()  # type: ignore[no-untyped-call]
+        policy.model.activation_checkpointing_enable()
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference = None
     if "reference" in objective.requires:
@@ -176,13 +176,20 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
         return None
     scorer = build(cfg.truth)
     policy = frozen(trained.policy.model)
-    base = frozen(_load(inputs))
+    base, tokenizer = frozen(_load(inputs)), inputs.ground.tokenizer
     scores = {}
     for split in ("validation", "test"):
-        score = scorer.score(policy, base, inputs.ground.tokenizer, split=split)
+        key = (inputs.ground.model.path, scorer, split)
+        if key not in _base_answers:
+            _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
+        score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
         scores[split] = {**score.scalars(), "rewards": score.rewards.mean(axis=1).round(6).tolist()}
     log.info(
         "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
         *(scores["test"][name] for name in ("reward", "base_reward", "win_rate", "kl")),
     )
-    return {"scores": scores, "scorer": {name: value for name, value in asdict(scorer).items() if name != "grammar"}}
+    return {"scores": scores}
+
+
+# The base answers the same prompts alike at every point of a study: sampled once per process.
+_base_answers: dict[tuple[str, Any, str], Any] = {}

@@ -183,8 +183,8 @@ def footnotes(outcome: Outcome) -> list[str]:
     study, grid = outcome.study, outcome.study.grid
     seeds = sorted({point.seed for point, _ in outcome.points})
     lines = [
-        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs; points chosen on validation prompts with KL up "
-        f"to {study.kl_limit:g}; reward and intervals on held-out test prompts",
+        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs; points chosen on validation prompts with KL "
+        f"up to {study.kl_limit:g}; reward and intervals on held-out test prompts",
         f"grid, the same for every arm: lr {list(grid.lr) or 'as set'}, beta {list(grid.beta) or 'as set'}",
         f"digest of world, grid and arms, fixed before the runs: {outcome.digest}",
     ]

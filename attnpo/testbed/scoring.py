@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.testbed.grammar import Grammar, Prompt
+from attnpo.testbed.grammar import Grammar, Prompt, Scored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -37,6 +37,8 @@ class Score:
     broken: float
     ended: float
     base_reward: float
+    base_length: float
+    base_broken: float
     rewards: Float[np.ndarray, "prompts samples"]
     base_rewards: Float[np.ndarray, "prompts samples"]
     kls: Float[np.ndarray, "prompts samples"]
@@ -45,8 +47,9 @@ class Score:
 
     def scalars(self) -> dict[str, float]:
         """The scalar fields by name, for tables and loggers."""
-        names = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended", "base_reward")
-        return {name: float(getattr(self, name)) for name in names}
+        own = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
+        rivals = ("base_reward", "base_length", "base_broken")
+        return {name: float(getattr(self, name)) for name in (*own, *rivals)}
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,9 @@ class TruthScorer:
         answers = self._sample(policy, tokenizer, prompts, self.seed)
         scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(answers.texts, prompts, strict=True)]
         rewards = np.array([score.reward for score in scored])
-        rival_rewards = np.array(
-            [self.grammar.true_reward(text, p.topic).reward for text, p in zip(rivals.texts, prompts, strict=True)]
-        )
+        rivals_scored = [self.grammar.true_reward(text, p.topic) for text, p in zip(rivals.texts, prompts, strict=True)]
+        rival_rewards = np.array([score.reward for score in rivals_scored])
         kls = sequence_kl(policy, base, tokenizer, [prompt.text for prompt in prompts], answers.texts).numpy()
-        clauses = sum(score.clauses for score in scored)
         shape = (-1, self.samples_per_prompt)
         return Score(
             reward=float(rewards.mean()),
@@ -120,9 +121,11 @@ class TruthScorer:
             kl=float(kls.mean()),
             length=float(np.mean(answers.lengths)),
             polarity=float(np.mean([score.polarity for score in scored])),
-            broken=sum(score.broken for score in scored) / max(1, clauses),
+            broken=broken_rate(scored),
             ended=float(np.mean(answers.ended)),
             base_reward=float(rival_rewards.mean()),
+            base_length=float(np.mean(rivals.lengths)),
+            base_broken=broken_rate(rivals_scored),
             rewards=rewards.reshape(shape),
             base_rewards=rival_rewards.reshape(shape),
             kls=kls.reshape(shape),
@@ -146,6 +149,11 @@ class TruthScorer:
             temperature=self.temperature,
             max_new_tokens=self.max_new_tokens,
         )
+
+
+def broken_rate(scored: Sequence[Scored]) -> float:
+    """Share of all clauses that are broken."""
+    return sum(score.broken for score in scored) / max(1, sum(score.clauses for score in scored))
 
 
 def win_rate(rewards: Float[np.ndarray, " rows"], rivals: Float[np.ndarray, " rows"]) -> float:
