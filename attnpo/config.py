@@ -100,11 +100,13 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             close = did_you_mean(option, known[group], f"{group}=")
             listed = ", ".join(known[group])
             raise user_error(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
+    choices = {str(key): choice for key, choice in cfg.hydra.runtime.choices.items() if isinstance(choice, str)}
     with open_dict(cfg):
         del cfg["hydra"]
         if "composed" in cfg:
             literal = [override.replace("${", "\\${") for override in overrides]  # to be read, not resolved
-            cfg.composed = {"overrides": literal, "config_dir": None if config_dir is None else str(config_dir)}
+            folder = None if config_dir is None else str(config_dir)
+            cfg.composed = {"overrides": literal, "config_dir": folder, "choices": choices}
     return cfg
 
 

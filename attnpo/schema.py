@@ -104,7 +104,8 @@ class Round:
     """What one judge round (one order of the two answers) gave.
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
-    arg max over the vocabulary there; both None when the verdict was not read.
+    arg max over the vocabulary there; both None when the verdict was not read. ``cut``: the prompt was too long and was
+    shortened, so that the judge did not see all of it.
     """
 
     chosen_is_a: bool
@@ -112,6 +113,7 @@ class Round:
     rejected: TokenWeights
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
+    cut: bool = False
 
     def side(self, name: str) -> TokenWeights:
         """The weights of ``name``, "chosen" or "rejected"."""

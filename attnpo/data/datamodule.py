@@ -1,5 +1,6 @@
 """The Lightning data module: planned optimiser steps over prepared examples, resumable in mid-epoch."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from attnpo.data.collate import Layout, TrainingExample, collate
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, StepBatches
 from attnpo.schema import PreferenceBatch, UserError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,6 +48,8 @@ class PreferenceDataModule(L.LightningDataModule):
         super().__init__()
         if not train:
             raise UserError("no training pair is left after dropping; see the counts above, and data.path")
+        if not val:
+            raise UserError("no validation pair is left after dropping; see the counts above, and data.val_split")
         self.train_batches = Batches(train, layout, pad_id)
         self.val_batches = Batches(val, layout, pad_id)
         self.plan, self.seed = plan, seed
@@ -69,16 +74,19 @@ class PreferenceDataModule(L.LightningDataModule):
         if self._resume is not None:
             sampler.load_state_dict(self._resume)
             self._resume = None
+        if sampler.dropped:
+            log.warning("%d pairs of each epoch are left out: fewer than there are processes", sampler.dropped)
         self.sampler = sampler
         return DataLoader(self.train_batches, sampler=sampler, batch_size=None)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Validation pairs in their order, split over ranks."""
+        """Validation pairs in their order, split over ranks; every pair, since all of them are one step."""
         rank, world = self._ranks()
+        pairs = len(self.val_batches.examples)
         sampler = StepBatches(
-            num_pairs=len(self.val_batches.examples),
+            num_pairs=pairs,
             micro_batch=self.plan.eval_micro,
-            accumulation=1,
+            accumulation=max(1, -(-pairs // (self.plan.eval_micro * world))),
             seed=0,
             shuffle=False,
             rank=rank,

@@ -60,8 +60,11 @@ def encode_pair(
         cut_prompt = cut_prompt or cut.prompt
         if cut.response:
             cut_sides.append(side)
-    if (cut_prompt or cut_sides) and rules.overlong is Overlong.DROP:
-        tally.add(f"dropped: longer than lengths.max_length {rules.max_length}", pair.pair_id)
+    if cut_prompt and rules.overlong is Overlong.DROP:
+        tally.add(f"dropped: prompt longer than lengths.max_prompt_length {rules.max_prompt_length}", pair.pair_id)
+        return None
+    if cut_sides and rules.overlong is Overlong.DROP:
+        tally.add(f"dropped: prompt and response longer than lengths.max_length {rules.max_length}", pair.pair_id)
         return None
     if any(not encoded[side].response_ids for side in SIDES):
         tally.add("dropped: a response was cut to nothing", pair.pair_id)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import attnpo
+from attnpo.analysis.weight_stats import effective_number
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
 from attnpo.studies.inputs import SPLITS, Inputs
@@ -24,10 +25,9 @@ def versions() -> dict[str, str]:
 
 
 def effective_share(example: TrainingExample) -> float:
-    """Effective number of weighted tokens ``(sum a)^2 / sum a^2`` over |y|, mean of both sides; 1 for uniform."""
+    """Effective number of weighted tokens over |y|, mean of both sides; 1 for uniform weights."""
     shares = [
-        float(row.sum() ** 2 / row.square().sum().clamp(min=1e-30)) / max(1.0, length)
-        for row, length in zip(example.weights, example.lengths, strict=True)
+        effective_number(row) / max(1.0, length) for row, length in zip(example.weights, example.lengths, strict=True)
     ]
     return sum(shares) / 2
 
@@ -51,7 +51,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     weighed = inputs.weighed
     if weighed.report is not None:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
-        out["judge_prompts"] = weighed.judge_counts
+        rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
+        out["judge_prompts"] = {"read": len(rounds), "cut": sum(item.cut for item in rounds)}
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
     return out
@@ -73,8 +74,10 @@ def log_inputs(inputs: Inputs) -> None:
         )
         for line in made.tally.lines():
             log.warning("%s: %s", split, line)
-    for event, count in {**inputs.weighed.judge_counts, **inputs.ground.chat.counts}.items():
+    for event, count in inputs.ground.chat.counts.items():
         log.info("%s: %d", event, count)
+    if statistics.get("judge_prompts", {}).get("cut"):
+        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
     verdicts = inputs.weighed.verdicts
     if verdicts is not None and verdicts.pairs:
         log.info(

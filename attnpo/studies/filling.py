@@ -1,7 +1,6 @@
 """Filling the store ahead of training, each process its share."""
 
 import logging
-import os
 
 from omegaconf import DictConfig
 
@@ -9,7 +8,7 @@ from attnpo.config import build
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
-from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
+from attnpo.studies.inputs import encode, lay_ground, process, read_pairs, weigh
 from attnpo.studies.reference import fill_reference
 from attnpo.weights.sources.uniform import Uniform
 
@@ -21,7 +20,7 @@ def fill_store(cfg: DictConfig) -> None:
     ground = lay_ground(cfg)
     cfg = ground.cfg
     encoded = encode(ground, read_pairs(ground))
-    shard = (int(os.environ.get("RANK", "0")), world_size())
+    shard = process()
     if "judge" in build(cfg.weights).requires:
         weigh(ground, encoded, shard=shard)
     else:

@@ -76,10 +76,6 @@ class Point:
     values: tuple[str, ...]
     seed: int
 
-    def overrides(self, shared: Sequence[str]) -> list[str]:
-        """The overrides of this point behind those the user gave."""
-        return [*shared, *self.arm.overrides, *self.values, f"seed={self.seed}", "study=none", "seeds=null"]
-
     @property
     def label(self) -> str:
         """A short name for logs."""
@@ -108,11 +104,15 @@ def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list
     return [Point(arm, values, seed) for seed, values, arm in itertools.product(seeds, study.grid.overrides(), arms)]
 
 
-def grid_record(study: Study, arms: Sequence[Arm], world: Mapping[str, str]) -> dict[str, object]:
-    """What is fixed before a weighted arm is run; its digest stands under every table."""
+def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: str | None) -> dict[str, object]:
+    """What is fixed before an arm is run, the same for any number of seeds; its digest stands under every table.
+
+    ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
+    true reward, None elsewhere.
+    """
     return {
         "grid": {"lr": list(study.grid.lr), "beta": list(study.grid.beta)},
-        "arms": {arm.name: list(arm.overrides) for arm in arms},
+        "arms": dict(arms),
         "kl_limit": study.kl_limit,
-        **world,
+        "world": world,
     }

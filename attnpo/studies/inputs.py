@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
@@ -20,6 +21,7 @@ from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import PairWeights, UserError
 from attnpo.studies.judging import JudgeRoom, read_template
+from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import WeightSource
 from attnpo.weights.cache import Store
@@ -45,14 +47,19 @@ class Ground:
 
 @dataclass(frozen=True)
 class Weighed:
-    """A resolved weight source and what it captured for the pairs at hand (empty for sources without a judge)."""
+    """A resolved weight source and what it captured for the pairs at hand (empty for sources without a judge).
+
+    ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
+    is the store's key of the captured rows.
+    """
 
     source: WeightSource
     captured: dict[str, PairWeights]
     report: CaptureReport | None
     verdicts: JudgeStatistics | None
-    judge_counts: dict[str, int]
     layers: tuple[int, ...]
+    depth: int
+    key: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,24 @@ def store_root(cfg: DictConfig) -> Path:
     return Path(cfg.store).expanduser() if cfg.store is not None else cache_root()
 
 
+def process() -> tuple[int, int]:
+    """(rank, number of processes) of this job as torchrun or SLURM announce them; (0, 1) otherwise."""
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if ranks in os.environ:
+            return int(os.environ.get(rank, "0")), int(os.environ[ranks])
+    return 0, 1
+
+
 def world_size() -> int:
-    """Processes of this job as torchrun or SLURM announce them; 1 otherwise."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Number of processes of this job."""
+    return process()[1]
+
+
+def device_of(cfg: DictConfig) -> torch.device:
+    """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
+    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
@@ -114,8 +136,15 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     cfg = ground.cfg
     source: WeightSource = build(cfg.weights)
     if "judge" not in source.requires:
-        return Weighed(source.resolve(1), {}, None, None, {}, ())
+        return Weighed(source.resolve(1), {}, None, None, (), 0, {})
+    objective = build(cfg.objective)
+    if "token_weights" not in objective.requires:
+        raise UserError(
+            f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
+            "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
+        )
     room = JudgeRoom(build(cfg.judge), ground.model, ground.chat)
+    check_tokenizers(ground, room)
     depth = room.num_layers
     source = source.resolve(depth)
     layers = source.capture_layers(depth)
@@ -131,14 +160,25 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
         log.info("judge pass: reading %d layers of %s in both orders", len(layers), room.path)
-        return replace(room.tools(), progress=_progress)
+        return replace(room.tools(device_of(cfg)), progress=_progress)
 
     captured, report = ensure_captured(
         wanted, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=room.judge.verdict
     )
     log.info("weights: %d pairs from the store, %d computed in %.1f s", report.hits, report.computed, report.seconds)
     verdicts = judge_statistics(list(captured.values()), room.prompts.label_ids) if room.judge.verdict else None
-    return Weighed(source, captured, report, verdicts, dict(room.prompts.counts), source.wanted())
+    return Weighed(source, captured, report, verdicts, source.wanted(), depth, key)
+
+
+def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
+    """Nothing; refuses to match tokens of two vocabularies by their ids."""
+    if room.judge.path is None or build(ground.cfg.align).method is not AlignMethod.LEVENSHTEIN:
+        return
+    if room.tokenizer.get_vocab() != ground.tokenizer.get_vocab():
+        raise UserError(
+            f"judge.path={room.path} has another vocabulary than {ground.model.path}: token ids cannot be matched; set "
+            "align.method=characters (and objective.length_from=train)"
+        )
 
 
 def _progress(done: int, total: int) -> None:

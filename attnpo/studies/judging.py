@@ -9,6 +9,8 @@ from attnpo.text.judge_template import JudgePrompts, JudgeRules
 from attnpo.weights.base import Tools
 
 if TYPE_CHECKING:
+    import torch
+
     from attnpo.models.spec import ModelSpec
     from attnpo.text.chat import ChatFormat
 
@@ -48,11 +50,13 @@ class JudgeRoom:
         from attnpo.text.chat import ChatFormat
 
         own = judge.path is None
+        self.tokenizer = chat.tokenizer
         self.judge = judge
         self.path = model.path if judge.path is None else judge.path
         self.revision = model.revision if own else judge.revision
         if not own:
-            chat = ChatFormat(load_tokenizer(self.path, self.revision), read_template(judge.chat_template))
+            self.tokenizer = load_tokenizer(self.path, self.revision)
+            chat = ChatFormat(self.tokenizer, read_template(judge.chat_template, "judge.chat_template"))
         self.prompts = JudgePrompts(judge.rules(), chat)
 
     @property
@@ -74,26 +78,23 @@ class JudgeRoom:
             "kernel": KERNEL,
         }
 
-    def tools(self) -> Tools:
-        """Model and prompts for capturing; loads the model."""
-        import torch
-
+    def tools(self, device: "torch.device") -> Tools:
+        """Model and prompts for capturing; loads the model onto ``device``."""
         from attnpo.models.judge import CausalJudge
         from attnpo.models.loading import load_model
 
         model = load_model(self.path, dtype=self.judge.dtype, revision=self.revision)
-        if torch.cuda.is_available():
-            model.to("cuda")  # type: ignore[arg-type]
+        model.to(device)  # type: ignore[arg-type]
         judge = CausalJudge(model, token_budget=self.judge.token_budget)
         return Tools(judge=judge, prompts=self.prompts, verdict=self.judge.verdict)
 
 
-def read_template(template: str | None) -> str | None:
+def read_template(template: str | None, key: str = "model.chat_template") -> str | None:
     """A chat template's text: as given when it holds Jinja, else the content of the file it names."""
     if template is None or "{%" in template or "{{" in template:
         return template
-    path = find_file(template, "model.chat_template")
+    path = find_file(template, key)
     text = path.read_text(encoding="utf-8")
     if "{" not in text:
-        raise UserError(f"model.chat_template={template}: {path} holds no Jinja template")
+        raise UserError(f"{key}={template}: {path} holds no Jinja template")
     return text.removesuffix("\n")

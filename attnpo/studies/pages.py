@@ -115,7 +115,7 @@ def study_figures(outcome: Outcome, spots: Sequence[Spot]) -> list[Image]:
     points = []
     for spot in spots:
         interval = hierarchical_bootstrap(spot.rewards("test"))
-        chosen = best[spot.arm.name] is spot or best[spot.arm.name].values == spot.values
+        chosen = best[spot.arm.name].values == spot.values
         points.append(
             FrontierPoint(
                 spot.arm.name, spot.truth("test", "kl"), interval.mean, spot.label, interval.low, interval.high, chosen

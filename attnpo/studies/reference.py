@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from omegaconf import DictConfig
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
-from attnpo.studies.inputs import Ground, reference_fingerprint, world_size
+from attnpo.studies.inputs import Ground, device_of, reference_fingerprint, world_size
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
@@ -42,9 +43,19 @@ def fill_reference(
             "with the same overrides: python -m attnpo.weigh ... reference=cached"
         )
     pad_id = int(ground.tokenizer.pad_token_id or 0)
+    if lacking:
+        model.to(device_of(ground.cfg))
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
-        store_logps(table, dict(score_examples(model, lacking[start : start + PAIRS_PER_SHARD], pad_id)))
+        chunk = lacking[start : start + PAIRS_PER_SHARD]
+        with autocast(ground.cfg):
+            store_logps(table, dict(score_examples(model, chunk, pad_id)))
     return table
+
+
+def autocast(cfg: DictConfig) -> torch.autocast:
+    """The number formats the policy will run in, so that stored and live log-probabilities come the same way."""
+    device = device_of(cfg).type
+    return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
 
 
 def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:

@@ -2,14 +2,16 @@
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from attnpo.config import build, plain
@@ -23,13 +25,22 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import UserError
 from attnpo.studies.account import example_statistics, log_inputs, versions
-from attnpo.studies.inputs import Inputs, make_inputs
+from attnpo.studies.inputs import Inputs, device_of, make_inputs
 from attnpo.studies.reference import fill_reference, with_reference
 from attnpo.studies.samples import write_samples
+from attnpo.training.export import full_state
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.settings import CallbackSettings, TrainerSettings
-from attnpo.training.trainer import make_callbacks, make_loggers, make_trainer, quiet_lightning, total_steps
+from attnpo.training.trainer import (
+    LOGS,
+    close_loggers,
+    make_callbacks,
+    make_loggers,
+    make_trainer,
+    quiet_lightning,
+    total_steps,
+)
 
 log = logging.getLogger(__name__)
 
@@ -84,8 +95,12 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
             accumulation=1,
         )
     trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
-    trainer.val_check_interval = settings.validate_every * trainer.accumulate_grad_batches
-    return _fit(trainer, module, _datamodule(inputs, examples, plan), steps, resume)
+    trained = _fit(trainer, module, _datamodule(inputs, examples, plan), steps, resume)
+    if not module.sharded:
+        return trained
+    whole = _load(inputs)
+    whole.load_state_dict(full_state(module.policy.model))
+    return replace(trained, policy=ScoredLM(whole), reference=None)
 
 
 def _load(inputs: Inputs) -> Any:
@@ -107,17 +122,24 @@ def _fit(
     started = time.perf_counter()
     log.info("training %d parameters for %d optimiser steps", parameter_count(module.policy.model), steps)
     first: dict[str, float] = {}
-    with quiet_lightning():
-        if resume is None:
-            trainer.validate(module, data, verbose=False)
-            first = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            log.info("before the first step: val/loss %.6f (ln 2 = 0.693147)", first.get("val/loss", float("nan")))
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    status = "failed"
+    try:
+        with quiet_lightning():
+            if resume is None:
+                trainer.validate(module, data, verbose=False)
+                first = _metrics(trainer)
+                log.info("before the first step: val/loss %.6f (ln 2 = 0.693147)", first.get("val/loss", float("nan")))
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        status = "success"
+    finally:
+        close_loggers(trainer.loggers, status)
+    metrics = _metrics(trainer)
     metrics.update({f"first/{name}": value for name, value in first.items()})
-    for logger in trainer.loggers:
-        logger.finalize("success")
     return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
+
+
+def _metrics(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
 
 
 def find_resume(cfg: DictConfig, folder: Path) -> Path | None:
@@ -138,16 +160,24 @@ def find_resume(cfg: DictConfig, folder: Path) -> Path | None:
 def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The result of one run as plain data, also written to ``result.json`` in its folder.
 
-    Config, metrics, curves, report, checkpoints and samples lie beside it.
+    Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
+    writes and scores; the others get an empty result.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     inputs = make_inputs(cfg)
     cfg = inputs.ground.cfg
-    save_config(cfg, folder / "config.yaml")
+    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    if leads:
+        save_config(cfg, folder / "config.yaml")
     log_inputs(inputs)
-    trained = train(inputs, folder, find_resume(cfg, folder))
+    resume = find_resume(cfg, folder)
+    if resume is None and leads:
+        shutil.rmtree(folder / LOGS, ignore_errors=True)  # of an earlier run in the same folder
+    trained = train(inputs, folder, resume)
+    if not leads:
+        return {}
     merge_metrics(folder)
+    trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
     result: dict[str, Any] = {
         "seed": cfg.seed,
         "steps": trained.steps,

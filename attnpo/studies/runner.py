@@ -4,9 +4,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import build, check, compose, plain
+from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
+from attnpo.studies.account import versions
 from attnpo.studies.grid import Arm, Point, Study, expand_arms, grid_record, make_points
 from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
-from attnpo.studies.judging import JudgeRoom
 from attnpo.studies.run import RESULT, run
 
 log = logging.getLogger(__name__)
@@ -58,11 +60,65 @@ def layered(*layers: Sequence[str]) -> list[str]:
     return list(merged.values())
 
 
-def point_config(cfg: DictConfig, study: Study, point: Point) -> tuple[DictConfig, list[str]]:
-    """A point's own composed config, and the overrides that give it on the command line."""
+def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str]) -> tuple[DictConfig, list[str]]:
+    """The composed config of one arm, and the overrides that give it on the command line.
+
+    The user's overrides come first, the arm's win. A user's ``weights.layer=2`` goes to the arms that have such a key
+    and is left out, with a log line, where an arm's own choice of the group has none.
+    """
     user = list(cfg.composed.get("overrides", []))
-    overrides = layered(study.shared, user, point.overrides(()))
-    return compose("fit", overrides, config_dir(cfg)), overrides
+    single = ["study=none", "seeds=null"]
+    try:
+        merged = layered(study.shared, user, overrides, single)
+        return compose("fit", merged, config_dir(cfg)), merged
+    except UserError:
+        groups = {key_of(override) for override in overrides if "." not in key_of(override)}
+        foreign = [
+            override for override in user if key_of(override).split(".")[0] in groups and "." in key_of(override)
+        ]
+        if not foreign:
+            raise
+        log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
+        merged = layered(study.shared, [override for override in user if override not in foreign], overrides, single)
+        return compose("fit", merged, config_dir(cfg)), merged
+
+
+def check_user(cfg: DictConfig, study: Study) -> None:
+    """Nothing; refuses an override of a group that the study's arms choose themselves."""
+    chosen = {key_of(item) for overrides in study.arms.values() for item in overrides if "." not in key_of(item)}
+    clash = [override for override in cfg.composed.get("overrides", []) if key_of(override) in chosen]
+    if clash:
+        raise UserError(
+            f"study {study.name} chooses {', '.join(sorted(chosen))} for each of its arms, so {' '.join(clash)} would "
+            "be lost: leave it out, or add study=none for a single run"
+        )
+    for override in cfg.composed.get("overrides", []):
+        group, dot, _ = key_of(override).partition(".")
+        if dot and group in chosen and not any(applies(cfg, override, arm) for arm in study.arms.values()):
+            compose("fit", layered([override], next(iter(study.arms.values())), ["study=none"]), config_dir(cfg))
+
+
+def applies(cfg: DictConfig, override: str, arm: Sequence[str]) -> bool:
+    """Whether an arm's config has the key of ``override``."""
+    try:
+        compose("fit", layered([override], arm, ["study=none"]), config_dir(cfg))
+    except UserError:
+        return False
+    return True
+
+
+def point_config(arm: tuple[DictConfig, list[str]], point: Point) -> tuple[DictConfig, list[str]]:
+    """A point's own config and overrides, from those of its arm."""
+    cfg, overrides = arm[0].copy(), layered(arm[1], [*point.values, f"seed={point.seed}"])
+    for key, value in (override.split("=", 1) for override in (*point.values, f"seed={point.seed}")):
+        OmegaConf.update(cfg, key, yaml_value(value))
+    cfg.composed.overrides = overrides
+    return cfg, overrides
+
+
+def yaml_value(text: str) -> Any:
+    """The value an override's text stands for."""
+    return OmegaConf.create(f"value: {text}").value
 
 
 def config_dir(cfg: DictConfig) -> Path | None:
@@ -71,12 +127,16 @@ def config_dir(cfg: DictConfig) -> Path | None:
     return None if given is None else Path(given)
 
 
-def point_folder(folder: Path, point: Point, cfg: DictConfig) -> Path:
-    """Where a point's results lie: named by arm, grid values and seed, and by the digest of everything that counts."""
-    values = {key: value for key, value in plain(cfg).items() if key not in BOOKKEEPING}
-    name = "-".join(part for part in (point.arm.name, *(value.split(".")[-1] for value in point.values)) if part)
+def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str, Any]) -> Path:
+    """Where a point's results lie: named by arm, grid values, seed, and the digest of everything that moves a number.
+
+    That is the composed config and ``facts``: what the files it names hold, and the versions of the code.
+    """
+    values = numbers_of(cfg)
+    settings = [value.partition("=") for value in point.values]
+    name = "-".join([point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
     clean = "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
-    return folder / "points" / f"{clean}-seed{point.seed}-{digest(values)[:8]}"
+    return folder / "points" / f"{clean}-seed{point.seed}-{digest({'config': values, 'facts': dict(facts)})[:8]}"
 
 
 def run_study(cfg: DictConfig, folder: Path) -> Outcome:
@@ -91,18 +151,29 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
             "torchrun, or run single points under it with study=none"
         )
     study: Study = build(cfg.study)
+    check_user(cfg, study)
+    if cfg.resume is not None:
+        raise UserError(
+            f"study {study.name}: resume={cfg.resume} is for single runs; finished points are reused anyway"
+        )
     began = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     seeds = [cfg.seed + i for i in range(cfg.seeds if cfg.seeds is not None else study.seeds)]
-    world = judge_once(cfg, study, seeds)
-    arms = expand_arms(study, world.pop("num_layers"))
-    record = grid_record(study, arms, world)
+    facts = {seed: judge_once(cfg, study, seed) for seed in seeds}
+    arms = expand_arms(study, facts[seeds[0]]["depth"])
+    composed = {arm.name: arm_config(cfg, study, arm.overrides) for arm in arms}
+    for config, _ in composed.values():
+        check(config, complete=False)
+    record = grid_record(
+        study, {name: counted(config) for name, (config, _) in composed.items()}, facts[seeds[0]]["world"]
+    )
     log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
     points = make_points(study, arms, seeds)
-    configs = [point_config(cfg, study, point) for point in points]
-    for config, _ in configs[: len(arms)]:
-        check(config, complete=False)
-    folders = [point_folder(folder, point, config) for point, (config, _) in zip(points, configs, strict=True)]
+    configs = [point_config(composed[point.arm.name], point) for point in points]
+    folders = [
+        point_folder(folder, point, config, facts[point.seed])
+        for point, (config, _) in zip(points, configs, strict=True)
+    ]
     done = {i: load for i in range(len(points)) if (load := finished(folders[i])) is not None}
     if done:
         log.info("%d of %d points are finished already and reused", len(done), len(points))
@@ -117,7 +188,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
             log.info("point %d/%d %s: %s", count, len(points), points[i].label, headline(result))
         else:
             errors[i] = error
-            log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, error.splitlines()[-1])
+            log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, last_line(error))
     if not done:
         raise UserError(
             f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}"
@@ -138,34 +209,50 @@ def plain_store(cfg: DictConfig) -> str | None:
     return None if cfg.store is None else str(cfg.store)
 
 
-def judge_once(cfg: DictConfig, study: Study, seeds: Sequence[int]) -> dict[str, Any]:
-    """What identifies the study's world, and the judge's depth; fills the store for every seed on the way.
+def numbers_of(cfg: DictConfig) -> dict[str, Any]:
+    """The parts of a config that can change a number; paths of model and data give way to what they hold."""
+    values = {key: value for key, value in plain(cfg).items() if key not in BOOKKEEPING}
+    for node in ("model", "data"):
+        values[node] = {key: value for key, value in values[node].items() if key != "path"}
+    return values
 
-    The points then find every weight in the store: one judge pass per base, whatever the number of points.
+
+def counted(cfg: DictConfig) -> dict[str, Any]:
+    """``numbers_of`` an arm without the seed, which differs between its points."""
+    values = numbers_of(cfg)
+    prepare = values["prepare"]
+    return {**values, "seed": None, "prepare": None if prepare is None else {**prepare, "seed": None}}
+
+
+def judge_once(cfg: DictConfig, study: Study, seed: int) -> dict[str, Any]:
+    """What identifies one seed's inputs (contents, not paths) and the judge's depth; fills the store on the way.
+
+    The points then find every weight in the store: one judge pass per base and judge, whatever the number of points.
     """
-    world: dict[str, Any] = {"num_layers": 1}
-    needing = [overrides for overrides in study.arms.values() if needs_judge(cfg, overrides)]
-    bases = []
-    for seed in seeds:
-        for overrides in needing[:1] or [list(study.arms[study.control])]:
-            user = list(cfg.composed.get("overrides", []))
-            changed = layered(study.shared, user, overrides, [f"seed={seed}", "study=none", "seeds=null"])
-            config = compose("fit", changed, config_dir(cfg))
+    facts: dict[str, Any] = {"depth": 1, "code": versions(), "weights": [], "world": None}
+    ground = None
+    for overrides in study.arms.values():
+        config = arm_config(cfg, study, [*overrides, f"seed={seed}"])[0]
+        if ground is None:
             ground = lay_ground(config)
-            if "digest" in ground.prepared:
-                world["world"] = ground.prepared["digest"]
-            bases.append(ground.prepared.get("base_key", ground.model.path))
-            if needing:
-                world["num_layers"] = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat).num_layers
-                weigh(ground, encode(ground, read_pairs(ground)))
-    return {**world, "bases": bases}
+            facts["world"] = ground.prepared.get("digest")
+            facts["model"] = weights_fingerprint(ground.model.path, ground.model.revision)
+            facts["chat"] = ground.chat.fingerprint()
+            pairs = read_pairs(ground)
+            facts["pairs"] = {split: found.fingerprint for split, found in pairs.items()}
+            encoded = encode(ground, pairs)
+        for node in ("model", "data"):
+            config[node].path = ground.cfg[node].path
+        weighed = weigh(replace(ground, cfg=config), encoded)
+        facts["depth"] = max(facts["depth"], weighed.depth)
+        if weighed.key and weighed.key not in facts["weights"]:
+            facts["weights"].append(weighed.key)
+    return facts
 
 
-def needs_judge(cfg: DictConfig, overrides: Sequence[str]) -> bool:
-    """Whether an arm's weight source reads a judge."""
-    user = list(cfg.composed.get("overrides", []))
-    config = compose("fit", layered(user, overrides, ["study=none", "seeds=null"]), config_dir(cfg))
-    return "judge" in build(config.weights).requires
+def last_line(text: str) -> str:
+    """The last line of an error's text."""
+    return text.strip().rpartition("\n")[2] or "no message"
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -210,7 +297,10 @@ def execute(
         }
         try:
             for future in as_completed(futures):
-                result, error = future.result()
+                try:
+                    result, error = future.result()
+                except BrokenProcessPool as broken:  # the process was killed, for its memory perhaps
+                    result, error = {}, f"the point's process ended abruptly: {broken}"
                 yield futures[future], result, error
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -16,15 +16,23 @@ log = logging.getLogger(__name__)
 
 
 def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
-    """Nothing; answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt."""
+    """Nothing; answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
+
+    Prompts that leave no room for an answer of ``settings.sample_tokens`` within lengths.max_length are passed over.
+    """
     ground = inputs.ground
-    pairs = inputs.pairs["val"].pairs[: settings.samples]
+    room = ground.cfg.lengths.max_length - settings.sample_tokens
+    fitting = {one.pair_id for one in inputs.examples["val"].examples if len(one.chosen.prompt_ids) <= room}
+    pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in fitting][: settings.samples]
+    if not pairs:
+        log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
+        return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=ground.cfg.seed)
     reference = load_model(ground.model.path, dtype=ground.model.dtype, revision=ground.model.revision)
     answers = {
-        name: HFGenerator(model, ground.tokenizer, ground.chat.prompt_ids).generate(
-            [pair.prompt for pair in pairs], sampling
-        )
+        name: HFGenerator(
+            model, ground.tokenizer, ground.chat.prompt_ids, end_ids=sorted(ground.chat.end_ids)
+        ).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
     with path.open("w", encoding="utf-8") as file:

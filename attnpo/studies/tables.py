@@ -14,7 +14,7 @@ from rich.console import Console
 from attnpo.analysis.tables import Cell, table_csv, table_markdown, table_rich
 from attnpo.studies.grid import Arm, Point
 from attnpo.studies.intervals import Interval, hierarchical_bootstrap, paired_difference
-from attnpo.studies.runner import Outcome
+from attnpo.studies.runner import Outcome, last_line
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def truth_table(outcome: Outcome) -> tuple[list[str], list[dict[str, Cell]]]:
         rows.append(
             {
                 "arm": name,
-                "point": spot.label,
+                "point": spot.label + over_limit(spot, outcome),
                 "reward": spot.truth("test", "reward"),
                 "95 %": interval_text(hierarchical_bootstrap(spot.rewards("test"))),
                 f"minus {outcome.study.control}": ""
@@ -136,6 +136,12 @@ def truth_table(outcome: Outcome) -> tuple[list[str], list[dict[str, Cell]]]:
             }
         )
     return list(rows[-1]), rows
+
+
+def over_limit(spot: Spot, outcome: Outcome) -> str:
+    """A mark on an arm none of whose points kept the KL limit; empty where there was nothing to choose."""
+    chosen = len(outcome.study.grid.overrides()) > 1
+    return " (above the KL limit)" if chosen and spot.truth("validation", "kl") > outcome.study.kl_limit else ""
 
 
 def base_row(spot: Spot) -> dict[str, Cell]:
@@ -180,24 +186,39 @@ DIGITS = {"eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
 
 def footnotes(outcome: Outcome) -> list[str]:
     """What a reader must know under the table: seeds, choice of points, what was fixed before, what failed."""
-    study, grid = outcome.study, outcome.study.grid
+    grid = outcome.study.grid
     seeds = sorted({point.seed for point, _ in outcome.points})
     lines = [
-        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs; points chosen on validation prompts with KL "
-        f"up to {study.kl_limit:g}; reward and intervals on held-out test prompts",
+        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs, each scored after its last step",
+        how_chosen(outcome),
         f"grid, the same for every arm: lr {list(grid.lr) or 'as set'}, beta {list(grid.beta) or 'as set'}",
         f"digest of world, grid and arms, fixed before the runs: {outcome.digest}",
     ]
     if len(seeds) == 1:
         lines.append("one seed: the intervals hold for the choice of prompts only, not for the noise of training")
-    judged = next((r["inputs"]["judge"] for _, r in outcome.points if "judge" in r["inputs"]), None)
-    if judged is not None:
+    judged = {point.seed: r["inputs"]["judge"] for point, r in outcome.points if "judge" in r["inputs"]}
+    for seed, judge in sorted(judged.items()):
         lines.append(
-            f"judge on the run's own pairs: {100 * judged['pair_accuracy']:.1f} % right with both orders averaged, "
-            f"{100 * judged['agreement']:.1f} % over single rounds, orders agree in {100 * judged['consistency']:.1f} %"
+            f"judge, seed {seed}, on the study's pairs: {100 * judge['pair_accuracy']:.1f} % agree with the labels "
+            f"(both orders averaged), {100 * judge['agreement']:.1f} % of single rounds, orders agree in "
+            f"{100 * judge['consistency']:.1f} %, {100 * judge['other_tokens']:.1f} % of verdicts are neither label"
         )
-    lines += [f"FAILED {point.label}: {error.splitlines()[-1]}" for point, error in outcome.failed]
+    lines += [f"FAILED {point.label}: {last_line(error)}" for point, error in outcome.failed]
     return lines
+
+
+def how_chosen(outcome: Outcome) -> str:
+    """How the shown point of an arm was chosen and on what its numbers stand."""
+    one = len(outcome.study.grid.overrides()) == 1
+    if not has_truth(gather(outcome.points)):
+        chosen = "one point per arm" if one else "points chosen by validation accuracy"
+        return f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic"
+    if one:
+        return "one point per arm, nothing tuned; reward and intervals on held-out test prompts"
+    return (
+        f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}; reward and intervals on other, "
+        "held-out test prompts"
+    )
 
 
 def finish_study(outcome: Outcome) -> None:
@@ -221,6 +242,8 @@ def finish_study(outcome: Outcome) -> None:
     )
     write_study_report(outcome, spots, columns, rows, notes)
     console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
+    for place in sorted(folder.glob("points/*/best")):
+        console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
 
 
 def all_points(spots: Sequence[Spot]) -> str:

@@ -1,6 +1,7 @@
 """Checkpoint folders, validation before the first step, plain progress lines."""
 
 import logging
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,31 @@ class PlainProgress(L.Callback):
         log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
 
 
+class StepValidation(L.Callback):
+    """Validates behind every ``every``-th optimiser step.
+
+    Lightning's own interval counts micro-batches, of which the short last step of an epoch has fewer: it would drift
+    and validate (and save) within a step.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._before = 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing; notes the step."""
+        self._before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing; makes this micro-batch one that Lightning validates behind, or not."""
+        due = trainer.global_step > self._before and trainer.global_step % self.every == 0
+        trainer.val_check_batch = 1 if due else sys.maxsize
+
+
 class FinalValidation(L.Callback):
     """Validates behind the last optimiser step, wherever the validation interval falls, and ends training there."""
 
@@ -90,5 +116,7 @@ class FinalValidation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Nothing; asks Lightning to stop, which makes it validate first."""
-        if trainer.global_step >= self.total_steps:
+        # Epochs are a step shorter than planned where fewer pairs are left over than there are processes.
+        over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        if over or trainer.global_step >= self.total_steps:
             trainer.should_stop = True

@@ -48,8 +48,9 @@ def pair_values(
 ) -> dict[str, Float[Tensor, "pairs"]]:
     """Everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
-    ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens). ``weights/effective_share`` is the
-    effective number of weighted tokens over the response length, mean of both sides; 1 for uniform weights.
+    ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
+    accuracy, so that it starts at 0.5 where policy and reference are the same. ``weights/effective_share`` is the
+    effective number of weighted tokens over |y| as the source counts it, mean of both sides; 1 for uniform weights.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards
@@ -59,7 +60,7 @@ def pair_values(
         "rewards/chosen": output.chosen_rewards,
         "rewards/rejected": output.rejected_rewards,
         "rewards/margins": margins,
-        "rewards/accuracies": (margins > 0).float(),
+        "rewards/accuracies": (margins > 0).float() + 0.5 * (margins == 0).float(),
         "logps/chosen": chosen,
         "logps/rejected": rejected,
     }
@@ -68,7 +69,7 @@ def pair_values(
     mass = weights.sum(-1)
     square = weights.square().sum(-1)
     effective = torch.where(square > 0, mass.square() / square.clamp(min=1e-30), torch.zeros_like(mass))
-    share = effective / rows.response_mask.sum(-1)
+    share = effective / rows.source_lengths.clamp(min=1.0)
     values["weights/effective_share"] = 0.5 * (share[: batch.pairs] + share[batch.pairs :])
     values["weights/max"] = torch.maximum(*split_pairs(weights.amax(-1)))
     return values

@@ -29,5 +29,5 @@ def merge_metrics(folder: Path) -> list[dict[str, float]]:
     with (folder / METRICS).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["step", "epoch", *names])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
     return rows

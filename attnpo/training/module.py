@@ -45,24 +45,25 @@ class PreferenceModule(L.LightningModule):
         self.total_steps = total_steps
         self.window = PairMeans()
         self.validation = PairMeans()
-        self._sharded = False
+        self.sharded = False
 
     reference: ScoredLM | None
 
     def configure_model(self) -> None:
         """Nothing; shards policy and reference over the data-parallel mesh when the strategy has one (FSDP2)."""
         mesh = self.device_mesh
-        if mesh is None or self._sharded:
+        if mesh is None or self.sharded:
             return
         shard(self.policy, mesh["data_parallel"])
         if self.reference is not None:
             shard(self.reference, mesh["data_parallel"])
-        self._sharded = True
+        self.sharded = True
 
     def setup(self, stage: str) -> None:
-        """Nothing; puts the reference on this rank's device."""
-        if self.reference is not None and not self._sharded:
-            self.reference.to(self.device)
+        """Nothing; puts the reference on this rank's device (sharding does so itself)."""
+        if self.reference is not None and self.device_mesh is None:
+            # Lightning moves the module itself only later, so self.device is still where it was built.
+            self.reference.to(self.trainer.strategy.root_device)
 
     def train(self, mode: bool = True) -> "PreferenceModule":
         """Self, with the policy in ``mode`` and the reference in eval mode."""
@@ -128,6 +129,8 @@ class PreferenceModule(L.LightningModule):
         if self.validation.names:
             values = {f"val/{name}": value.float() for name, value in self.validation.compute().items()}
             self.log_dict(values, prog_bar=False)
+            # Lightning would file this under the step before, and the one behind step 1 over the one before training.
+            self.log_dict({"step": float(self.trainer.global_step), "epoch": float(self.trainer.current_epoch)})
         self.validation.reset()
 
     def configure_optimizers(self) -> Any:

@@ -25,6 +25,8 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "constant"):
             raise UserError(f"optimizer.schedule must be cosine or constant, got {self.schedule!r}")
+        if self.warmup < 0:
+            raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
         if not self.lr > 0:
             raise UserError(f"optimizer.lr must be above 0, got {self.lr}")
 

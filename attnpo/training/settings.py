@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from attnpo.schema import UserError
 
+PRECISIONS = ("32-true", "bf16-mixed")
+STRATEGIES = ("auto", "ddp", "fsdp")
+
 
 @dataclass(frozen=True)
 class TrainerSettings:
@@ -27,6 +30,13 @@ class TrainerSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise UserError(
+                f"trainer.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}: weights stay fp32, "
+                "since half-precision masters lose small updates and casting rounds the rotary frequencies"
+            )
+        if self.strategy not in STRATEGIES:
+            raise UserError(f"trainer.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
         if self.validate_every < 1:
             raise UserError(f"trainer.validate_every must be at least 1 optimiser step, got {self.validate_every}")
         if self.max_steps < 0 and self.max_epochs < 1:
@@ -42,6 +52,10 @@ class WandbSettings:
     group: str | None = None
     mode: str = "online"
     tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("online", "offline"):
+            raise UserError(f"logger.wandb.mode must be online or offline, got {self.mode!r}; logger=csv turns it off")
 
 
 @dataclass(frozen=True)
@@ -66,3 +80,7 @@ class CallbackSettings:
     sample_tokens: int = 64
     report: bool = True
     heat_maps: int = 4
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise UserError(f"callbacks.mode must be min or max, got {self.mode!r}")

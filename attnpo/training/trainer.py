@@ -3,18 +3,18 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from transformers import PreTrainedTokenizerBase
 
-from attnpo.training.callbacks import FinalValidation, FolderCheckpoint, PlainProgress
+from attnpo.training.callbacks import FinalValidation, FolderCheckpoint, PlainProgress, StepValidation
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
 
 LOGS = "logs"
@@ -24,6 +24,8 @@ HARMLESS = (
     "does not have many workers",  # batches are collated from memory
     "in eval mode at the start of training",  # set to train mode in on_fit_start
     "dataloader is not resumable",  # the data module resumes its sampler
+    "exists and is not empty",  # best/ and last/ of a resumed run are written again
+    "accumulate the metric across devices",  # PairMeans has summed over them already
     "LeafSpec",
 )
 
@@ -37,8 +39,6 @@ def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, An
     """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases."""
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
-        from lightning.pytorch.loggers import WandbLogger
-
         chosen = settings.wandb
         loggers.append(
             WandbLogger(
@@ -54,6 +54,14 @@ def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, An
     return loggers
 
 
+def close_loggers(loggers: Sequence[Logger], status: str) -> None:
+    """Nothing; ends the loggers' runs ("success" or "failed"), so that the next run of this process gets its own."""
+    for logger in loggers:
+        logger.finalize(status)
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish(exit_code=0 if status == "success" else 1)
+
+
 def make_callbacks(
     settings: CallbackSettings, trainer: TrainerSettings, folder: Path, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> list[Callback]:
@@ -67,11 +75,21 @@ def make_callbacks(
     return callbacks
 
 
+class FullySharded(ModelParallelStrategy):
+    """FSDP2 over all processes with no tensor parallelism; checkpoints are single files like everyone else's."""
+
+    def __init__(self) -> None:
+        super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
+
+    def setup_environment(self) -> None:
+        """Nothing; makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
+        self._data_parallel_size = self.world_size
+        super().setup_environment()
+
+
 def make_strategy(name: str) -> str | Strategy:
-    """Lightning's strategy; "fsdp" is FSDP2 over all processes with no tensor parallelism."""
-    if name != "fsdp":
-        return name
-    return ModelParallelStrategy(data_parallel_size="auto", tensor_parallel_size=1)
+    """Lightning's strategy; "fsdp" is FSDP2."""
+    return FullySharded() if name == "fsdp" else name
 
 
 def make_trainer(
@@ -84,21 +102,18 @@ def make_trainer(
     devices: str | int | None = None,
 ) -> L.Trainer:
     """The Trainer of a run. ``accumulation`` is micro-batches per optimiser step on one process."""
-    strategy = make_strategy(settings.strategy)
     count = settings.devices if devices is None else devices
-    if isinstance(strategy, ModelParallelStrategy):
-        strategy._data_parallel_size = int(count) * settings.num_nodes if str(count).isdigit() else "auto"
     return L.Trainer(
         accelerator=settings.accelerator,
         devices=int(count) if str(count).isdigit() else count,
         num_nodes=settings.num_nodes,
-        strategy=strategy,
+        strategy=make_strategy(settings.strategy),
         precision=settings.precision,  # type: ignore[arg-type]
         max_epochs=settings.max_epochs if settings.max_steps < 0 else -1,
         max_steps=settings.max_steps,
         accumulate_grad_batches=accumulation,
         gradient_clip_val=settings.gradient_clip_val,
-        val_check_interval=settings.validate_every * accumulation,
+        val_check_interval=1,  # StepValidation decides
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         log_every_n_steps=settings.log_every_n_steps,
@@ -108,7 +123,7 @@ def make_trainer(
         enable_model_summary=False,
         default_root_dir=folder,
         logger=loggers,
-        callbacks=callbacks,
+        callbacks=[*callbacks, StepValidation(settings.validate_every)],
     )
 
 

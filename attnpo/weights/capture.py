@@ -26,7 +26,7 @@ REFERENCE = "reference"
 TOKENS = "tokens"
 VERDICTS = "verdicts"
 # Raised by hand with every change of the code that moves a stored number.
-CAPTURE_VERSION = "1"
+CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
 
 
@@ -114,6 +114,7 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[int]) 
 def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Any]:
     return {
         "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
+        "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
         "counts": np.array([part.token_ids.numel() for part in parts], dtype=np.int32),
         "ids": torch.cat([part.token_ids for part in parts]).to(torch.int32),
         "offsets": torch.cat([part.offsets for part in parts]).flatten().to(torch.int32),
@@ -157,7 +158,14 @@ def _unpack(
             logits = torch.from_numpy(verdicts["logits"][2 * place : 2 * place + 2])
             token = int(verdicts["tokens"][place])
         rounds.append(
-            Round(bool(chosen_is_a), sides[2 * place], sides[2 * place + 1], logits, None if token == -1 else token)
+            Round(
+                bool(chosen_is_a),
+                sides[2 * place],
+                sides[2 * place + 1],
+                logits,
+                None if token == -1 else token,
+                bool(tokens["cut"][place]),
+            )
         )
     return PairWeights(pair_id, tuple(rounds))
 

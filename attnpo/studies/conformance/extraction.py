@@ -11,6 +11,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, JudgeReading, Message, PairWeights, PreferencePair, UserError
 from attnpo.studies.conformance.folder import ROUNDS, GivenCuts, Golden, Recorder, answer_of, is_cut, preference
@@ -101,7 +103,7 @@ class Extraction:
     @cached_property
     def tools(self) -> Tools:
         """The run's tools with the judge's readings kept."""
-        tools = self.room.tools()
+        tools = self.room.tools(torch.device("cpu"))
         if tools.judge is None:
             raise UserError("the judge of configs/judge brings no model")
         cut = {preference(pair).pair_id: pair for pair in self.golden.pairs if is_cut(pair)}

@@ -72,7 +72,7 @@ class Attention:
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[int, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge in one call."""
         if tools.judge is None or tools.prompts is None:
-            raise UserError("weights=attention reads a judge: set judge.model and judge.template_file")
+            raise UserError("weights=attention reads a judge: set judge.path and judge.template_file")
         prompts = [prompt for pair in pairs for prompt in tools.prompts.build(pair)]
         readings = tools.judge.read(
             [prompt.input_ids for prompt in prompts],
@@ -126,4 +126,5 @@ def _cut(prompt: JudgePrompt, reading: JudgeReading) -> Round:
         rejected=sides["rejected"],
         verdict_logits=logits,
         verdict_token=None if reading.verdict_token is None else int(reading.verdict_token),
+        cut=prompt.cut,
     )

@@ -1,0 +1,181 @@
+"""From pairs to examples: every cut and every dropped pair is counted."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from attnpo.data.prepare import (
+    EncodedSet,
+    ExampleSet,
+    Tally,
+    encode_pairs,
+    length_percentiles,
+    prepare_examples,
+)
+from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.uniform import Uniform
+
+GRAMMAR = Grammar()
+WORDS = [word for word in GRAMMAR.vocabulary() if word.isalpha()]
+FOREIGN = 10**6  # an id that no training token has
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    return ChatFormat(build_tokenizer(GRAMMAR))
+
+
+def make_pair(chosen: int, rejected: int, shift: int = 0, question: int = 4) -> PreferencePair:
+    """A pair whose sides are that many distinct words, one token each."""
+    words = WORDS[shift:]
+    return PreferencePair.make(
+        [{"role": "user", "content": " ".join(words[:question])}],
+        " ".join(words[:chosen]),
+        " ".join(words[20 : 20 + rejected]),
+    )
+
+
+# Prompts of <bos> <user> 4 words <assistant>: 7 tokens. Responses of n words: n + 1 tokens with the end of turn.
+PROMPT = 7
+
+
+def test_the_lengths_this_file_counts_with(chat: ChatFormat) -> None:
+    encoded = chat.encode(make_pair(3, 6).prompt, make_pair(3, 6).chosen)
+    assert (len(encoded.prompt_ids), len(encoded.response_ids)) == (PROMPT, 4)
+
+
+def test_what_fits_is_left_alone(chat: ChatFormat) -> None:
+    pairs = [make_pair(3, 6), make_pair(2, 2, shift=1)]
+    found = encode_pairs(pairs, chat, LengthRules(PROMPT + 7, PROMPT))
+    assert (found.pairs, found.read, found.tally.counts) == (pairs, 2, Counter())
+    assert [[len(sides[side].response_ids) for side in SIDES] for sides in found.encoded] == [[4, 7], [3, 3]]
+
+
+def test_a_response_keeps_its_beginning_and_the_cut_is_counted(chat: ChatFormat) -> None:
+    pairs = [make_pair(3, 6), make_pair(8, 9, shift=1), make_pair(1, 1, shift=2)]
+    limit = PROMPT + 5
+    found = encode_pairs(pairs, chat, LengthRules(limit, PROMPT))
+    assert found.read == len(found.pairs) == 3
+    assert found.tally.counts == {
+        f"cut: chosen response at lengths.max_length {limit}": 1,
+        f"cut: rejected response at lengths.max_length {limit}": 2,
+    }
+    whole = chat.encode(pairs[0].prompt, pairs[0].rejected)
+    assert found.encoded[0]["rejected"].response_ids == whole.response_ids[:5]
+    assert found.encoded[0]["chosen"] == chat.encode(pairs[0].prompt, pairs[0].chosen)
+
+
+def test_a_prompt_keeps_its_end_and_is_counted_once_per_pair(chat: ChatFormat) -> None:
+    pair = make_pair(2, 2)
+    found = encode_pairs([pair], chat, LengthRules(PROMPT + 20, PROMPT - 2))
+    assert found.tally.counts == {f"cut: prompt to its last {PROMPT - 2} tokens": 1}
+    for side in SIDES:
+        whole = chat.encode(pair.prompt, pair.response(side))
+        assert found.encoded[0][side].prompt_ids == whole.prompt_ids[2:]
+        assert found.encoded[0][side].response_ids == whole.response_ids
+
+
+@pytest.mark.parametrize("rules", [(PROMPT + 5, PROMPT), (PROMPT + 20, PROMPT - 1)], ids=["response", "prompt"])
+def test_drop_leaves_out_whole_pairs(chat: ChatFormat, rules: tuple[int, int]) -> None:
+    """By responses only the second pair is too long; by the prompt both are, and the one with a short prompt stays."""
+    pairs = [make_pair(3, 4), make_pair(3, 6, shift=1), make_pair(2, 2, shift=2, question=2)]
+    found = encode_pairs(pairs, chat, LengthRules(*rules, Overlong.DROP))
+    left = [pairs[0], pairs[2]] if rules[1] == PROMPT else [pairs[2]]
+    assert found.pairs == left
+    assert found.tally.counts == {f"dropped: longer than lengths.max_length {rules[0]}": 3 - len(left)}
+    made = prepare_examples(found, Uniform(), {}, AlignRules())
+    assert (made.read, made.dropped, len(made.examples)) == (3, 3 - len(left), len(left))
+    assert made.tally.counts == found.tally.counts
+
+
+def captured(pair: PreferencePair, sides: dict[str, EncodedResponse], known: dict[str, int]) -> PairWeights:
+    """Two rounds of equal attention on the response's tokens, of which only the first ``known`` have training ids."""
+    rows = {}
+    for side in SIDES:
+        content = len(sides[side].response_ids) - 1
+        ids = [*sides[side].response_ids[: known[side]], *[FOREIGN] * (content - known[side])]
+        rows[side] = TokenWeights(
+            torch.tensor(ids), torch.tensor(sides[side].offsets[:content]), torch.full((1, content), 0.01)
+        )
+    return PairWeights(pair.pair_id, tuple(Round(first, rows["chosen"], rows["rejected"]) for first in (True, False)))
+
+
+def weighed(chat: ChatFormat, known: list[tuple[int, int]], min_coverage: float) -> tuple[EncodedSet, ExampleSet]:
+    """Pairs of 4 and 8 content tokens, as many of them matched as ``known`` says."""
+    pairs = [make_pair(4, 8, shift=i) for i in range(len(known))]
+    encoded = encode_pairs(pairs, chat, LengthRules(200, 100))
+    rows = {
+        pair.pair_id: captured(pair, sides, {"chosen": count[0], "rejected": count[1]})
+        for pair, sides, count in zip(encoded.pairs, encoded.encoded, known, strict=True)
+    }
+    align = AlignRules(min_coverage=min_coverage)
+    return encoded, prepare_examples(encoded, Attention(layer=1).resolve(1), rows, align, layers=(1,))
+
+
+def test_pairs_below_the_least_coverage_are_dropped_and_counted(chat: ChatFormat) -> None:
+    encoded, made = weighed(chat, [(4, 8), (4, 5), (4, 6), (2, 8)], min_coverage=0.75)
+    assert [example.pair_id for example in made.examples] == [encoded.pairs[0].pair_id, encoded.pairs[2].pair_id]
+    assert [example.coverage for example in made.examples] == [(1.0, 1.0), (1.0, 0.75)]
+    assert made.tally.counts == {"dropped: coverage below align.min_coverage 0.75": 2}
+    assert made.tally.first == {
+        "dropped: coverage below align.min_coverage 0.75": [encoded.pairs[i].pair_id[:8] for i in (1, 3)]
+    }
+    assert (made.read, made.dropped, len(made.examples)) == (4, 2, 2)
+    assert (made.content_tokens, made.unmatched_tokens) == (4 * 12, 3 + 2 + 2)
+    assert made.unmatched_share == pytest.approx(7 / 48)
+
+
+def test_kept_weights_are_not_rescaled_and_the_end_of_turn_has_none(chat: ChatFormat) -> None:
+    _, made = weighed(chat, [(4, 6)], min_coverage=0.0)
+    chosen, rejected = made.examples[0].weights
+    assert chosen.tolist() == pytest.approx([1 / 4] * 4 + [0.0])
+    assert rejected.tolist() == pytest.approx([1 / 8] * 6 + [0.0] * 3)
+    assert made.examples[0].lengths == (4.0, 8.0)
+
+
+def test_a_pair_without_any_weighted_token_counts_for_nothing(chat: ChatFormat) -> None:
+    """Its pair weight is 0 and both sides are counted; a pair with one empty side keeps its weight."""
+    encoded, made = weighed(chat, [(0, 0), (0, 8), (4, 8)], min_coverage=0.0)
+    assert [example.pair_weight for example in made.examples] == [0.0, 1.0, 1.0]
+    assert made.tally.counts == {
+        "no weighted token in the chosen response": 2,
+        "no weighted token in the rejected response": 1,
+    }
+    assert (made.read, made.dropped) == (3, 0)
+    assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.lines()[1]
+
+
+def test_missing_weights_are_an_error(chat: ChatFormat) -> None:
+    encoded = encode_pairs([make_pair(4, 8)], chat, LengthRules(200, 100))
+    with pytest.raises(UserError, match=r"expected captured weights for Attention; run attnpo\.weigh"):
+        prepare_examples(encoded, Attention(layer=1), {}, AlignRules(), layers=(1,))
+
+
+def test_preparing_does_not_touch_the_account_of_encoding(chat: ChatFormat) -> None:
+    """The same encoded pairs serve several sources; their tallies must not add up."""
+    encoded, made = weighed(chat, [(0, 0)], min_coverage=0.0)
+    assert encoded.tally.counts == Counter() and encoded.tally.first == {}
+    assert sum(made.tally.counts.values()) == 2
+
+
+def test_a_tally_counts_all_and_names_three() -> None:
+    tally = Tally()
+    for i in range(5):
+        tally.add("dropped: why", f"{i}" * 32)
+    tally.add("cut: what", "a" * 32)
+    assert tally.counts == {"dropped: why": 5, "cut: what": 1}
+    assert tally.lines() == ["cut: what: 1 (aaaaaaaa)", "dropped: why: 5 (00000000, 11111111, 22222222)"]
+
+
+def test_percentiles_are_those_of_the_longer_branch(chat: ChatFormat) -> None:
+    pairs = [make_pair(2, count, shift=count) for count in (3, 5, 7, 9)]
+    made = prepare_examples(encode_pairs(pairs, chat, LengthRules(200, 100)), Uniform(), {}, AlignRules())
+    # 7 prompt tokens, the words, the end of turn: 11, 13, 15, 17; place q * 4 // 100 of the rising list.
+    assert length_percentiles(made.examples) == {"p50": 15, "p90": 17, "p99": 17, "max": 17}
+    assert length_percentiles([]) == {}

@@ -1,0 +1,265 @@
+"""Arms, grids and points; and a study run to its end, repeated, and with a point that fails."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from attnpo.schema import UserError
+from attnpo.studies import runner
+from attnpo.studies.grid import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
+from attnpo.studies.runner import Outcome, arm_config, layered, point_config, point_folder, run_study
+from attnpo.studies.tables import finish_study
+from tests.studies.worlds import World, build_world, judge_loads
+
+SWEEP = Study(
+    "sweep",
+    {"uniform": ["weights=uniform"], "attention": ["weights=attention", "align.method=characters"]},
+    grid=Grid(lr=(1e-4, 5e-5), beta=(0.1, 1.0)),
+    layers=(1, "1/4", "1/2", "3/4", "last"),
+)
+
+
+# ------------------------------------------------------------------------------------------------ arms and points
+
+
+def test_each_layer_is_an_arm_of_its_own() -> None:
+    """Of 32 layers: 1, 8, 16, 24, 32, as in the paper's figure."""
+    arms = expand_arms(SWEEP, 32)
+    assert [(arm.name, arm.layer) for arm in arms] == [
+        ("uniform", None),
+        ("attention L1", 1),
+        ("attention L8", 8),
+        ("attention L16", 16),
+        ("attention L24", 24),
+        ("attention L32", 32),
+    ]
+    assert arms[0].overrides == ("weights=uniform",)
+    assert arms[2].overrides == ("weights=attention", "align.method=characters", "weights.layer=8")
+
+
+def test_layers_that_coincide_are_one_arm_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        arms = expand_arms(SWEEP, 2)
+    assert [arm.layer for arm in arms] == [None, 1, 2]
+    assert caplog.messages == ["layers 1, 1/4, 1/2, 3/4 are one and the same here: layer 1 of 2"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert [arm.layer for arm in expand_arms(SWEEP, 4)] == [None, 1, 2, 3, 4]
+    assert caplog.messages == ["layers 1, 1/4 are one and the same here: layer 1 of 4"]
+
+
+def test_a_layer_that_is_not_there_is_refused() -> None:
+    study = Study("deep", {"uniform": [], "attention": []}, layers=(5,))
+    with pytest.raises(UserError, match=r"weights\.layer: expected a whole number from 1 to 4.* got 5"):
+        expand_arms(study, 4)
+
+
+def test_the_grid_is_a_product_with_nothing_for_an_empty_axis() -> None:
+    assert Grid(lr=(1e-4, 5e-5), beta=(0.1, 1.0)).overrides() == [
+        ("optimizer.lr=0.0001", "objective.beta=0.1"),
+        ("optimizer.lr=0.0001", "objective.beta=1.0"),
+        ("optimizer.lr=5e-05", "objective.beta=0.1"),
+        ("optimizer.lr=5e-05", "objective.beta=1.0"),
+    ]
+    assert Grid(beta=(0.3,)).overrides() == [("objective.beta=0.3",)]
+    assert Grid().overrides() == [()]
+
+
+def test_every_arm_gets_every_point_of_the_grid_and_every_seed() -> None:
+    arms = expand_arms(SWEEP, 32)
+    points = make_points(SWEEP, arms, [3, 4])
+    assert len(points) == 2 * 4 * 6
+    by_arm = {arm.name: {(p.values, p.seed) for p in points if p.arm == arm} for arm in arms}
+    assert all(found == by_arm["uniform"] and len(found) == 8 for found in by_arm.values())
+    assert [point.arm.name for point in points[:6]] == [arm.name for arm in arms]
+    assert [point.seed for point in points] == [3] * 24 + [4] * 24
+
+
+def test_a_point_overrides_behind_what_is_shared() -> None:
+    point = Point(Arm("attention L2", ("weights.layer=2",), 2), ("optimizer.lr=5e-05",), 7)
+    assert point.overrides(["callbacks=none"]) == [
+        "callbacks=none",
+        "weights.layer=2",
+        "optimizer.lr=5e-05",
+        "seed=7",
+        "study=none",
+        "seeds=null",
+    ]
+    assert point.label == "attention L2 optimizer.lr=5e-05 seed=7"
+
+
+def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
+    shared, user, mine = ["callbacks=none", "a.b=1"], ["+a.b=2", "seed=1", "callbacks.samples=4"], ["seed=9"]
+    assert layered(shared, user, mine) == ["callbacks=none", "+a.b=2", "callbacks.samples=4", "seed=9"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"arms": {}}, r"study\.arms is empty"),
+        ({"control": "dpo"}, r"study\.control=dpo is none of uniform, attention"),
+        ({"layers": (1,), "layer_arm": "attn"}, r"study\.layer_arm=attn is none of uniform, attention"),
+        ({"seeds": 0}, r"study\.seeds and study\.workers must be at least 1"),
+        ({"workers": 0}, r"study\.seeds and study\.workers must be at least 1"),
+    ],
+)
+def test_a_study_that_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Study(**{"name": "s", "arms": {"uniform": [], "attention": []}, **keys})
+
+
+def test_the_record_changes_with_what_was_fixed() -> None:
+    arms: dict[str, dict[str, object]] = {"uniform": {"beta": 0.1}}
+    record = grid_record(SWEEP, arms, "w")
+    assert record["grid"] == {"lr": [1e-4, 5e-5], "beta": [0.1, 1.0]}
+    assert (record["world"], record["arms"]) == ("w", arms)
+
+    def digest(study: Study, beta: float, world: str) -> str:
+        return Outcome(study, [], [], [], grid_record(study, {"uniform": {"beta": beta}}, world), Path(), 0.0).digest
+
+    first = digest(SWEEP, 0.1, "w")
+    other = Study("sweep", SWEEP.arms, grid=Grid(lr=(1e-4,), beta=(0.1, 1.0)), layers=SWEEP.layers)
+    assert digest(SWEEP, 0.1, "w") == first
+    assert len({first, digest(other, 0.1, "w"), digest(SWEEP, 0.2, "w"), digest(SWEEP, 0.1, "v")}) == 4
+
+
+# ------------------------------------------------------------------------------------------------ a study run
+
+
+STUDY = """
+_target_: attnpo.studies.grid.Study
+name: tiny
+arms:
+  uniform: [weights=uniform]
+  broken: [weights=uniform, data.val_split=nowhere]
+  attention: [weights=attention]
+grid:
+  _target_: attnpo.studies.grid.Grid
+  lr: [1.0e-3]
+  beta: [0.2]
+seeds: 1
+workers: 1
+shared: [callbacks=none, reference=cached, trainer.max_steps=1]
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[DictConfig, World, Path]:
+    """A study of three arms, of which one cannot run; its configuration lies in a folder of the user's own."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "configs" / "study").mkdir(parents=True)
+    (folder / "configs" / "study" / "tiny.yaml").write_text(STUDY)
+    world = build_world(folder)
+    return world.config("study=tiny", "batch.eval_micro=4", config_dir=folder / "configs"), world, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def outcome(study: tuple[DictConfig, World, Path]) -> tuple[Outcome, list[str]]:
+    """The finished study, and the judges that were loaded for it."""
+    cfg, _, folder = study
+    with judge_loads() as loaded:
+        return run_study(cfg, folder), loaded
+
+
+def test_a_failed_point_is_named_and_the_others_are_run(outcome: tuple[Outcome, list[str]]) -> None:
+    found, loaded = outcome
+    assert [point.arm.name for point, _ in found.points] == ["uniform", "attention"]
+    assert len(loaded) == 1, "one judge pass for the whole study"
+    ((point, error),) = found.failed
+    assert point.arm.name == "broken" and "data.val_split=nowhere" in error
+    for _, result in found.points:
+        assert result["steps"] == 1
+    assert [result["inputs"].get("weights") for _, result in found.points] == [None, {"from_store": 18, "computed": 0}]
+
+
+def test_a_point_is_what_its_overrides_say(
+    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]]
+) -> None:
+    """Shared overrides, then the user's, then the point's own; its folder is named after it."""
+    cfg, _, folder = study
+    point, result = outcome[0].points[1]
+    config, overrides = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
+    assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
+    assert "study=tiny" not in overrides and "weights=attention" in overrides
+    (place,) = (folder / "points").glob("attention-lr=0.001-beta=0.2-seed0-*")
+    assert json.loads((place / "result.json").read_text()) == result
+    assert "before the first step" in (place / "log.txt").read_text()
+
+
+def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
+    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]]
+) -> None:
+    cfg, _, folder = study
+    point = outcome[0].points[1][0]
+    arm = arm_config(cfg, outcome[0].study, point.arm.overrides)
+    config, _ = point_config(arm, point)
+    other, _ = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0))
+    place = point_folder(folder, point, config, {"model": "m"})
+    assert point_folder(folder, point, other, {"model": "m"}) != place
+    assert point_folder(folder, point, config, {"model": "n"}) != place
+    moved = config.copy()
+    moved.model.path, moved.data.path, moved.store, moved.output = "a", "b", "c", "d"
+    assert point_folder(folder, point, moved, {"model": "m"}) == place
+
+
+def test_a_repeated_command_trains_nothing_again(
+    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finished points are reused; only the one that failed is tried again."""
+    cfg, _, folder = study
+    tried: list[str] = []
+
+    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+        tried.append(place.name)
+        raise UserError("not again")
+
+    monkeypatch.setattr(runner, "run", run)
+    with judge_loads() as loaded:
+        again = run_study(cfg, folder)
+    assert len(tried) == 1 and tried[0].startswith("broken")
+    assert loaded == []
+    assert [result for _, result in again.points] == [result for _, result in outcome[0].points]
+    assert [error for _, error in again.failed] == ["not again"]
+    assert again.digest == outcome[0].digest
+
+
+def test_another_setting_is_another_study_in_the_same_folder(
+    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are found by what was set, not by the name of the study; when every point fails that is an error."""
+    _, world, folder = study
+    cfg = world.config("study=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
+    tried: list[str] = []
+
+    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+        tried.append(place.name)
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(runner, "run", run)
+    with pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"):
+        run_study(cfg, folder)
+    assert len(tried) == 3
+    assert "out of luck" in (folder / "points" / tried[0] / "error.txt").read_text()
+
+
+def test_a_finished_study_writes_its_table(
+    outcome: tuple[Outcome, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = outcome[0]
+    finish_study(found)
+    for text in (capsys.readouterr().out, (found.folder / "table.md").read_text()):
+        assert found.digest in text and "FAILED broken" in text and "attention" in text
+    assert json.loads((found.folder / "study.json").read_text())["digest"] == found.digest
+    assert len((found.folder / "results.csv").read_text().splitlines()) == 3
+    assert found.digest in (found.folder / "report.html").read_text()
+
+
+def test_several_processes_are_refused(study: tuple[DictConfig, World, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"study tiny was started with 2 processes"):
+        run_study(study[0], study[2])
