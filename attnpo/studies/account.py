@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import attnpo
+from attnpo import __version__
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
@@ -21,7 +21,7 @@ PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "h
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages whose change can change a number."""
     found = {name: metadata.version(name) for name in PACKAGES}
-    return {"attnpo": attnpo.__version__, "python": platform.python_version(), **found}
+    return {"attnpo": __version__, "python": platform.python_version(), **found}
 
 
 def effective_share(example: TrainingExample) -> float:

@@ -81,14 +81,22 @@ def test_a_prompt_keeps_its_end_and_is_counted_once_per_pair(chat: ChatFormat) -
         assert found.encoded[0][side].response_ids == whole.response_ids
 
 
-@pytest.mark.parametrize("rules", [(PROMPT + 5, PROMPT), (PROMPT + 20, PROMPT - 1)], ids=["response", "prompt"])
-def test_drop_leaves_out_whole_pairs(chat: ChatFormat, rules: tuple[int, int]) -> None:
-    """By responses only the second pair is too long; by the prompt both are, and the one with a short prompt stays."""
+@pytest.mark.parametrize(
+    ("max_length", "max_prompt_length", "left", "event"),
+    [
+        (PROMPT + 5, PROMPT, [0, 2], f"dropped: prompt and response longer than lengths.max_length {PROMPT + 5}"),
+        (PROMPT + 20, PROMPT - 1, [2], f"dropped: prompt longer than lengths.max_prompt_length {PROMPT - 1}"),
+    ],
+    ids=["response", "prompt"],
+)
+def test_drop_leaves_out_whole_pairs(
+    chat: ChatFormat, max_length: int, max_prompt_length: int, left: list[int], event: str
+) -> None:
+    """By its responses the second pair alone is too long; by the prompt all but the one with a short prompt."""
     pairs = [make_pair(3, 4), make_pair(3, 6, shift=1), make_pair(2, 2, shift=2, question=2)]
-    found = encode_pairs(pairs, chat, LengthRules(*rules, Overlong.DROP))
-    left = [pairs[0], pairs[2]] if rules[1] == PROMPT else [pairs[2]]
-    assert found.pairs == left
-    assert found.tally.counts == {f"dropped: longer than lengths.max_length {rules[0]}": 3 - len(left)}
+    found = encode_pairs(pairs, chat, LengthRules(max_length, max_prompt_length, Overlong.DROP))
+    assert found.pairs == [pairs[i] for i in left]
+    assert found.tally.counts == {event: 3 - len(left)}
     made = prepare_examples(found, Uniform(), {}, AlignRules())
     assert (made.read, made.dropped, len(made.examples)) == (3, 3 - len(left), len(left))
     assert made.tally.counts == found.tally.counts

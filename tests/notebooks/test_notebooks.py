@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.studies.worlds import tiny_world
+from tests.studies.worlds import build_world
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -25,10 +25,16 @@ def test_stored_without_outputs(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNPO_OVERRIDES", " ".join(tiny_world(tmp_path).overrides))
+    monkeypatch.setenv("ATTNPO_OVERRIDES", " ".join(build_world(tmp_path).overrides()))
     monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "store"))
     monkeypatch.setenv("PYTHONPATH", str(path.resolve().parents[1]))
     notebook = nbformat.read(path, as_version=4)
     NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
-    kinds = [kind for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs for kind in out.get("data", {})]
+    kinds = [
+        kind
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+        for out in cell.outputs
+        for kind in out.get("data", {})
+    ]
     assert "text/html" in kinds and "image/png" in kinds

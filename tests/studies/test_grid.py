@@ -79,16 +79,8 @@ def test_every_arm_gets_every_point_of_the_grid_and_every_seed() -> None:
     assert [point.seed for point in points] == [3] * 24 + [4] * 24
 
 
-def test_a_point_overrides_behind_what_is_shared() -> None:
+def test_a_point_is_called_by_what_it_varies() -> None:
     point = Point(Arm("attention L2", ("weights.layer=2",), 2), ("optimizer.lr=5e-05",), 7)
-    assert point.overrides(["callbacks=none"]) == [
-        "callbacks=none",
-        "weights.layer=2",
-        "optimizer.lr=5e-05",
-        "seed=7",
-        "study=none",
-        "seeds=null",
-    ]
     assert point.label == "attention L2 optimizer.lr=5e-05 seed=7"
 
 

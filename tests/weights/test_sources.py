@@ -63,7 +63,7 @@ def test_verdicts_are_left_out_on_request() -> None:
 
 
 def test_capture_without_a_judge_names_what_to_set() -> None:
-    with pytest.raises(UserError, match=r"judge\.model"):
+    with pytest.raises(UserError, match=r"judge\.path"):
         Attention().capture([make_pair(0)], Tools(), (1,))
 
 
