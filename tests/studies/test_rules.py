@@ -1,0 +1,128 @@
+"""Rules of runs and studies that keep a command from meaning something else than it says."""
+
+from pathlib import Path
+
+import pytest
+
+from attnpo.config import build
+from attnpo.schema import UserError
+from attnpo.studies.inputs import lay_ground, make_inputs, process
+from attnpo.studies.judging import JudgeRoom
+from attnpo.studies.runner import arm_config, check_user, execute, judge_once
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.pretrain import new_model
+from attnpo.testbed.tokenizer import build_tokenizer
+from tests.studies.worlds import RECIPE, World, build_world
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+STUDY = "study=quickstart"
+
+
+def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = world.config(STUDY, "weights.layer=2")
+    study = build(cfg.study)
+    check_user(cfg, study)
+    with caplog.at_level("INFO"):
+        configs = {name: arm_config(cfg, study, overrides)[0] for name, overrides in study.arms.items()}
+    assert configs["AttentionPO"].weights.layer == 2
+    assert "layer" not in configs["uniform (DPO)"].weights
+    assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
+
+
+def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
+    """Every arm is composed from the same overrides, so the typo has to be planted behind the first composition."""
+    cfg = world.config(STUDY)
+    cfg.composed.overrides = [*cfg.composed.overrides, "weights.leyer=2"]
+    with pytest.raises(UserError, match=r"weights\.leyer"):
+        check_user(cfg, build(cfg.study))
+
+
+def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
+    cfg = world.config(STUDY, "weights=uniform")
+    with pytest.raises(UserError, match=r"study quickstart chooses weights .* weights=uniform would be lost"):
+        check_user(cfg, build(cfg.study))
+
+
+def test_weights_that_nobody_reads_are_refused(world: World) -> None:
+    with pytest.raises(UserError, match=r"DPO reads no token weights.*weights=uniform"):
+        make_inputs(world.config("objective=dpo"))
+
+
+def test_a_judge_with_another_vocabulary_needs_characters(world: World, tmp_path: Path) -> None:
+    other = Grammar()
+    tokenizer = build_tokenizer(other)
+    tokenizer.add_tokens(["zebra"])
+    model = new_model(RECIPE, tokenizer, seed=5)
+    model.save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    cfg = world.config(f"judge.path={tmp_path / 'judge'}")
+    with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
+        make_inputs(cfg)
+    inputs = make_inputs(world.config(f"judge.path={tmp_path / 'judge'}", "align.method=characters"))
+    assert inputs.examples["train"].examples
+
+
+def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Path) -> None:
+    facts = []
+    for wording in ("which is better , A or B ?", "which review is better , A or B ?"):
+        path = tmp_path / "judge.txt"
+        path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
+        cfg = world.config(STUDY, f"judge.template_file={path}")
+        facts.append(judge_once(cfg, build(cfg.study), 0))
+    assert facts[0]["weights"] != facts[1]["weights"]
+    assert facts[0]["pairs"] == facts[1]["pairs"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4)),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, (2, 3)),
+    ],
+)
+def test_processes_are_counted_under_torchrun_and_slurm(
+    variables: dict[str, str], expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert process() == expected
+
+
+def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
+    """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
+    ground = lay_ground(world.config())
+    room = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat)
+    pairs = build(ground.cfg.data).load("train").pairs
+    lengths = sorted(len(item.input_ids) for pair in pairs for item in room.prompts.build(pair))
+    cfg = world.config(f"judge.max_length={lengths[len(lengths) // 2]}")
+    counts = []
+    for _ in range(2):
+        inputs = make_inputs(cfg)
+        counts.append(sum(item.cut for pair in inputs.weighed.captured.values() for item in pair.rounds))
+    assert inputs.weighed.report is not None and inputs.weighed.report.computed == 0
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.slow
+def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
+    overrides = world.overrides("study=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
+    jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
+    spawned = {place: result for place, result, error in execute(jobs, 2, None, None) if error is None}
+    here = {
+        place: result
+        for place, result, error in execute(
+            [(job, tmp_path / f"here{i}") for i, (job, _) in enumerate(jobs)], 1, None, None
+        )
+        if error is None
+    }
+    assert spawned.keys() == here.keys() == {0, 1}
+    for place in (0, 1):
+        assert spawned[place]["metrics"] == pytest.approx(here[place]["metrics"], rel=1e-5, abs=1e-6)
