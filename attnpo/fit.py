@@ -1,9 +1,6 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
-import os
 import sys
-import time
-from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -15,20 +12,16 @@ EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 def main(cfg: DictConfig) -> int:
     """0 when everything ran; 1 when a point of a study failed."""
-    from attnpo.schema import UserError
+    from attnpo.studies.folders import run_folder
     from attnpo.studies.run import run
     from attnpo.studies.runner import run_study
     from attnpo.studies.tables import finish_study
 
-    stamp = os.environ.setdefault("ATTNPO_STAMP", time.strftime("%Y%m%d-%H%M%S"))  # one for all ranks of a launcher
-    if cfg.resume == "auto" and cfg.name is None:
-        raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
+    folder = run_folder(cfg)
     if cfg.study is None:
-        run(cfg, Path(cfg.output) / (cfg.name or f"run-{stamp}"))
+        run(cfg, folder)
         return 0
-    setting = cfg.composed.get("choices", {}).get("setting", "setting")
-    name = cfg.name or "-".join([cfg.study.name, stamp if cfg.study.get("restart") else setting])
-    outcome = run_study(cfg, Path(cfg.output) / name)
+    outcome = run_study(cfg, folder)
     finish_study(outcome)
     return 1 if outcome.failed else 0
 

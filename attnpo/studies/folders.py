@@ -1,0 +1,44 @@
+"""Where a command's results go: a folder that no other run writes into, the same for all processes of one job."""
+
+import os
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from attnpo.schema import UserError
+from attnpo.studies.inputs import world_size
+
+STAMP = "ATTNPO_STAMP"
+
+
+def run_folder(cfg: DictConfig) -> Path:
+    """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
+
+    Raises:
+        UserError: ``resume=auto`` or a job of several processes without a name, which would not meet in one folder.
+    """
+    output = Path(cfg.output)
+    if cfg.name is not None:
+        return output / str(cfg.name)
+    if cfg.resume == "auto":
+        raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
+    if cfg.study is not None and not cfg.study.get("restart"):
+        setting = cfg.composed.get("choices", {}).get("setting", "setting")
+        return output / f"{cfg.study.name}-{setting}"
+    return stamped(output, "run" if cfg.study is None else str(cfg.study.name))
+
+
+def stamped(output: Path, prefix: str) -> Path:
+    """``prefix`` with a time stamp that no other folder has; processes launched by this one inherit it."""
+    if world_size() > 1:
+        if STAMP not in os.environ:
+            raise UserError(f"this job has {world_size()} processes, which need name=NAME to share one run folder")
+        return output / f"{prefix}-{os.environ[STAMP]}"
+    stamp = now = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while (output / f"{prefix}-{stamp}").exists():
+        number += 1
+        stamp = f"{now}-{number}"
+    os.environ[STAMP] = stamp
+    return output / f"{prefix}-{stamp}"
