@@ -6,9 +6,9 @@ from omegaconf import DictConfig
 
 from attnpo.config import build
 from attnpo.data.prepare import prepare_examples
-from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.studies.inputs import encode, lay_ground, process, read_pairs, weigh
+from attnpo.studies.policies import load_start
 from attnpo.studies.reference import fill_reference
 from attnpo.weights.sources.uniform import Uniform
 
@@ -30,8 +30,4 @@ def fill_store(cfg: DictConfig) -> None:
     # Reference log-probs depend on training ids alone: any weights give the same ones.
     align = build(cfg.align)
     sets = {split: prepare_examples(found, Uniform(), {}, align) for split, found in encoded.items()}
-    model = ground.model
-    reference = load_model(
-        model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
-    )
-    fill_reference(ground, sets, ScoredLM(reference), shard)
+    fill_reference(ground, sets, ScoredLM(load_start(ground)), shard)

@@ -20,23 +20,22 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
 from attnpo.models.layouts import padded
-from attnpo.models.loading import load_model, parameter_count
+from attnpo.models.loading import parameter_count
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import UserError
 from attnpo.studies.account import example_statistics, log_inputs, versions
 from attnpo.studies.inputs import Inputs, device_of, make_inputs
+from attnpo.studies.policies import check_reference, load_policy, load_reference, load_start
 from attnpo.studies.reference import fill_reference, with_reference
 from attnpo.studies.samples import write_samples
-from attnpo.training.export import full_state
+from attnpo.training.export import Exporter, full_state
+from attnpo.training.loggers import LOGS, close_loggers, make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import (
-    LOGS,
-    close_loggers,
     make_callbacks,
-    make_loggers,
     make_trainer,
     quiet_lightning,
     total_steps,
@@ -45,7 +44,6 @@ from attnpo.training.trainer import (
 log = logging.getLogger(__name__)
 
 RESULT = "result.json"
-REFERENCES = ("live", "cached")
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,7 @@ class Trained:
 def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.ground.cfg
-    if cfg.reference not in REFERENCES:
-        raise UserError(f"reference={cfg.reference}: expected one of {', '.join(REFERENCES)}")
+    check_reference(inputs.ground)
     settings: TrainerSettings = build(cfg.trainer)
     callbacks: CallbackSettings = build(cfg.callbacks)
     plan: BatchPlan = build(cfg.batch)
@@ -71,26 +68,21 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    model = inputs.ground.model
-    policy = ScoredLM(_load(inputs))
-    if model.gradient_checkpointing:
-        policy.model.activation_checkpointing_enable()
+    policy = load_policy(inputs.ground)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference = None
     if "reference" in objective.requires:
         if cfg.reference == "cached":
             table = fill_reference(inputs.ground, inputs.examples, policy)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
-        else:
-            reference = ScoredLM(_load(inputs))
-            frozen(reference)
+        reference = load_reference(inputs.ground, policy)
     steps = total_steps(settings, -(-len(examples["train"]) // plan.pairs))
     module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
     with quiet_lightning():
         trainer = make_trainer(
             settings,
             make_loggers(build(cfg.logger), folder, plain(cfg)),
-            make_callbacks(callbacks, settings, folder, inputs.ground.tokenizer, steps),
+            make_callbacks(callbacks, settings, folder, Exporter(inputs.ground.tokenizer), steps),
             folder,
             accumulation=1,
         )
@@ -98,16 +90,9 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     trained = _fit(trainer, module, _datamodule(inputs, examples, plan), steps, resume)
     if not module.sharded:
         return trained
-    whole = _load(inputs)
+    whole = load_start(inputs.ground)
     whole.load_state_dict(full_state(module.policy.model))
     return replace(trained, policy=ScoredLM(whole), reference=None)
-
-
-def _load(inputs: Inputs) -> Any:
-    model = inputs.ground.model
-    return load_model(
-        model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
-    )
 
 
 def _datamodule(inputs: Inputs, examples: Mapping[str, list[TrainingExample]], plan: BatchPlan) -> PreferenceDataModule:
@@ -206,7 +191,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
         return None
     scorer = build(cfg.truth)
     policy = frozen(trained.policy.model)
-    base, tokenizer = frozen(_load(inputs)), inputs.ground.tokenizer
+    base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
     scores = {}
     for split in ("validation", "test"):
         key = (inputs.ground.model.path, scorer, split)

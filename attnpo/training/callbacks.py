@@ -8,10 +8,9 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from transformers import PreTrainedTokenizerBase
 
 from attnpo.schema import UserError
-from attnpo.training.export import export_policy
+from attnpo.training.export import Exporter
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +23,7 @@ class FolderCheckpoint(ModelCheckpoint):
     ``best`` keeps the lowest (or highest) value of ``monitor``; without a monitor it keeps the last one.
     """
 
-    def __init__(
-        self, folder: Path, tokenizer: PreTrainedTokenizerBase, monitor: str | None = None, mode: str = "min"
-    ) -> None:
+    def __init__(self, folder: Path, exporter: Exporter, monitor: str | None = None, mode: str = "min") -> None:
         super().__init__(
             dirpath=folder,
             filename=STATE,
@@ -37,7 +34,7 @@ class FolderCheckpoint(ModelCheckpoint):
             auto_insert_metric_name=False,
             save_on_train_epoch_end=False,
         )
-        self.folder, self.tokenizer = folder, tokenizer
+        self.folder, self.exporter = folder, exporter
 
     @property
     def state_key(self) -> str:
@@ -54,7 +51,7 @@ class FolderCheckpoint(ModelCheckpoint):
     def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
         super()._save_checkpoint(trainer, filepath)
         module: Any = trainer.lightning_module
-        export_policy(module.policy.model, self.tokenizer, self.folder, write=trainer.is_global_zero)
+        self.exporter.export(module.policy.model, self.folder, write=trainer.is_global_zero)
 
 
 class PlainProgress(L.Callback):

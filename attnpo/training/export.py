@@ -1,6 +1,7 @@
 """Trained policies as plain Hugging Face folders."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,17 +21,21 @@ def full_state(model: torch.nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def export_policy(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, *, write: bool = True
-) -> None:
-    """Nothing; writes weights, config, generation config, tokenizer and chat template that from_pretrained loads.
+@dataclass(frozen=True)
+class Exporter:
+    """What goes into a Hugging Face folder beside the weights."""
 
-    ``write`` is false on ranks that only take part in gathering shards.
-    """
-    state = full_state(model)
-    if not write:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict=state)
-    tokenizer.save_pretrained(folder)
-    log.info("exported the policy to %s", folder)
+    tokenizer: PreTrainedTokenizerBase
+
+    def export(self, model: PreTrainedModel, folder: Path, *, write: bool = True) -> None:
+        """Nothing; writes weights, config, generation config, tokenizer and chat template that from_pretrained loads.
+
+        ``write`` is false on ranks that only take part in gathering shards.
+        """
+        state = full_state(model)
+        if not write:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder, state_dict=state)
+        self.tokenizer.save_pretrained(folder)
+        log.info("exported the policy to %s", folder)

@@ -137,9 +137,7 @@ class PreferenceModule(L.LightningModule):
         """AdamW and its per-step schedule in Lightning's dictionary form."""
         recipe = self.recipe
         trainable = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trainable, lr=recipe.lr, betas=recipe.betas, eps=recipe.eps, weight_decay=recipe.weight_decay
-        )
+        optimizer = recipe.make(trainable)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -1,9 +1,14 @@
 """The optimiser's recipe: plain numbers and the learning-rate curve they describe."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -39,3 +44,9 @@ class Optimizer:
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def make(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
+        """The optimiser over ``parameters``; the schedule is ``factor``'s business."""
+        import torch
+
+        return torch.optim.AdamW(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)

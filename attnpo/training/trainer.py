@@ -1,23 +1,20 @@
-"""Lightning's Trainer from the run's settings: loggers, checkpoints, validation counted in optimiser steps."""
+"""Lightning's Trainer from the run's settings: checkpoints, validation counted in optimiser steps."""
 
 import logging
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, RichProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
-from transformers import PreTrainedTokenizerBase
 
 from attnpo.training.callbacks import FinalValidation, FolderCheckpoint, PlainProgress, StepValidation
-from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
-
-LOGS = "logs"
+from attnpo.training.export import Exporter
+from attnpo.training.settings import CallbackSettings, TrainerSettings
 
 # Lightning's remarks on choices that are deliberate here.
 HARMLESS = (
@@ -35,41 +32,14 @@ def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
     return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
 
 
-def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> list[Logger]:
-    """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases."""
-    loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
-    if settings.wandb is not None:
-        chosen = settings.wandb
-        loggers.append(
-            WandbLogger(
-                project=chosen.project,
-                name=chosen.name or folder.name,
-                group=chosen.group,
-                save_dir=folder,
-                offline=chosen.mode == "offline",
-                tags=list(chosen.tags),
-                config=dict(config),
-            )
-        )
-    return loggers
-
-
-def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Nothing; ends the loggers' runs ("success" or "failed"), so that the next run of this process gets its own."""
-    for logger in loggers:
-        logger.finalize(status)
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=0 if status == "success" else 1)
-
-
 def make_callbacks(
-    settings: CallbackSettings, trainer: TrainerSettings, folder: Path, tokenizer: PreTrainedTokenizerBase, steps: int
+    settings: CallbackSettings, trainer: TrainerSettings, folder: Path, exporter: Exporter, steps: int
 ) -> list[Callback]:
     """Checkpoint folders, the validation at the end, and one form of progress."""
     callbacks: list[Callback] = [FinalValidation(steps)]
     if settings.checkpoints:
-        callbacks.append(FolderCheckpoint(folder / "best", tokenizer, settings.monitor, settings.mode))
-        callbacks.append(FolderCheckpoint(folder / "last", tokenizer))
+        callbacks.append(FolderCheckpoint(folder / "best", exporter, settings.monitor, settings.mode))
+        callbacks.append(FolderCheckpoint(folder / "last", exporter))
     if trainer.progress:
         callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress(max(1, steps // 8)))
     return callbacks

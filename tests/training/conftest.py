@@ -7,10 +7,11 @@ import pytest
 
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.training.callbacks import FinalValidation
+from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
 from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.trainer import make_loggers, make_trainer, quiet_lightning
+from attnpo.training.trainer import make_trainer, quiet_lightning
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ from attnpo.data.rules import BatchPlan
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FinalValidation, FolderCheckpoint
-from attnpo.training.export import full_state
+from attnpo.training.export import Exporter, full_state
+from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.trainer import make_loggers, make_trainer, quiet_lightning
+from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.tiny import make_data, make_examples, make_module
 
 STOP = 2  # the optimiser step behind which the checkpointing cases keep a copy to resume from
@@ -74,8 +75,8 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
     if case.checkpoints:
         tokenizer = build_tokenizer(Grammar())
         callbacks += [
-            FolderCheckpoint(place / "best", tokenizer, "val/loss"),
-            FolderCheckpoint(place / "last", tokenizer),
+            FolderCheckpoint(place / "best", Exporter(tokenizer), "val/loss"),
+            FolderCheckpoint(place / "last", Exporter(tokenizer)),
         ]
         callbacks.append(Keep(place / "stop.ckpt"))
     module, data = make_module(steps), make_data(make_examples(case.pairs), plan)

@@ -13,6 +13,7 @@ from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FolderCheckpoint
+from attnpo.training.export import Exporter
 from tests.training.tiny import make_data, make_examples, make_module
 
 Fit = Callable[..., list[dict[str, float]]]
@@ -38,7 +39,9 @@ class Remember(L.Callback):
 
 
 def folders(place: Path, tokenizer: PreTrainedTokenizerFast, mode: str = "min") -> tuple[L.Callback, L.Callback]:
-    return FolderCheckpoint(place / "best", tokenizer, "val/loss", mode), FolderCheckpoint(place / "last", tokenizer)
+    return FolderCheckpoint(place / "best", Exporter(tokenizer), "val/loss", mode), FolderCheckpoint(
+        place / "last", Exporter(tokenizer)
+    )
 
 
 def by_step(rows: list[dict[str, float]], name: str) -> dict[int, float]:
@@ -97,7 +100,7 @@ def test_the_state_holds_the_policy_alone(fit: Fit, tmp_path: Path, tokenizer: P
 
 
 def test_a_monitor_that_is_not_logged_is_refused(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    callback = FolderCheckpoint(tmp_path / "best", tokenizer, "val/acuracy")
+    callback = FolderCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
     with pytest.raises(UserError, match=r"callbacks\.monitor=val/acuracy .* val/loss, .*val/rewards/accuracies"):
         fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(callback,))
 
