@@ -41,7 +41,7 @@ class Parts:
 
 
 def find_parts(model: PreTrainedModel) -> Parts | None:
-    """Backbone and head of a causal LM, or None when its head is not one plain linear layer (adapters, 4-bit).
+    """Backbone and head of a causal LM, or None when its head is not one plain linear layer (adapters on it, 4-bit).
 
     ``final_logit_softcapping`` (cap), ``logits_scaling`` (divides) and ``logit_scale`` (multiplies) are read from
     the text config.

@@ -1,6 +1,40 @@
-"""Which model, from where, in what number format: plain settings without any heavy import."""
+"""Which model, from where, in what number format, with which adapters: plain settings without any heavy import."""
 
 from dataclasses import dataclass
+
+from attnpo.schema import UserError
+
+ALL_LINEAR = "all-linear"
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class LoraSpec:
+    """Low-rank adapters that are trained in place of the weights.
+
+    A linear layer W gets W + (alpha / rank) B A, where B starts at zero. ``target_modules`` is "all-linear" (every
+    linear layer but the vocabulary head) or a list of module names, each the end of a full name: [q_proj, v_proj].
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    target_modules: str | tuple[str, ...] = ALL_LINEAR
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"model.lora.rank must be at least 1, got {self.rank}")
+        if not self.alpha > 0:
+            raise UserError(f"model.lora.alpha must be above 0, got {self.alpha}; the update is scaled by alpha / rank")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"model.lora.dropout must be from 0 up to, but below, 1; got {self.dropout}")
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            raise UserError(
+                f"model.lora.target_modules must be {ALL_LINEAR} or a list of module names, got "
+                f"{self.target_modules!r}; write model.lora.target_modules=[{self.target_modules}]"
+            )
+        if not self.target_modules:
+            raise UserError(f"model.lora.target_modules is empty: name linear modules, or set it to {ALL_LINEAR}")
 
 
 @dataclass(frozen=True)
@@ -8,7 +42,8 @@ class ModelSpec:
     """A causal LM: a local folder or a hub name.
 
     ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. ``dtype`` is that of the
-    weights: float32 masters for training (autocast is ``trainer.precision``'s business).
+    weights: float32 masters for training (autocast is ``trainer.precision``'s business); bfloat16 for a frozen base
+    under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``.
     """
 
     path: str
@@ -17,3 +52,8 @@ class ModelSpec:
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
     gradient_checkpointing: bool = False
+    lora: LoraSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UserError(f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")

@@ -1,14 +1,16 @@
-"""The optimiser's recipe: plain numbers and the learning-rate curve they describe."""
+"""The optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attnpo.schema import UserError
 
 if TYPE_CHECKING:
     import torch
+
+MOMENTS = ("float32", "8bit")
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,9 @@ class Optimizer:
     """AdamW with linear warm-up and cosine decay (paper appendix: lr 1e-6, warm-up ratio 0.1, cosine).
 
     ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps. ``schedule`` is "cosine" or
-    "constant"; ``final_share`` is what remains of lr at the end of a cosine.
+    "constant"; ``final_share`` is what remains of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's
+    moments in 8 bits with a scale per block (2 bytes per parameter, not 8). ``stochastic_rounding`` is for weights in
+    bfloat16, whose small updates rounding to nearest would lose.
     """
 
     lr: float = 1e-6
@@ -26,6 +30,8 @@ class Optimizer:
     warmup: float = 0.1
     schedule: str = "cosine"
     final_share: float = 0.0
+    moments: str = "float32"
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "constant"):
@@ -34,6 +40,13 @@ class Optimizer:
             raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
         if not self.lr > 0:
             raise UserError(f"optimizer.lr must be above 0, got {self.lr}")
+        if self.moments not in MOMENTS:
+            raise UserError(f"optimizer.moments must be one of {', '.join(MOMENTS)}, got {self.moments!r}")
+        if self.stochastic_rounding and self.moments != "8bit":
+            raise UserError(
+                f"optimizer.stochastic_rounding comes with optimizer.moments=8bit only, got moments={self.moments}; "
+                "set both (optimizer=adamw8bit) or neither"
+            )
 
     def factor(self, step: int, total: int) -> float:
         """What lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
@@ -46,7 +59,48 @@ class Optimizer:
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def make(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
-        """The optimiser over ``parameters``; the schedule is ``factor``'s business."""
+        """The optimiser over ``parameters``; the schedule is ``factor``'s business.
+
+        Raises ``UserError`` when 8-bit moments are asked for without torchao, and stochastic rounding for weights that
+        are not bfloat16.
+        """
         import torch
 
-        return torch.optim.AdamW(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+        given = list(parameters)
+        named: dict[str, Any] = {
+            "lr": self.lr,
+            "betas": self.betas,
+            "eps": self.eps,
+            "weight_decay": self.weight_decay,
+        }
+        if self.moments == "8bit":
+            return self._make_8bit(given, named)
+        if not all_on_gpu(given):
+            return torch.optim.AdamW(given, **named)
+        # One kernel over all parameters, without the parameter-sized temporaries of the default.
+        optimizer = torch.optim.AdamW(given, fused=True, **named)
+        # Says that gradients arrive scaled (float16 training). Here they never do, and Lightning would refuse to clip.
+        optimizer._step_supports_amp_scaling = False
+        return optimizer
+
+    def _make_8bit(self, parameters: "list[torch.nn.Parameter]", named: dict[str, Any]) -> "torch.optim.Optimizer":
+        try:
+            from torchao.optim import AdamW8bit
+        except ImportError as error:
+            raise UserError(
+                f"optimizer.moments=8bit needs the package torchao ({error}): pip install 'attnpo[opt8bit]', or set "
+                "optimizer=adamw"
+            ) from error
+        others = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters} - {"bfloat16"}
+        if self.stochastic_rounding and others:
+            raise UserError(
+                f"optimizer.stochastic_rounding is for weights in bfloat16, the trained ones are {sorted(others)[0]}: "
+                "set model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
+            )
+        made: torch.optim.Optimizer = AdamW8bit(parameters, **named, bf16_stochastic_round=self.stochastic_rounding)
+        return made
+
+
+def all_on_gpu(parameters: "list[torch.nn.Parameter]") -> bool:
+    """Whether every parameter lies on a CUDA device."""
+    return all(parameter.device.type == "cuda" for parameter in parameters)

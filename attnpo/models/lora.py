@@ -1,0 +1,212 @@
+"""Low-rank adapters on a causal LM: how they get in, how they come out as plain weights, and the policy without them.
+
+The layers are peft's, injected in place, so that the model keeps its class, its parts and its vocabulary head. peft
+is imported here alone, and only when a model gets adapters or has them.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from attnpo.models.logps import Head
+from attnpo.models.parts import eval_mode
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import LoraSpec
+from attnpo.schema import ModelInputs, TokenStats, UserError
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+ADAPTER = "default"
+BASE = "base_layer."  # where peft keeps the module that an adapter is put on
+
+
+def require_peft() -> None:
+    """Nothing; raises ``UserError`` when peft is not installed."""
+    if find_spec("peft") is None:
+        raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
+
+
+def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
+    """The same model with fresh adapters, its own weights frozen; its logits stay what they were.
+
+    Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
+    module, for the vocabulary head, and for a model that carries adapters already.
+    """
+    require_peft()
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import cast_adapter_dtype
+
+    if has_adapters(model):
+        raise UserError("model.lora: the model carries an adapter already; merge it, and give the merged folder")
+    targets = _targets(model, spec)
+    transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in targets)
+    model.add_adapter(
+        LoraConfig(
+            r=spec.rank,
+            lora_alpha=spec.alpha,  # type: ignore[arg-type]  # declared int; only ever divided by the rank
+            lora_dropout=spec.dropout,
+            target_modules=targets,
+            fan_in_fan_out=transposed,
+            task_type="CAUSAL_LM",
+        ),
+        ADAPTER,
+    )
+    cast_adapter_dtype(model, ADAPTER)
+    return model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether the model carries adapters."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state dict of the plain base model with the adapters merged in: its own names and number formats, on the CPU.
+
+    The model is left as it is; one merged matrix at a time is made beside it. A model without adapters gives its own
+    state. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false each is
+    let go as it comes and the dict is empty. Tensors that nothing was merged into may share memory with a model on the
+    CPU.
+    """
+    adapted = _adapted(model)
+    state = {}
+    for name, value in model.state_dict().items():
+        owner = next((path for path in _parents(name) if path in adapted), "")
+        inner = name.removeprefix(f"{owner}.") if owner else name
+        if owner and not inner.startswith(BASE):
+            continue  # the adapter's own
+        whole = _merged(value, adapted[owner]) if owner and inner == f"{BASE}weight" else _whole(value)
+        if keep:
+            state[f"{owner}.{inner.removeprefix(BASE)}" if owner else name] = whole.cpu()
+    return state
+
+
+class AdapterOff(ScoredLM):
+    """The reference at no cost: a policy run with its adapters disabled, in eval mode and without gradient.
+
+    Owns no parameter, so moving, freezing or saving it does nothing; it follows the policy to its device and into its
+    shards. Equal to the model the policy started from, however long the policy was trained. Raises ``UserError`` for a
+    policy without adapters.
+    """
+
+    model: PreTrainedModel
+    policy: ScoredLM
+
+    def __init__(self, policy: ScoredLM) -> None:
+        nn.Module.__init__(self)  # ScoredLM's own would take the model as a submodule
+        if not has_adapters(policy.model):
+            raise UserError("reference=adapter_off needs a policy with a fresh adapter: set model=lora")
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "model", policy.model)
+        self.chunk = policy.chunk
+        self.training = False
+
+    def train(self, mode: bool = True) -> "AdapterOff":
+        """Self, always in eval mode; the policy's mode is its own business."""
+        return self
+
+    def head(self) -> Head:
+        """The vocabulary head, which policy and reference share."""
+        return self.policy.head()
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        response_ids: Int[Tensor, "rows R"],
+        response_mask: Bool[Tensor, "rows R"],
+        requests: Collection[str] = frozenset({"logps"}),
+        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+    ) -> TokenStats:
+        """Statistics of every response token under the base; the policy's mode and adapters are restored."""
+        with torch.no_grad(), eval_mode(self.policy), adapters_disabled(self.policy.model):
+            stats = self.policy(inputs, response_ids, response_mask, requests, other)
+        assert isinstance(stats, TokenStats)
+        return stats
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module) -> Iterator[None]:
+    """A context in which the adapters of ``model`` add nothing; restored after errors too.
+
+    peft's own switch also sets requires_grad, and ends in adapters that train even where they were frozen. Only the
+    flag that its layers read is turned here.
+    """
+    layers = [layer for layer in _adapted(model).values() if not layer._disable_adapters]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
+    """Every module that carries an adapter, by its name; peft is imported only if there can be one."""
+    if not has_adapters(model):
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Full names of the linear modules that get an adapter; the vocabulary head never does."""
+    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    allowed = [name for name, module in linear.items() if module is not head]
+    if isinstance(spec.target_modules, str):
+        chosen = allowed
+    else:
+        chosen = [name for name in allowed if any(_ends_with(name, target) for target in spec.target_modules)]
+        for target in spec.target_modules:
+            if not any(_ends_with(name, target) for name in chosen):
+                is_head = any(_ends_with(name, target) for name in linear)
+                what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
+                raise UserError(
+                    f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
+                    f"{', '.join(_short_names(allowed)) or 'none'}"
+                )
+    if not chosen:
+        raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
+    return chosen
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def _short_names(names: list[str]) -> list[str]:
+    """The last parts of the names, each once, in order."""
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Every module path above a tensor's name, the longest first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+
+
+def _merged(weight: Tensor, layer: "LoraLayer") -> Tensor:
+    """The weight plus its adapters' product, added in float32 or better and rounded once."""
+    base = _whole(weight)
+    total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
+    for adapter in layer.active_adapters:
+        down, up = (_whole(maps[adapter].get_parameter("weight")).to(total) for maps in (layer.lora_A, layer.lora_B))
+        delta = up @ down
+        total.add_(delta.T if getattr(layer, "fan_in_fan_out", False) else delta, alpha=layer.scaling[adapter])
+    return total.to(base.dtype)

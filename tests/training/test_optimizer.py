@@ -1,0 +1,170 @@
+"""The optimiser's recipe: which optimiser it makes, with which numbers, and what it refuses."""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from attnpo.config import build, check, compose
+from attnpo.data.rules import BatchPlan
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.schema import UserError
+from attnpo.training.optimizer import Optimizer, all_on_gpu
+from tests.training.tiny import make_data, make_examples, make_module
+
+NUMBERS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(*shape, generator=generator).to(dtype)) for shape in ((6, 5), (5,))]
+
+
+def descend(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 20) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        sum((parameter**4).sum() for parameter in parameters).backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def torchao(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a stand-in for torchao's AdamW8bit was made with, under the library's own signature.
+
+    Like the library's, it keeps its learning rate as a tensor and refuses another kind.
+    """
+    made: list[dict[str, Any]] = []
+
+    class AdamW8bit(torch.optim.AdamW):
+        def __init__(
+            self,
+            params: Any,
+            lr: float = 1e-3,
+            betas: tuple[float, float] = (0.9, 0.999),
+            eps: float = 1e-8,
+            weight_decay: float = 1e-2,
+            amsgrad: bool = False,
+            *,
+            block_size: int = 256,
+            bf16_stochastic_round: bool = False,
+        ) -> None:
+            made.append({key: value for key, value in locals().items() if key not in ("self", "made", "__class__")})
+            super().__init__(params, torch.tensor(lr), betas, eps, weight_decay, amsgrad)
+
+        def step(self, closure: Any = None) -> Any:
+            assert all(isinstance(group["lr"], torch.Tensor) for group in self.param_groups)
+            return super().step(closure)
+
+    package, room = ModuleType("torchao"), ModuleType("torchao.optim")
+    room.AdamW8bit = AdamW8bit  # type: ignore[attr-defined]
+    package.optim = room  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", package)
+    monkeypatch.setitem(sys.modules, "torchao.optim", room)
+    return made
+
+
+# --------------------------------------------------------------------------------------------------- full precision
+
+
+def test_the_default_is_plain_adamw_with_the_numbers_of_the_recipe() -> None:
+    parameters, twins = weights(), weights()
+    optimizer = Optimizer(**NUMBERS).make(parameters)
+    assert type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"]
+    descend(optimizer, parameters)
+    descend(torch.optim.AdamW(twins, **NUMBERS), twins)
+    assert all(torch.equal(a, b) for a, b in zip(parameters, twins, strict=True))
+
+
+def test_on_a_gpu_one_fused_kernel_does_the_same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU has a fused kernel as well, on which the choice is tried out here."""
+    assert not all_on_gpu(weights())
+    monkeypatch.setattr("attnpo.training.optimizer.all_on_gpu", lambda parameters: True)
+    parameters, twins = weights(), weights()
+    optimizer = Optimizer(**NUMBERS).make(iter(parameters))
+    assert optimizer.defaults["fused"] is True
+    descend(optimizer, parameters)
+    descend(torch.optim.AdamW(twins, **NUMBERS), twins)
+    assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(parameters, twins, strict=True))
+
+
+def test_lightning_clips_under_bf16_mixed_with_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plugin for mixed precision refuses to clip for optimisers that say they unscale gradients themselves."""
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    monkeypatch.setattr("attnpo.training.optimizer.all_on_gpu", lambda parameters: True)
+    parameters = weights()
+    optimizer = Optimizer().make(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 1.0)
+    assert torch.nn.utils.get_total_norm([p.grad for p in parameters]).item() == pytest.approx(1.0, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------------ 8 bits
+
+
+@pytest.mark.parametrize("rounding", [False, True])
+def test_8bit_moments_are_torchaos_with_every_number_of_the_recipe(
+    torchao: list[dict[str, Any]], rounding: bool
+) -> None:
+    parameters = weights(torch.bfloat16)
+    Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).make(iter(parameters))
+    assert len(torchao) == 1 and all(a is b for a, b in zip(torchao[0].pop("params"), parameters, strict=True))
+    rest = {"amsgrad": False, "block_size": 256, "bf16_stochastic_round": rounding}
+    assert torchao[0] == {**NUMBERS, **rest}
+
+
+def test_the_schedule_drives_a_learning_rate_that_is_a_tensor(torchao: list[dict[str, Any]]) -> None:
+    recipe = Optimizer(lr=0.1, warmup=4.0, moments="8bit")
+    parameters = weights()
+    optimizer = recipe.make(parameters)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, 10))
+    rates = []
+    for _ in range(10):
+        descend(optimizer, parameters, steps=1)
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        schedule.step()
+    assert rates == pytest.approx([0.1 * recipe.factor(step, 10) for step in range(10)])
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) and rates[0] != rates[4] != rates[9]
+
+
+def test_without_torchao_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=r"pip install 'attnpo\[opt8bit\]'"):
+        Optimizer(moments="8bit").make(weights())
+
+
+def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: list[dict[str, Any]]) -> None:
+    mixed = [*weights(torch.bfloat16), *weights()]
+    with pytest.raises(UserError, match=r"for weights in bfloat16, the trained ones are float32: set model.dtype"):
+        Optimizer(moments="8bit", stochastic_rounding=True).make(mixed)
+    assert torchao == []
+    with pytest.raises(UserError, match=r"comes with optimizer.moments=8bit only, got moments=float32"):
+        Optimizer(stochastic_rounding=True)
+    with pytest.raises(UserError, match=r"optimizer.moments must be one of float32, 8bit, got '4bit'"):
+        Optimizer(moments="4bit")
+
+
+def test_the_config_reaches_it() -> None:
+    cfg = compose("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
+    check(cfg, complete=False)
+    assert build(cfg.optimizer) == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)
+    assert build(compose("fit", ["setting=real_smoke"]).optimizer) == Optimizer(lr=1e-4)
+
+
+def test_a_whole_fit_with_a_tensor_learning_rate(
+    torchao: list[dict[str, Any]], fit: Callable[..., list[dict[str, float]]]
+) -> None:
+    plan = BatchPlan(pairs=4, micro=2)
+    data = make_data(make_examples(8), plan)
+    found = []
+    for moments in ("8bit", "float32"):
+        module = make_module(4, TwDPO(0.5))
+        module.recipe = Optimizer(lr=1e-2, warmup=2.0, moments=moments)
+        found.append(fit(module, data, steps=4, epochs=2))
+    assert len(torchao) == 1
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, rel=1e-5), "the stand-in is AdamW: same numbers, same learning rates"
