@@ -1,0 +1,81 @@
+"""Whether a run fits its device: estimates of training and of the passes before it, told before any model is loaded."""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from omegaconf import DictConfig
+from transformers import AutoConfig, PretrainedConfig
+
+from attnpo.config import build, compose, groups
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import UserError
+from attnpo.studies.inputs import Ground, device_of
+from attnpo.studies.startup import log_memory, planned_processes
+from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
+
+log = logging.getLogger(__name__)
+
+
+def log_budget(ground: Ground) -> None:
+    """Nothing; logs what training and the judge pass need, and whether the device holds it if there is one.
+
+    Raises UserError when hardware asks for a GPU and there is none.
+    """
+    cfg, spec = ground.cfg, ground.model
+    if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator={cfg.trainer.accelerator}, but no CUDA device is visible: leave hardware= out, or "
+            "set trainer.accelerator=auto, to run on the CPU; or check CUDA_VISIBLE_DEVICES and the driver"
+        )
+    config = config_of(spec.path, spec.revision)
+    capacity = capacity_of(cfg)
+    found = training_estimate(cfg, spec, config)
+    others = {}
+    if capacity is not None and not found.fits(capacity):
+        others = dict(alternatives(cfg, spec, config))
+    log_memory(found.lines(capacity, others))
+    if "judge" in build(cfg.weights).requires:
+        judge = build(cfg.judge)
+        own = judge.path is None
+        of = config if own else config_of(judge.path, judge.revision)
+        tokens = max(judge.token_budget, judge.max_length)
+        log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+
+
+def config_of(path: str, revision: str | None) -> PretrainedConfig:
+    """A model's config, its weights untouched."""
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision or "main")
+    return config
+
+
+def capacity_of(cfg: DictConfig) -> int | None:
+    """Bytes of the device this process will use; None without a GPU."""
+    device = device_of(cfg)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
+    """What training this configuration needs on each device."""
+    return estimate_training(
+        config,
+        spec,
+        build(cfg.optimizer),
+        precision=cfg.trainer.precision,
+        max_length=cfg.lengths.max_length,
+        reference=cfg.reference if "reference" in build(cfg.objective).requires else None,
+        strategy=cfg.trainer.strategy,
+        devices=planned_processes(cfg),
+        micro=cfg.batch.micro,
+        eval_micro=cfg.batch.eval_micro,
+    )
+
+
+def alternatives(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
+    """The same command under every option of the group hardware that this machine has the devices for."""
+    given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
+    for option in groups().get("hardware", []):
+        other = compose("fit", [*given, f"hardware={option}"])
+        other.model.path = spec.path
+        if planned_processes(other) <= max(1, torch.cuda.device_count()):
+            yield f"hardware={option}", training_estimate(other, build(other.model), config)

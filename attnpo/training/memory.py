@@ -1,0 +1,385 @@
+"""The memory a run needs on each device, from a model's config alone, before any weight is loaded.
+
+Owns the arithmetic. Parameters are counted on the real module tree, built without memory (a second for 8B).
+Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
+saves for Llama in torch 2.13; other blocks get the same formula as an approximation. Not in it: the CUDA context and
+fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+from attnpo.models.loading import DTYPES
+from attnpo.models.spec import ALL_LINEAR, LoraSpec, ModelSpec
+from attnpo.schema import UserError
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.sharding import layer_stack
+
+GIB, MIB = 1 << 30, 1 << 20
+FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
+FP32, BF16 = 4, 2
+
+# Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the
+# optimiser's update, a forward that no backward follows (validation, a pass over the data).
+REFERENCE, HEAD, BLOCK, UPDATE, FORWARD = "reference", "head backward", "block backward", "update", "forward alone"
+MOMENTS = (REFERENCE, HEAD, BLOCK, UPDATE, FORWARD)
+STEP = (REFERENCE, HEAD, BLOCK)  # while activations are held
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One use of memory: bytes on each device, how they were computed, and the moments it is there (() is always)."""
+
+    name: str
+    size: int
+    how: str
+    moments: tuple[str, ...] = ()
+
+    def at(self, moment: str) -> int:
+        """Its bytes at a moment of the step."""
+        return self.size if not self.moments or moment in self.moments else 0
+
+    @property
+    def when(self) -> str:
+        """Its moments in few words."""
+        if set(self.moments) >= set(STEP):
+            return ", ".join(["forward and backward", *(one for one in self.moments if one not in STEP)])
+        return ", ".join(self.moments) or "always"
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """What each of ``devices`` devices must hold. ``title`` says for what."""
+
+    title: str
+    rows: tuple[MemoryRow, ...]
+    devices: int = 1
+
+    def __getitem__(self, name: str) -> MemoryRow:
+        return next(row for row in self.rows if row.name == name)
+
+    @property
+    def peak(self) -> str:
+        """The moment at which most memory is needed."""
+        return max(MOMENTS, key=self.at)
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device at the peak."""
+        return self.at(self.peak)
+
+    def at(self, moment: str) -> int:
+        """Bytes on each device at a moment of the step."""
+        return sum(row.at(moment) for row in self.rows)
+
+    def fits(self, capacity: int) -> bool:
+        """Whether devices of ``capacity`` bytes hold it, with a share left free for what is not counted."""
+        return self.total <= capacity * (1 - FREE_SHARE)
+
+    def lines(self, capacity: int | None = None, others: "Mapping[str, MemoryEstimate] | None" = None) -> list[str]:
+        """The table for the log in GiB (MiB for small models), with the total and whether a device's bytes hold it.
+
+        ``others`` are estimates of the same run under other options (``hardware=1x80gb``); those that would fit are
+        named when this one does not.
+        """
+        where = "" if self.devices == 1 else f", each of {self.devices} devices"
+        width = max(len(row.name) for row in (*self.rows, MemoryRow("total", 0, "")))
+        unit, name = (GIB, "GiB") if self.total >= GIB else (MIB, "MiB")
+        lines = [f"memory of {self.title} (estimate{where}, {name})"]
+        lines += [f"  {row.name:{width}} {row.size / unit:8.2f}  {row.how} [{row.when}]" for row in self.rows]
+        lines.append(f"  {'total':{width}} {self.total / unit:8.2f}  at its peak: {self.peak}")
+        if capacity is None:
+            return lines
+        spare = capacity / GIB - self.total / GIB
+        if self.fits(capacity):
+            return [*lines, f"  fits: the device has {capacity / GIB:.1f} GiB, {spare:.1f} to spare"]
+        options = [name for name, other in (others or {}).items() if other.fits(capacity)]
+        advice = f"these would: {', '.join(options)}" if options else "none of the hardware= options would"
+        kept = f"{FREE_SHARE:.0%} are kept free"
+        return [*lines, f"  does not fit: the device has {capacity / GIB:.1f} GiB, of which {kept}; {advice}"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the arithmetic reads off a model: parameter counts and widths.
+
+    ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
+    matrices (what autocast copies), ``largest`` those of the largest tensor, ``adapters`` those LoRA would add.
+    """
+
+    parameters: int
+    blocks: int
+    block: int
+    cast: int
+    largest: int
+    adapters: int
+    layers: int
+    hidden: int
+    inner: int
+    queries: int
+    keys: int
+    heads: int
+    vocab: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
+        """The shape of the causal LM that ``config`` describes. Raises UserError when it describes none."""
+        try:
+            with torch.device("meta"):
+                model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            stack = layer_stack(model)
+        except Exception as error:  # the library raises anything from ValueError to KeyError here
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(
+                f"model.path: {config.model_type or type(config).__name__} is no causal language model to lay out "
+                f"({first}); give one that AutoModelForCausalLM can make"
+            ) from error
+        text = config.get_text_config()
+        heads = int(getattr(text, "num_attention_heads", None) or 1)
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        return cls(
+            parameters=_count(model),
+            blocks=_count(stack),
+            block=max(_count(block) for block in stack),
+            cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
+            largest=max(parameter.numel() for parameter in model.parameters()),
+            adapters=0 if lora is None else _adapters(model, lora),
+            layers=len(stack),
+            hidden=int(text.hidden_size),
+            inner=inner * int(getattr(text, "num_experts_per_tok", None) or 1),
+            queries=heads * width,
+            keys=int(getattr(text, "num_key_value_heads", None) or heads) * width,
+            heads=heads,
+            vocab=int(text.vocab_size),
+        )
+
+    def saved(self, compute: int, stream: int) -> int:
+        """Bytes per token that one block keeps for its backward.
+
+        ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
+        float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own.
+        """
+        norms = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}[compute, stream] * self.hidden
+        attention = compute * (2 * self.queries + 2 * self.keys) + FP32 * self.heads
+        return norms + 2 * FP32 + attention + compute * 4 * self.inner
+
+    def working(self, compute: int, stream: int) -> int:
+        """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
+        return 3 * compute * self.inner + (2 * stream + compute) * self.hidden
+
+
+def estimate_training(
+    config: PretrainedConfig,
+    model: ModelSpec,
+    optimizer: Optimizer,
+    *,
+    precision: str,
+    max_length: int,
+    reference: str | None,
+    strategy: str = "auto",
+    devices: int = 1,
+    micro: int = 1,
+    eval_micro: int = 1,
+    chunk: int = 1024,
+) -> MemoryEstimate:
+    """What training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
+
+    ``reference`` is "live", "cached", "adapter_off" or None (an objective without one); the other values are those of
+    the run's config. Weights in their own format are ``model.dtype``; under bf16-mixed the matrix products are bf16.
+    Raises UserError when ``config`` describes no causal LM.
+    """
+    shape = Shape.of(config, model.lora)
+    weight = DTYPES[model.dtype].itemsize
+    compute = BF16 if precision == "bf16-mixed" else weight
+    step = _Step(shape, weight, max(compute, BF16), 2 * micro * max_length, model.gradient_checkpointing)
+    sharded = devices if strategy == "fsdp" else 1
+    rows = [
+        *_states(shape, model, optimizer, sharded),
+        *_traffic(shape, weight, strategy, devices, trained=model.lora is None),
+        *_reference_rows(step, reference, sharded),
+        *_step_rows(step),
+        _head_row(step, chunk, trained=model.lora is None),
+        *_update_rows(shape, optimizer, sharded),
+        MemoryRow(
+            "validation forward",
+            _forward(step, 2 * eval_micro * max_length) + _logits(shape, chunk, step.compute),
+            f"{2 * eval_micro} rows of {max_length} tokens without gradients",
+            (FORWARD,),
+        ),
+    ]
+    return MemoryEstimate("training", tuple(row for row in rows if row.size), devices)
+
+
+def estimate_pass(
+    config: PretrainedConfig, *, dtype: str, tokens: int, precision: str = "32-true", title: str = "the judge pass"
+) -> MemoryEstimate:
+    """What a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per forward.
+
+    For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
+    several holds all of it. Raises UserError when ``config`` describes no causal LM.
+    """
+    shape = Shape.of(config)
+    weight = DTYPES[dtype].itemsize
+    compute = BF16 if precision == "bf16-mixed" else weight
+    step = _Step(shape, weight, compute, tokens, checkpointing=False)
+    how = f"{tokens:,} tokens in the widest place of one block"
+    rows = (
+        MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
+        MemoryRow("activations", _forward(step, tokens), how, (FORWARD,)),
+    )
+    return MemoryEstimate(title, rows)
+
+
+# ------------------------------------------------------------------------------------------------ the parts
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One micro-batch: the model's shape, bytes per weight and per product, tokens, and how activations are kept."""
+
+    shape: Shape
+    weight: int
+    compute: int
+    tokens: int
+    checkpointing: bool
+
+    @property
+    def stream(self) -> int:
+        """Bytes per number of the residual stream: embeddings give it the format of the weights."""
+        return self.weight
+
+    @property
+    def copies(self) -> bool:
+        """Whether autocast copies the weights: they are wider than the products."""
+        return self.weight > self.compute
+
+
+def _states(shape: Shape, model: ModelSpec, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
+    """Weights, gradients and moments; sharded over ``sharded`` devices."""
+    weight = DTYPES[model.dtype].itemsize
+    over = "" if sharded == 1 else f" / {sharded} devices"
+    base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
+    trained, size, what = shape.parameters, weight, "parameters"
+    rows = [MemoryRow("weights", shape.parameters * weight // sharded, base)]
+    if model.lora is not None:
+        trained, size, what = shape.adapters, FP32, "adapter parameters"
+        rows.append(MemoryRow("adapters", trained * size // sharded, f"{trained:,} {what} x {size} B (float32){over}"))
+    moments = 2 * FP32 if optimizer.moments == "float32" else 2 * (1 + FP32 / 256)
+    both = f"{trained:,} {what} x {moments:g} B (two moments, {optimizer.moments}){over}"
+    return [
+        *rows,
+        MemoryRow("gradients", trained * size // sharded, f"{trained:,} {what} x {size} B{over}"),
+        MemoryRow("optimiser moments", int(trained * moments) // sharded, both),
+    ]
+
+
+def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained: bool) -> list[MemoryRow]:
+    """What several devices exchange: whole blocks under FSDP2, buckets of gradients under DDP."""
+    if devices == 1:
+        return []
+    if strategy != "fsdp":
+        size = shape.parameters * weight if trained else shape.adapters * FP32
+        return [MemoryRow("gradient buckets", size, "DDP's copy of all gradients")]
+    rest = shape.parameters - shape.blocks
+    gathered = weight * (rest + 2 * shape.block)
+    forward = (*STEP, FORWARD)
+    rows = [MemoryRow("gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", forward)]
+    if trained:
+        rows.append(MemoryRow("gathered gradients", gathered, "of the same, before they are scattered", (BLOCK,)))
+    return rows
+
+
+def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[MemoryRow]:
+    """The resident copy of a live reference, and the forward of one that reads each batch."""
+    rows = []
+    if reference == "live":
+        size = step.shape.parameters * step.weight
+        over = "" if sharded == 1 else f" / {sharded} devices"
+        rows.append(MemoryRow("reference", size // sharded, f"a frozen copy in the format of the weights{over}"))
+    if reference in ("live", "adapter_off"):
+        size = _forward(step, step.tokens)
+        rows.append(MemoryRow("reference forward", size, f"{step.tokens:,} tokens without gradients", (REFERENCE,)))
+    return rows
+
+
+def _step_rows(step: _Step) -> list[MemoryRow]:
+    """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
+    shape, tokens = step.shape, step.tokens
+    each = shape.saved(step.compute, step.stream)
+    outside = (2 * step.stream if step.stream == FP32 else 3 * step.stream) * shape.hidden
+    # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
+    flowing = step.compute * shape.inner + 2 * step.stream * shape.hidden
+    half = BF16 * shape.cast
+    if not step.checkpointing:
+        kept = shape.layers * each + outside
+        rows = [
+            MemoryRow("activations", tokens * kept, f"{tokens:,} tokens x {kept / MIB:.2f} MiB", STEP),
+            MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)),
+        ]
+        copy = MemoryRow("bf16 weight copies", half, "autocast's copies of all blocks wait for the backward", STEP)
+    else:
+        kept = shape.layers * step.stream * shape.hidden + outside
+        how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB (checkpointing: the input of each block)"
+        rows = [
+            MemoryRow("activations", tokens * kept, how, STEP),
+            MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)),
+        ]
+        copy = MemoryRow("bf16 weight copies", half // shape.layers, "autocast's copies of one block", (BLOCK,))
+    return [*rows, copy] if step.copies else rows
+
+
+def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
+    """The vocabulary head's backward: one chunk of logits, the head's gradient, the states it reads and their own."""
+    shape = step.shape
+    matrix = shape.vocab * shape.hidden
+    size = _logits(shape, chunk, step.compute) + step.tokens * 3 * FP32 * shape.hidden
+    if step.copies:
+        size += step.compute * matrix
+    if trained:
+        # Accumulated in float32; a chunk's product in a shorter format is made beside it.
+        size += FP32 * matrix + (step.compute * matrix if step.compute < FP32 else 0)
+    return MemoryRow(
+        "vocabulary head", size, f"2 x {chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,)
+    )
+
+
+def _update_rows(shape: Shape, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
+    """Temporaries of the update: none with the fused float32 kernel, one tensor at a time with 8-bit moments."""
+    if optimizer.moments == "float32":
+        return []
+    size = 3 * FP32 * shape.largest // sharded
+    return [MemoryRow("moments unpacked", size, "of the largest tensor, float32", (UPDATE,))]
+
+
+def _forward(step: _Step, tokens: int) -> int:
+    """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
+    shape = step.shape
+    copy = step.compute * shape.hidden * shape.inner if step.copies else 0
+    return tokens * shape.working(step.compute, step.stream) + copy
+
+
+def _logits(shape: Shape, chunk: int, compute: int) -> int:
+    """Two chunks, since one is made while the one before is still held, each in float32 and in a shorter format."""
+    return 2 * chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _adapters(model: Any, lora: LoraSpec) -> int:
+    """Parameters that LoRA adds: rank x (inputs + outputs) of every linear layer it names, the head never."""
+    head: object = model.get_output_embeddings()
+    total = 0
+    for name, part in model.named_modules():
+        named = lora.target_modules == ALL_LINEAR or any(f".{name}".endswith(f".{end}") for end in lora.target_modules)
+        if isinstance(part, nn.Linear | Conv1D) and part is not head and named:
+            total += lora.rank * sum(part.weight.shape)
+    return total

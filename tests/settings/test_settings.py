@@ -1,0 +1,393 @@
+"""The paper's settings, as ``--cfg job`` prints them, against its table; what hardware may change; the judges."""
+
+import csv
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedConfig
+
+from attnpo.config import CONFIG_DIR, build, check, compose, groups, plain
+from attnpo.data.base import pairs_from_rows
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import SIDES, PreferencePair
+from attnpo.studies.grid import expand_arms
+from attnpo.text.alignment import align
+from attnpo.text.chat import ChatFormat
+from attnpo.text.judge_template import JudgePrompts, JudgeRules
+from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass, estimate_training
+
+SETTINGS = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
+# Usable memory of each device in GiB and the number of devices.
+HARDWARE = {"1x24gb": (23.6, 1), "1x80gb": (79.2, 1), "2x80gb": (79.2, 2), "1x141gb": (139.8, 1)}
+WHOLE = {"layers": 32, "heads": 32, "keys": 8, "hidden": 4096, "inner": 14336}
+
+
+@cache
+def composed(name: str, *overrides: str) -> DictConfig:
+    """The configuration of a setting; composed once, so it must not be changed."""
+    return compose("fit", [f"setting={name}", *overrides])
+
+
+@cache
+def setting(name: str, *overrides: str) -> dict[str, Any]:
+    return plain(composed(name, *overrides))
+
+
+def leaves(node: Any, path: str = "") -> dict[str, Any]:
+    """Every value under its dotted key; lists are values."""
+    if not isinstance(node, Mapping):
+        return {path: node}
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= leaves(value, f"{path}.{key}".lstrip("."))
+    return found
+
+
+def header(file: Path) -> str:
+    """The comment lines of a configuration."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.removeprefix("#").strip() for line in lines if line.startswith("#"))
+
+
+# ------------------------------------------------------------------------------------------------ the paper's numbers
+
+# Row of hyperparameters.csv -> the keys that hold its value.
+KEYS = {
+    ("training", "max_context_length"): "lengths.max_length",
+    ("training", "max_prompt_length"): "lengths.max_prompt_length",
+    ("training", "learning_rate"): "optimizer.lr",
+    ("training", "beta"): "objective.beta",
+    ("training", "batch_size"): "batch.pairs",
+    ("training", "epochs"): "trainer.max_epochs",
+    ("training", "scheduler"): "optimizer.schedule",
+    ("training", "warmup_ratio"): "optimizer.warmup",
+    ("training", "validate_every_steps"): "trainer.validate_every",
+    ("training", "beta_search"): "grid.beta",
+    ("weights", "layer"): "weights.layer",
+    ("weights", "K"): "weights.postprocess.sink_tokens",
+    ("weights", "K_prime"): "weights.postprocess.sink_min_length",
+}
+ELSEWHERE = {
+    ("training", "train_examples"): "the rows of data.train_split: test_rows_of_the_splits",
+    ("training", "validation_examples"): "the rows of data.val_split: test_rows_of_the_splits",
+    ("training", "optimizer"): "the class that the optimizer node makes: test_the_optimiser_is_adamw",
+}
+
+
+def paper_rows(shared: Path) -> dict[tuple[str, str], str]:
+    with (shared / "reference" / "paper_tables" / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+        return {(row["group"], row["name"]): row["value"] for row in csv.DictReader(file)}
+
+
+def number_or_word(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_hyperparameter_is_the_papers(name: str, shared: Path) -> None:
+    rows = paper_rows(shared)
+    asked = {key for key in rows if key[0] in ("training", "weights")}
+    assert asked == KEYS.keys() | ELSEWHERE.keys()
+    values = leaves(setting(name))
+    for key, place in KEYS.items():
+        wanted = [number_or_word(word) for word in rows[key].split()]
+        found = values[place]
+        assert (found if isinstance(found, list) else [found]) == wanted, place
+    assert values["grid.lr"] == [float(rows["training", "learning_rate"])]
+
+
+def test_the_optimiser_is_adamw(shared: Path) -> None:
+    for name in SETTINGS:
+        made = build(composed(name).optimizer).make([torch.nn.Parameter(torch.ones(2))])
+        assert type(made).__name__ == paper_rows(shared)["training", "optimizer"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_authors_files_add(name: str) -> None:
+    """Values that the paper's text leaves open, from its repository's training files."""
+    values = leaves(setting(name))
+    wanted = {
+        "seed": 42,
+        "batch.micro": 1,
+        "trainer.gradient_clip_val": 1.0,
+        "trainer.precision": "bf16-mixed",
+        "model.dtype": "float32",
+        "lengths.overlong": "cut",
+        "reference": "cached",
+        "callbacks.monitor": "val/loss",
+        "callbacks.mode": "min",
+    }
+    assert {key: values[key] for key in wanted} == wanted
+
+
+SPLITS = {
+    "llama3_8b_base_sft": ("ultrafeedback_binarized", "train_prefs", "test_prefs"),
+    "llama3_8b_instruct": ("llama3_ultrafeedback", "train", "test"),
+    "mistral_7b_base_sft": ("ultrafeedback_binarized", "train_prefs", "test_prefs"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rows_of_the_splits(name: str, shared: Path) -> None:
+    """The counts stand as comments beside the splits, since no file of the data is here."""
+    data, train, val = SPLITS[name]
+    node = setting(name)["data"]
+    assert (node["train_split"], node["val_split"]) == (train, val)
+    assert node["path"].rpartition("/")[2].replace("-", "_") == data
+    own = (CONFIG_DIR / "setting" / f"{name}.yaml").read_text(encoding="utf-8")
+    text = own if "train_split" in own else (CONFIG_DIR / "setting" / f"{SETTINGS[0]}.yaml").read_text(encoding="utf-8")
+    rows = paper_rows(shared)
+    for part, split in (("train", train), ("validation", val)):
+        count = int(rows["data", f"{data}_{part}"])
+        assert re.search(rf"_split: {split} +# {count:,} rows", text), (split, count)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_headers_hold_the_printed_results(name: str, shared: Path) -> None:
+    file = "mistral_7b_base_sft.csv" if name.startswith("mistral") else "main_results.csv"
+    with (shared / "reference" / "paper_tables" / file).open(newline="", encoding="utf-8") as stream:
+        rows = [
+            row
+            for row in csv.DictReader(stream)
+            if row["base_model"].replace("-", "_") == name.replace("llama3", "llama_3")
+        ]
+    text = header(CONFIG_DIR / "setting" / f"{name}.yaml")
+    wanted = {"Base": "base", "DPO": "DPO", "AttentionPO": "AttentionPO"}
+    found = [row for row in rows if row["method"] in wanted]
+    assert len(found) == 3
+    for row in found:
+        scores = f"{row['alpacaeval_lc']} / {row['alpacaeval_wr']}, {row['mt_bench']}, {row['arena_hard_wr']}"
+        assert f"{wanted[row['method']]} {scores}" in text
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_alone_asks_for_no_gpu(name: str) -> None:
+    trainer = setting(name)["trainer"]
+    assert {trainer[key] for key in ("accelerator", "devices", "strategy")} == {"auto"}
+
+
+def test_layers_of_the_papers_figure() -> None:
+    for name in SETTINGS:
+        study = build(composed(name, "experiment=layer_sweep").study)
+        layers = [arm.layer for arm in expand_arms(study, WHOLE["layers"]) if arm.layer is not None]
+        assert layers == [1, 8, 16, 24, 32]
+        assert study.grid.beta == (1e-3, 5e-3, 1e-2, 2e-2)
+
+
+# ------------------------------------------------------------------------------------------------ hardware
+
+LAYOUT = {"trainer.accelerator", "trainer.devices", "trainer.strategy", "model.gradient_checkpointing"}
+# Keys that change the numbers, and the words by which the file's header says so.
+CHANGES: dict[str, dict[str, str]] = {
+    "1x24gb": {"model.lora": "low-rank adapters", "model.dtype": "bf16 base", "reference": "the reference is the base"},
+    "1x80gb": {
+        "model.dtype": "bf16 weights",
+        "optimizer.moments": "moments in 8 bits",
+        "optimizer.stochastic_rounding": "stochastic rounding",
+    },
+    "2x80gb": {},
+    "1x141gb": {},
+}
+
+
+def test_every_hardware_option_is_tested_here() -> None:
+    assert groups()["hardware"] == sorted(HARDWARE)
+
+
+@pytest.mark.parametrize("option", HARDWARE)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_hardware_changes_only_what_its_header_says(name: str, option: str) -> None:
+    check(composed(name, f"hardware={option}"))
+    alone, with_it = leaves(setting(name)), leaves(setting(name, f"hardware={option}"))
+    changed = {key for key in alone.keys() | with_it.keys() if alone.get(key) != with_it.get(key)}
+    changed = {re.sub(r"^model\.lora\..*", "model.lora", key) for key in changed if not key.startswith("composed.")}
+    assert changed - LAYOUT == CHANGES[option].keys()
+    text = header(CONFIG_DIR / "hardware" / f"{option}.yaml")
+    assert all(words in text for words in CHANGES[option].values())
+    assert ("Changes no number" in text) == (not CHANGES[option])
+
+
+def test_hardware_wins_over_the_setting_and_loses_to_the_command_line() -> None:
+    assert setting(SETTINGS[0], "hardware=1x24gb")["reference"] == "adapter_off"
+    words = ["hardware=2x80gb", "trainer.devices=4", "model.gradient_checkpointing=false", "optimizer=adamw8bit"]
+    for order in (words, words[::-1]):
+        values = leaves(setting(SETTINGS[0], *order))
+        assert values["trainer.devices"] == 4
+        assert not values["model.gradient_checkpointing"]
+        assert values["optimizer.moments"] == "8bit"
+
+
+def test_weigh_composes_what_fit_composes() -> None:
+    overrides = [f"setting={SETTINGS[2]}", "hardware=1x24gb", "objective.beta=0.02"]
+    assert plain(compose("weigh", overrides)) == plain(compose("fit", overrides))
+
+
+def config_of(name: str) -> PretrainedConfig:
+    shape: dict[str, Any] = {
+        "hidden_size": WHOLE["hidden"],
+        "intermediate_size": WHOLE["inner"],
+        "num_hidden_layers": WHOLE["layers"],
+        "num_attention_heads": WHOLE["heads"],
+        "num_key_value_heads": WHOLE["keys"],
+    }
+    mistral = name.startswith("mistral")
+    return MistralConfig(vocab_size=32000, **shape) if mistral else LlamaConfig(vocab_size=128256, **shape)
+
+
+def estimate(cfg: DictConfig, config: PretrainedConfig) -> MemoryEstimate:
+    model: ModelSpec = build(cfg.model)
+    devices = str(cfg.trainer.devices)
+    return estimate_training(
+        config,
+        model,
+        build(cfg.optimizer),
+        precision=cfg.trainer.precision,
+        max_length=cfg.lengths.max_length,
+        reference=cfg.reference,
+        strategy=cfg.trainer.strategy,
+        devices=int(devices) if devices.isdigit() else 1,
+        micro=cfg.batch.micro,
+        eval_micro=cfg.batch.eval_micro,
+    )
+
+
+@pytest.mark.parametrize("option", HARDWARE)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_paper_models_fit_the_hardware(name: str, option: str) -> None:
+    capacity, devices = HARDWARE[option]
+    cfg = composed(name, f"hardware={option}")
+    found = estimate(cfg, config_of(name))
+    assert found.devices == devices
+    assert found.fits(int(capacity * GIB)), found.lines(int(capacity * GIB))
+    judge = estimate_pass(config_of(name), dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
+    assert judge.fits(int(capacity * GIB))
+
+
+# What each header says of an 8B model, in the order it says it: further overrides, or the judge.
+SAID: dict[str, list[list[str] | None]] = {
+    "1x24gb": [[], None],
+    "1x80gb": [[], ["model.gradient_checkpointing=false"]],
+    "2x80gb": [[]],
+    "1x141gb": [[], ["optimizer=adamw8bit", "model.gradient_checkpointing=false"]],
+}
+
+
+@pytest.mark.parametrize("option", HARDWARE)
+def test_headers_hold_the_estimates(option: str) -> None:
+    sizes = []
+    for overrides in SAID[option]:
+        cfg = composed(SETTINGS[0], f"hardware={option}", *(overrides or []))
+        config = config_of(SETTINGS[0])
+        judge = estimate_pass(config, dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
+        sizes.append((judge if overrides is None else estimate(cfg, config)).total / GIB)
+    text = header(CONFIG_DIR / "hardware" / f"{option}.yaml")
+    said = [float(number) for number in re.findall(r"(?:\(8B model: |judge pass |\(| and )(\d+\.\d)(?= GiB|\))", text)]
+    assert said == [round(size, 1) for size in sizes]
+
+
+# ------------------------------------------------------------------------------------------------ judges
+
+# Chats of the models whose tokenizers cannot be here, on tokenizers of the same habits.
+TURN = "{{ m['role'] }}:\n{{ m['content'] }}{{ eos_token }}"
+LINES = f"{{% for m in messages %}}{TURN}\n{{% endfor %}}{{% if add_generation_prompt %}}assistant:\n{{% endif %}}"
+ZEPHYR = (
+    "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+INST = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+    "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+LOSSLESS = [
+    ("llama3_8b_base_sft", "edge_merge_2k", None),
+    ("llama3_8b_base_sft", "gpt2", LINES),
+    ("mistral_7b_base_sft", "mistral_v3", ZEPHYR),
+    ("mistral_inst", "mistral_v3", INST),
+]
+
+
+@pytest.fixture(scope="module")
+def pairs(shared: Path) -> list[PreferencePair]:
+    lines = (shared / "data" / "ultrafeedback_sample" / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    return pairs_from_rows(map(json.loads, lines)).pairs
+
+
+def rules(judge: str) -> JudgeRules:
+    made: JudgeRules = build(composed("real_smoke", f"judge={judge}").judge).rules()
+    return made
+
+
+def chat_of(shared: Path, tokenizer: str, template: str | None) -> ChatFormat:
+    return ChatFormat(AutoTokenizer.from_pretrained(shared / "models" / "tokenizers" / tokenizer), template)
+
+
+def complete(prompts: JudgePrompts, pairs: list[PreferencePair]) -> float:
+    """The share of responses, in both rounds, whose judge tokens are exactly the training side's, spans included."""
+    whole = total = 0
+    for pair in pairs:
+        trained = {side: prompts.chat.encode(pair.prompt, pair.response(side)) for side in SIDES}
+        for seen in prompts.build(pair):
+            for side in SIDES:
+                start, end = seen.spans[side]
+                ids, offsets = seen.input_ids[start:end], seen.offsets[side]
+                found = align(ids, offsets, torch.ones(len(ids)), trained[side].response_ids, trained[side].offsets)
+                whole += found.coverage == found.source_coverage == 1.0
+                total += 1
+    assert total >= 200
+    return whole / total
+
+
+@pytest.mark.parametrize(("judge", "tokenizer", "template"), LOSSLESS)
+def test_delimiters_keep_every_token(
+    judge: str, tokenizer: str, template: str | None, shared: Path, pairs: list[PreferencePair]
+) -> None:
+    uncut = replace(rules(judge), max_length=1 << 20, max_response_length=1 << 20)
+    assert complete(JudgePrompts(uncut, chat_of(shared, tokenizer, template)), pairs) == 1.0
+
+
+def test_other_delimiters_lose_tokens(shared: Path, pairs: list[PreferencePair], tmp_path: Path) -> None:
+    """What the files avoid: a line break behind the answer, and the other kind of chat's opening."""
+    own = rules("llama3_8b_base_sft")
+    text = Path(own.template_file).read_text(encoding="utf-8")
+    (tmp_path / "lines.txt").write_text(text.replace("} [end of answer", "}\n[end of answer"), encoding="utf-8")
+    lines = replace(own, template_file=str(tmp_path / "lines.txt"), max_length=1 << 20, max_response_length=1 << 20)
+    assert complete(JudgePrompts(lines, chat_of(shared, "edge_merge_2k", None)), pairs[:50]) < 0.5
+    other = replace(rules("mistral_inst"), max_length=1 << 20, max_response_length=1 << 20)
+    assert complete(JudgePrompts(other, chat_of(shared, "mistral_v3", ZEPHYR)), pairs[:50]) < 0.5
+
+
+def test_both_llamas_are_judged_alike() -> None:
+    """They share chat template and tokenizer, so that what holds for one judge's file holds for the other's."""
+    assert rules("llama3_8b_instruct") == rules("llama3_8b_base_sft")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_has_its_judge(name: str) -> None:
+    judge = setting(name)["judge"]
+    assert (judge["dtype"], judge["max_length"], judge["max_response_length"]) == ("bfloat16", 2048, 768)
+    assert judge["verdict"] is True
+    assert judge["path"] is None
+    assert composed(name).composed.choices.judge == name
+
+
+@pytest.mark.parametrize("judge", sorted({judge for judge, _, _ in LOSSLESS}))
+def test_no_judge_prompt_tells_which_answer_is_preferred(judge: str, shared: Path, pairs: list[PreferencePair]) -> None:
+    made = rules(judge)
+    assert not re.search("chosen|rejected|preferred", Path(made.template_file).read_text(encoding="utf-8"))
+    template = INST if judge == "mistral_inst" else ZEPHYR
+    prompts = JudgePrompts(made, chat_of(shared, "mistral_v3", template))
+    for pair in pairs[:20]:
+        swapped = replace(pair, chosen=pair.rejected, rejected=pair.chosen)
+        first, second = prompts.build(pair)
+        assert [prompt.input_ids for prompt in prompts.build(swapped)] == [second.input_ids, first.input_ids]
