@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from attnpo.data.collate import Layout, TrainingExample, collate
@@ -59,10 +60,8 @@ class PreferenceDataModule(L.LightningDataModule):
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
-    def train_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Planned micro-batches of this rank, shuffled anew each epoch."""
-        rank, world = self._ranks()
-        sampler = StepBatches(
+    def _sampler(self, rank: int, world: int) -> StepBatches:
+        return StepBatches(
             num_pairs=len(self.train_batches.examples),
             micro_batch=self.plan.micro,
             accumulation=self.plan.accumulation(world),
@@ -71,13 +70,27 @@ class PreferenceDataModule(L.LightningDataModule):
             rank=rank,
             world_size=world,
         )
+
+    def steps_per_epoch(self, processes: int) -> int:
+        """Optimiser steps of an epoch on so many processes, which may not be able to share its last few pairs."""
+        return self._sampler(0, processes).steps_per_epoch
+
+    def place(self, state: dict[str, Any]) -> tuple[int, int, int]:
+        """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting."""
+        sampler = self._sampler(*self._ranks())
+        sampler.load_state_dict(state)
+        return sampler.epoch, sampler.consumed, len(sampler)
+
+    def train_dataloader(self) -> DataLoader[PreferenceBatch]:
+        """Planned micro-batches of this rank, shuffled anew each epoch."""
+        sampler = self._sampler(*self._ranks())
         if self._resume is not None:
             sampler.load_state_dict(self._resume)
             self._resume = None
         if sampler.dropped:
             log.warning("%d pairs of each epoch are left out: fewer than there are processes", sampler.dropped)
         self.sampler = sampler
-        return DataLoader(self.train_batches, sampler=sampler, batch_size=None)
+        return loader(self.train_batches, sampler)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
         """Validation pairs in their order, split over ranks; every pair, since all of them are one step."""
@@ -92,7 +105,7 @@ class PreferenceDataModule(L.LightningDataModule):
             rank=rank,
             world_size=world,
         )
-        return DataLoader(self.val_batches, sampler=sampler, batch_size=None)
+        return loader(self.val_batches, sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """The training sampler's state at the micro-batches that training has consumed."""
@@ -105,3 +118,8 @@ class PreferenceDataModule(L.LightningDataModule):
         """Nothing; the next training loader starts behind the consumed batches."""
         if state_dict:
             self._resume = dict(state_dict)
+
+
+def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:
+    """The loader of planned batches. It draws from a generator of its own, so training's random numbers stay apart."""
+    return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

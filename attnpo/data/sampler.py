@@ -225,8 +225,8 @@ class StepBatches(Sampler[PlannedBatch]):
         "epoch" and "batches" alone is taken to be of this very plan.
 
         Raises:
-            UserError: the state belongs to other pairs, another order or step size, or lies inside a step that is now
-                split in another way.
+            UserError: the state belongs to other pairs, another order or step size, lies inside a step that is now
+            split in another way, or comes from processes that left out pairs which these do not, or the reverse.
         """
         order = self._order_key()
         saved = state.get("order", order)
@@ -247,9 +247,15 @@ class StepBatches(Sampler[PlannedBatch]):
         """The number of batches consumed in the layout ``saved``, counted in this one."""
         if saved == self._layout:
             return batches
+        rest = self.num_pairs % self._layout.size
+        if not self.drop_last and (rest >= saved.world_size) != (rest >= self._layout.world_size):
+            raise UserError(
+                f"an epoch ends with {rest} pairs, which {max(saved.world_size, self._layout.world_size)} processes "
+                f"leave out and {min(saved.world_size, self._layout.world_size)} do not: resume with "
+                f"{saved.world_size} processes, as the run was saved with"
+            )
         last = self._full * saved.accumulation
         if batches > last:
-            rest = self.num_pairs % saved.size
             if not self.drop_last and rest >= saved.world_size and batches == last + saved.micros(rest):
                 return len(self)
         elif batches % saved.accumulation == 0:

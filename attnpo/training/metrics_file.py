@@ -1,33 +1,72 @@
-"""The run's metrics as one table, whatever number of sessions wrote it."""
+"""The run's metrics as one table, whatever number of sessions wrote it.
+
+A session appends to its own file under ``logs/``; ``metrics.csv`` holds what was merged last and is replaced as a
+whole, so that no row is lost with a process.
+"""
 
 import csv
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 METRICS = "metrics.csv"
+LOGS = "logs"
+
+Row = dict[str, float]
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, empty cells left out."""
+def read_metrics(path: Path) -> list[Row]:
+    """The rows of a metrics file, empty cells left out; a last line that was not written to its end does not count."""
     if not path.is_file():
         return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    text = path.read_bytes().decode(errors="replace")
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(lines)]
 
 
-def merge_metrics(folder: Path) -> list[dict[str, float]]:
-    """A row per optimiser step from all of a run's sessions (``logs/version_N``), also written to ``metrics.csv``.
+def merge_metrics(folder: Path) -> list[Row]:
+    """A row per optimiser step from ``metrics.csv`` and all sessions since (``logs/version_N``), written to it again.
 
     Where a resumed session repeats a step, its values win.
     """
-    by_step: dict[int, dict[str, float]] = {}
-    sessions = sorted((folder / "logs").glob("version_*"), key=lambda path: int(path.name.split("_")[-1]))
-    for session in sessions:
-        for row in read_metrics(session / METRICS):
-            by_step.setdefault(int(row["step"]), {}).update(row)
-    rows = [by_step[step] for step in sorted(by_step)]
+    return _write(folder, _merged(folder))
+
+
+def cut_metrics(folder: Path, step: int) -> None:
+    """Nothing; leaves in ``metrics.csv`` what a run resumed behind ``step`` optimiser steps has already behind it.
+
+    Rows are numbered by the updates the policy has seen: training rows below ``step`` stay, validation rows up to it.
+    """
+    rows = [
+        {name: value for name, value in row.items() if row["step"] < step or not name.startswith("train/")}
+        for row in _merged(folder)
+        if row["step"] <= step
+    ]
+    _write(folder, [row for row in rows if set(row) - {"step", "epoch"}])
+    for session in _sessions(folder):
+        shutil.rmtree(session)
+
+
+def _sessions(folder: Path) -> list[Path]:
+    return sorted((folder / LOGS).glob("version_*"), key=lambda path: int(path.name.split("_")[-1]))
+
+
+def _merged(folder: Path) -> list[Row]:
+    by_step: dict[int, Row] = {}
+    for path in (folder, *_sessions(folder)):
+        for row in read_metrics(path / METRICS):
+            if "step" in row:
+                by_step.setdefault(int(row["step"]), {}).update(row)
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _write(folder: Path, rows: Iterable[Row]) -> list[Row]:
+    rows = list(rows)
     names = sorted({name for row in rows for name in row} - {"step", "epoch"})
-    with (folder / METRICS).open("w", newline="", encoding="utf-8") as file:
+    part = folder / f"{METRICS}.part"
+    with part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["step", "epoch", *names])
         writer.writeheader()
         writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
+    part.replace(folder / METRICS)
     return rows

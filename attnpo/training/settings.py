@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from attnpo.models.spec import DTYPES
 from attnpo.schema import UserError
 
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -69,18 +70,29 @@ class LoggerSettings:
 class CallbackSettings:
     """What is kept of a run.
 
-    ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder.
+    ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder; ``last/``
+    becomes one at the end of training or when it is interrupted. ``last/`` is saved with every validation and, with
+    ``save_every``, every so many optimiser steps.
+    ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
     """
 
     checkpoints: bool = True
     monitor: str = "val/loss"
     mode: str = "min"
+    save_every: int | None = None
     samples: int = 4
     sample_tokens: int = 64
     report: bool = True
     heat_maps: int = 4
+    export_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise UserError(f"callbacks.mode must be min or max, got {self.mode!r}")
+        if self.save_every is not None and self.save_every < 1:
+            raise UserError(f"callbacks.save_every must be null or at least 1 optimiser step, got {self.save_every}")
+        if self.export_dtype is not None and self.export_dtype not in DTYPES:
+            raise UserError(
+                f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.export_dtype!r}"
+            )

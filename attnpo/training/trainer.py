@@ -3,17 +3,21 @@
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
-from attnpo.training.callbacks import FinalValidation, FolderCheckpoint, PlainProgress, StepValidation
+from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation
+from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
+from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
+from attnpo.training.interruption import Interruption
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 
 # Lightning's remarks on choices that are deliberate here.
@@ -21,7 +25,6 @@ HARMLESS = (
     "does not have many workers",  # batches are collated from memory
     "in eval mode at the start of training",  # set to train mode in on_fit_start
     "dataloader is not resumable",  # the data module resumes its sampler
-    "exists and is not empty",  # best/ and last/ of a resumed run are written again
     "accumulate the metric across devices",  # PairMeans has summed over them already
     "LeafSpec",
 )
@@ -33,15 +36,22 @@ def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
 
 
 def make_callbacks(
-    settings: CallbackSettings, trainer: TrainerSettings, folder: Path, exporter: Exporter, steps: int
+    settings: CallbackSettings,
+    trainer: TrainerSettings,
+    folder: Path,
+    exporter: Exporter,
+    account: Mapping[str, Any] | None = None,
 ) -> list[Callback]:
-    """Checkpoint folders, the validation at the end, and one form of progress."""
-    callbacks: list[Callback] = [FinalValidation(steps)]
+    """The validation at the end, signals, exact resume, checkpoint folders, and one form of progress.
+
+    ``account`` is kept in the checkpoint folders: what a later session must agree with.
+    """
+    callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption()]
     if settings.checkpoints:
-        callbacks.append(FolderCheckpoint(folder / "best", exporter, settings.monitor, settings.mode))
-        callbacks.append(FolderCheckpoint(folder / "last", exporter))
+        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.mode, account))
+        callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
     if trainer.progress:
-        callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress(max(1, steps // 8)))
+        callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress())
     return callbacks
 
 
@@ -88,12 +98,13 @@ def make_trainer(
         num_sanity_val_steps=0,
         log_every_n_steps=settings.log_every_n_steps,
         use_distributed_sampler=False,
-        enable_checkpointing=any(isinstance(callback, FolderCheckpoint) for callback in callbacks),
+        enable_checkpointing=False,  # CheckpointFolder's are callbacks of their own
         enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
         enable_model_summary=False,
         default_root_dir=folder,
         logger=loggers,
-        callbacks=[*callbacks, StepValidation(settings.validate_every)],
+        callbacks=[StepValidation(settings.validate_every), *callbacks],
+        plugins=[StraightIO()],
     )
 
 

@@ -12,8 +12,12 @@ from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
-from attnpo.training.callbacks import FolderCheckpoint
+from attnpo.training import checkpoints
+from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
+from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
+from attnpo.training.folders import STATE, read_account, replaced, tidy, whole
+from attnpo.training.settings import CallbackSettings
 from tests.training.tiny import make_data, make_examples, make_module
 
 Fit = Callable[..., list[dict[str, float]]]
@@ -38,10 +42,10 @@ class Remember(L.Callback):
         self.weights[trainer.global_step] = {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def folders(place: Path, tokenizer: PreTrainedTokenizerFast, mode: str = "min") -> tuple[L.Callback, L.Callback]:
-    return FolderCheckpoint(place / "best", Exporter(tokenizer), "val/loss", mode), FolderCheckpoint(
-        place / "last", Exporter(tokenizer)
-    )
+def folders(place: Path, tokenizer: PreTrainedTokenizerFast, mode: str = "min") -> tuple[L.Callback, ...]:
+    exporter = Exporter(tokenizer)
+    best = BestCheckpoint(place / "best", exporter, "val/loss", mode)
+    return Continuation(), best, LastCheckpoint(place / "last", exporter)
 
 
 def by_step(rows: list[dict[str, float]], name: str) -> dict[int, float]:
@@ -85,7 +89,7 @@ def test_the_lowest_loss_is_kept_although_later_ones_diverge(
     assert losses.index(min(losses)) < 4, f"this learning rate must make the last step worse: {losses}"
     state = torch.load(tmp_path / "best" / "state.ckpt", weights_only=True)
     assert state["global_step"] == losses.index(min(losses)) + 1
-    assert state["callbacks"]["FolderCheckpoint[best]"]["best_model_score"] == pytest.approx(min(losses))
+    assert read_account(tmp_path / "best") == {"step": state["global_step"], "val/loss": pytest.approx(min(losses))}
 
 
 def test_the_state_holds_the_policy_alone(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -100,7 +104,7 @@ def test_the_state_holds_the_policy_alone(fit: Fit, tmp_path: Path, tokenizer: P
 
 
 def test_a_monitor_that_is_not_logged_is_refused(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    callback = FolderCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
+    callback = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
     with pytest.raises(UserError, match=r"callbacks\.monitor=val/acuracy .* val/loss, .*val/rewards/accuracies"):
         fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(callback,))
 
@@ -142,3 +146,137 @@ def test_short_steps_do_not_move_validation_into_a_step(fit: Fit, micro: int) ->
     """20 pairs are steps of 8, 8 and 4: at one pair a time, 8, 8 and 4 micro-batches."""
     rows = fit(make_module(6), make_data(make_examples(20), BatchPlan(8, micro)), steps=6, epochs=2, validate_every=2)
     assert list(by_step(rows, "val/loss")) == [0, 2, 4, 6]
+
+
+# ------------------------------------------------------------------------------------------------ what is saved when
+
+
+class Spy(L.Callback):
+    """What lies in ``last/`` at the start of each later optimiser step: its step, and whether it is exported."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seen: dict[int, tuple[int, bool]] = {}
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        if (self.folder / STATE).is_file():
+            step = torch.load(self.folder / STATE, weights_only=True)["global_step"]
+            assert read_account(self.folder)["step"] == step
+            self.seen.setdefault(trainer.global_step, (step, (self.folder / "model.safetensors").is_file()))
+
+
+def test_last_is_saved_every_so_many_steps_and_exported_at_the_end(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Validation behind step 3 of 6, a save every 2 steps; two micro-batches a step, never a save between them."""
+    last = LastCheckpoint(tmp_path / "last", Exporter(tokenizer), every=2)
+    spy = Spy(tmp_path / "last")
+    data = make_data(make_examples(24), PLAN)
+    fit(make_module(6), data, steps=6, epochs=2, validate_every=3, callbacks=(Continuation(), last, spy))
+    assert spy.seen == {2: (2, False), 3: (3, False), 4: (4, False), 5: (4, False)}
+    assert torch.load(tmp_path / "last" / STATE, weights_only=True)["global_step"] == 6
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "last").config.vocab_size == 40
+    assert sorted(path.name for path in tmp_path.glob("last*")) == ["last"]
+
+
+def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """The best step lies before the one that is resumed from; the steps behind it are worse and leave it alone."""
+    data = make_examples(40)
+    arguments: dict[str, object] = {"epochs": 1, "validate_every": 1}
+    fit(make_module(5, lr=LOUD), make_data(data, PLAN), steps=3, callbacks=folders(tmp_path, tokenizer), **arguments)
+    before = read_account(tmp_path / "best")
+    rows = fit(
+        make_module(5, lr=LOUD),
+        make_data(data, PLAN),
+        steps=5,
+        callbacks=folders(tmp_path, tokenizer),
+        resume=tmp_path / "last" / STATE,
+        **arguments,
+    )
+    losses = by_step(rows, "val/loss")
+    assert sorted(losses) == [4, 5] and min(losses.values()) > before["val/loss"], (losses, before)
+    assert read_account(tmp_path / "best") == before
+    assert torch.load(tmp_path / "best" / STATE, weights_only=True)["global_step"] == before["step"]
+
+
+def test_a_save_that_fails_leaves_the_one_before(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    class Full(Exporter):
+        def export(self, *arguments: object, **named: object) -> None:
+            raise OSError(28, "No space left on device")
+
+    last = LastCheckpoint(tmp_path / "last", Full(tokenizer), every=1)
+    with pytest.raises(OSError, match="No space left"):
+        fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), last))
+    assert torch.load(tmp_path / "last" / STATE, weights_only=True)["global_step"] == 2
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Disk:
+        free = 1000
+
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda path: Disk)
+    with pytest.raises(UserError, match=r"checkpoints of 0\.0 GiB each .*callbacks\.checkpoints=false"):
+        fit(
+            make_module(3),
+            make_data(make_examples(20), PLAN),
+            steps=3,
+            epochs=1,
+            callbacks=folders(tmp_path, tokenizer),
+        )
+
+
+def test_an_interval_that_never_comes_is_refused() -> None:
+    with pytest.raises(UserError, match=r"callbacks\.save_every must be null or at least 1 optimiser step, got 0"):
+        CallbackSettings(save_every=0)
+
+
+# ------------------------------------------------------------------------------------------------ folders on disk
+
+
+def put(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / STATE).write_text(text)
+
+
+# What a kill leaves: contents of last, last.new and last.old (None: not there), and which of them is the newest whole.
+LEFT = {
+    "while writing the first": (None, "part", None, None),
+    "before the first rename": ("before", "new", None, "before"),
+    "while writing a later one": ("before", "part", None, "before"),
+    "between the renames": (None, "new", "before", "new"),
+    "before the old one is removed": ("new", None, "before", "new"),
+}
+
+
+@pytest.mark.parametrize("moment", LEFT)
+def test_a_kill_leaves_a_whole_folder(tmp_path: Path, moment: str) -> None:
+    *contents, newest = LEFT[moment]
+    for name, text in zip(("last", "last.new", "last.old"), contents, strict=True):
+        if text is not None:
+            put(tmp_path / name, text)
+    found = whole(tmp_path / "last") / STATE
+    assert (found.read_text() if found.is_file() else None) == newest
+    with pytest.raises(InterruptedError), replaced(tmp_path / "last") as new:  # a later save is cut short as well
+        (new / STATE).write_text("half")
+        raise InterruptedError
+    found = whole(tmp_path / "last") / STATE
+    assert (found.read_text() if found.is_file() else None) == newest
+    with replaced(tmp_path / "last") as new:
+        assert list(new.iterdir()) == []
+        (new / STATE).write_text("later")
+    assert (tmp_path / "last" / STATE).read_text() == "later"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]
+
+
+@pytest.mark.parametrize("moment", LEFT)
+def test_what_a_kill_leaves_is_tidied(tmp_path: Path, moment: str) -> None:
+    *contents, newest = LEFT[moment]
+    for name, text in zip(("last", "last.new", "last.old"), contents, strict=True):
+        if text is not None:
+            put(tmp_path / name, text)
+    tidy(tmp_path / "last")
+    assert {path.name: (path / STATE).read_text() for path in tmp_path.iterdir()} == (
+        {} if newest is None else {"last": newest}
+    )

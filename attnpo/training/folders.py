@@ -1,0 +1,84 @@
+"""Checkpoint folders on disk: replaced as a whole, found again whatever moment a process was killed at."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+STATE = "state.ckpt"
+ACCOUNT = "checkpoint.json"
+
+
+def _beside(folder: Path, mark: str) -> Path:
+    return folder.with_name(f"{folder.name}.{mark}")
+
+
+def whole(folder: Path) -> Path:
+    """Where the newest whole contents of ``folder`` lie; ``folder`` itself unless a replacement was cut short.
+
+    The old folder is moved aside only when the new one is complete, so a missing folder beside an old one means that
+    the new one is whole.
+    """
+    if not folder.exists() and _beside(folder, "old").exists() and _beside(folder, "new").exists():
+        return _beside(folder, "new")
+    return folder
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """An empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
+
+    What was written is on the disk, not only in its cache, before it takes the place.
+    """
+    tidy(folder)
+    new, old = _beside(folder, "new"), _beside(folder, "old")
+    new.mkdir(parents=True)
+    yield new
+    for path in sorted(new.rglob("*")):
+        _to_disk(path)
+    _to_disk(new)
+    if folder.exists():
+        folder.rename(old)
+    new.rename(folder)
+    _to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Nothing; finishes a replacement that was cut short between its two renames, removes what others have left."""
+    found = whole(folder)
+    if found != folder:
+        found.rename(folder)
+    for mark in ("new", "old"):
+        shutil.rmtree(_beside(folder, mark), ignore_errors=True)
+
+
+def remove(folder: Path) -> None:
+    """Nothing; removes ``folder`` and what replacements of it have left."""
+    tidy(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_account(folder: Path, account: Mapping[str, Any]) -> None:
+    """Nothing; writes what a checkpoint folder holds to its ``checkpoint.json``."""
+    (folder / ACCOUNT).write_text(json.dumps(dict(account), indent=1) + "\n", encoding="utf-8")
+
+
+def read_account(folder: Path) -> dict[str, Any]:
+    """What the checkpoint folder says it holds; empty where it says nothing."""
+    try:
+        account: dict[str, Any] = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return account

@@ -1,0 +1,169 @@
+"""Signals that end a run: noted while it trains, obeyed between two optimiser steps, reported as ``Interrupted``."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+log = logging.getLogger(__name__)
+
+# Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run ended by a signal: which, behind which optimiser step, and what was saved.
+
+    ``exit_status`` is what shells expect: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` says how to go
+    on; without one it is the run's own name.
+    """
+
+    advice: str | None = None
+
+    def __init__(self, signum: int, step: int = 0, total: int = 0, saved: Path | None = None) -> None:
+        super().__init__(signum, step, total, saved)
+        self.signum, self.step, self.total, self.saved = signum, step, total, saved
+
+    @property
+    def exit_status(self) -> int:
+        """The exit status of a process that this signal ended."""
+        return 128 + self.signum
+
+    def __str__(self) -> str:
+        stopped = f"stopped by {signal.Signals(self.signum).name} at step {self.step} of {self.total}, "
+        if self.saved is None:
+            return stopped + "nothing saved" + (f"; {self.advice}" if self.advice else "")
+        advice = self.advice or f"go on with name={self.saved.parent.name} resume=auto"
+        return f"{stopped}saved {self.saved}; {advice}"
+
+
+class Interruption(L.Callback):
+    """Ends training behind the optimiser step in which SIGINT, SIGTERM or SIGUSR1 came, on all ranks alike.
+
+    A validation that is due behind that step, or running, is finished first: a resumed run will not repeat it. The
+    same signal again does what it did before training (by default: ends the process at once). ``signum`` is the signal
+    that ended training, None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._noted: int | None = None
+        self._before: dict[int, Any] = {}
+        self._step = 0
+
+    # ------------------------------------------------------------------------------------------- handlers
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing; remembers the handlers from before Lightning sets its own."""
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def _listen(self) -> None:
+        # Lightning's own for SIGTERM would leave the epoch within an optimiser step.
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: object) -> None:
+        if self._noted is None:
+            self._noted = number
+        signal.signal(number, self._before.get(number) or signal.SIG_DFL)
+        log.warning("%s: ending behind this step; the same again ends at once", signal.Signals(number).name)
+
+    def _restore(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._before.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+        self._before = {}
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Nothing; restores the handlers."""
+        self._restore()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Nothing; restores the handlers."""
+        self._restore()
+
+    # ------------------------------------------------------------------------------------------- obeying
+    def _agreed(self, trainer: L.Trainer) -> bool:
+        """Whether a signal came on any rank; then ``signum`` is set on every rank."""
+        number = self._noted or 0
+        if trainer.world_size > 1:
+            mine = torch.tensor(float(number), device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(mine, reduce_op="max"))
+        self.signum = number or None
+        return self.signum is not None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; listens from here on."""
+        self._listen()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing; notes the step."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Nothing; behind an optimiser step, ends training if a signal came."""
+        if trainer.global_step == self._step or validation_follows(trainer) or not self._agreed(trainer):
+            return
+        trainer.limit_val_batches = 0  # else Lightning would validate before it stops
+        trainer.should_stop = True
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; listens during the validation before training too."""
+        if trainer.state.fn == "validate":
+            self._listen()
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Nothing; leaves the validation before training if a signal came: there is nothing to save yet."""
+        if trainer.state.fn == "validate" and self._agreed(trainer):
+            raise KeyboardInterrupt
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; ends training behind this validation if a signal came."""
+        if trainer.state.fn == "fit" and self._agreed(trainer):
+            trainer.should_stop = True
+
+    @contextmanager
+    def reported(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
+        """A context for validating and fitting.
+
+        Raises:
+            Interrupted: a signal ended them; ``saved`` is the folder that holds the state then.
+            KeyboardInterrupt: what the handlers from before raised, while Lightning was setting up or the second time.
+        """
+        try:
+            yield
+        except SIGTERMException:  # came while Lightning was setting up
+            raise Interrupted(signal.SIGTERM, trainer.global_step, total) from None
+        except SystemExit as end:
+            if not isinstance(end.__context__, KeyboardInterrupt):  # Lightning's way to take Ctrl-C
+                raise
+            if self.signum is not None:
+                raise Interrupted(self.signum, trainer.global_step, total) from None
+            raise end.__context__ from None
+        if self.signum is not None:
+            raise Interrupted(self.signum, trainer.global_step, total, saved)
+
+
+def validation_follows(trainer: L.Trainer) -> bool:
+    """Whether Lightning validates behind the micro-batch that just ended (``StepValidation`` has decided)."""
+    return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

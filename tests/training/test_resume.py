@@ -1,0 +1,194 @@
+"""Exact resume: wherever a run was saved, however its steps are cut, with random numbers, and its table of metrics."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from attnpo.data.rules import BatchPlan
+from attnpo.schema import UserError
+from attnpo.training.continuation import KEY, Continuation, random_state, set_random_state
+from attnpo.training.metrics_file import cut_metrics, merge_metrics, read_metrics
+from attnpo.training.module import PreferenceModule
+from tests.training.tiny import make_data, make_examples, make_module
+
+Fit = Callable[..., list[dict[str, float]]]
+PAIRS, EPOCHS, STEPS = 20, 2, 6  # steps of 8, 8 and 4 pairs
+
+
+class Copies(L.Callback):
+    """A checkpoint behind every optimiser step, saved within the hook named."""
+
+    def __init__(self, folder: Path, hook: str) -> None:
+        self.folder, self.hook, self.step = folder, hook, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        self.step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: object) -> None:
+        if self.hook == "batch" and trainer.global_step > self.step:
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.hook == "validation" and trainer.state.fn == "fit":
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
+
+
+def shaky(steps: int = STEPS) -> PreferenceModule:
+    """A module whose policy draws random numbers in every forward."""
+    torch.manual_seed(5)
+    module = make_module(steps)
+    for layer in module.policy.model.model.layers:
+        layer.self_attn.attention_dropout = 0.3
+    torch.manual_seed(6)
+    return module
+
+
+def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{name: value for name, value in row.items() if not name.endswith("_per_s")} for row in rows]
+
+
+def same_weights(left: PreferenceModule, right: PreferenceModule) -> bool:
+    pairs = zip(left.policy.parameters(), right.policy.parameters(), strict=True)
+    return all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+@pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
+@pytest.mark.parametrize(("hook", "validate_every"), [("validation", 1), ("batch", 2)])
+def test_a_run_goes_on_bit_for_bit_behind_every_step(
+    fit: Fit, tmp_path: Path, hook: str, validate_every: int, limit: str
+) -> None:
+    """Mid-epoch, at an epoch's end, behind a short step; saved before or behind the validation; epochs or steps."""
+    examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
+    arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": validate_every}
+    if limit == "max_steps":
+        arguments["max_steps"] = STEPS
+    (tmp_path / "copies").mkdir()
+    unbroken = shaky()
+    callbacks = (Continuation(), Copies(tmp_path / "copies", hook))
+    expected = timeless(fit(unbroken, make_data(examples, plan), callbacks=callbacks, **arguments))
+    for stop in range(1, STEPS):
+        if hook == "batch" and stop % validate_every == 0:
+            continue  # saved before a validation that was due: what the run's own callbacks never do
+        resumed = shaky()
+        rows = timeless(
+            fit(
+                resumed,
+                make_data(examples, plan),
+                callbacks=(Continuation(),),
+                resume=tmp_path / "copies" / f"{stop}.ckpt",
+                **arguments,
+            )
+        )
+        # The row of step N holds the training of step N and, where there was one, the validation before it.
+        tail = [dict(row) for row in expected if row["step"] >= stop]
+        tail[0] = {name: value for name, value in tail[0].items() if not name.startswith("val/")}
+        assert rows == tail, stop
+        assert same_weights(resumed, unbroken), stop
+
+
+def test_random_states_are_at_work(fit: Fit, tmp_path: Path) -> None:
+    """Without them the test above could not pass: the resumed run gives other losses."""
+    examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
+    callbacks = (Continuation(), Copies(tmp_path, "validation"))
+    arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
+    fit(unbroken := shaky(), make_data(examples, plan), callbacks=callbacks, **arguments)
+    state = torch.load(tmp_path / "2.ckpt", weights_only=True)
+    state[KEY]["random"] = []
+    torch.save(state, tmp_path / "without.ckpt")
+    resumed = shaky()
+    fit(resumed, make_data(examples, plan), callbacks=(Continuation(),), resume=tmp_path / "without.ckpt", **arguments)
+    assert not same_weights(resumed, unbroken)
+
+
+def test_random_states_are_plain_and_come_back(tmp_path: Path) -> None:
+    import random
+
+    import numpy as np
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
+
+    draw()  # a Gaussian number is now kept by NumPy
+    torch.save(random_state(), tmp_path / "state")
+    first = draw()
+    set_random_state(torch.load(tmp_path / "state", weights_only=True))
+    assert draw() == first
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1)])
+def test_steps_may_be_cut_otherwise_when_resumed(fit: Fit, tmp_path: Path, stop: int, before: int, after: int) -> None:
+    """The counters of micro-batches are those of the new cutting: as many steps, the same pairs in each."""
+    examples = make_examples(PAIRS)
+    arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": 1}
+    callbacks = (Continuation(), Copies(tmp_path, "validation"))
+    expected = fit(make_module(STEPS), make_data(examples, BatchPlan(8, before)), callbacks=callbacks, **arguments)
+    rows = fit(
+        make_module(STEPS),
+        make_data(examples, BatchPlan(8, after)),
+        callbacks=(Continuation(),),
+        resume=tmp_path / f"{stop}.ckpt",
+        **arguments,
+    )
+    for name in ("train/loss", "train/lr", "train/grad_norm"):
+        found = {row["step"]: row[name] for row in rows if name in row}
+        wanted = {row["step"]: row[name] for row in expected if name in row and row["step"] >= stop}
+        assert found == pytest.approx(wanted, rel=2e-5, abs=2e-6), name
+    assert [row["step"] for row in rows if "val/loss" in row] == list(range(stop + 1, STEPS + 1))
+
+
+def test_the_last_steps_of_an_epoch_are_counted_as_the_sampler_makes_them() -> None:
+    data = make_data(make_examples(17), BatchPlan(8, 1))
+    assert [data.steps_per_epoch(processes) for processes in (1, 2, 4)] == [3, 2, 2]
+
+
+def test_other_processes_that_leave_out_pairs_are_refused() -> None:
+    """17 pairs in steps of 8: one pair is left, which two processes cannot share."""
+    data = make_data(make_examples(17), BatchPlan(8, 1))
+    state = data._sampler(0, 1).state_dict(8)
+    two = data._sampler(0, 2)
+    with pytest.raises(UserError, match=r"ends with 1 pairs, which 2 processes leave out and 1 do not.* 1 processes"):
+        two.load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+
+def session(folder: Path, number: int, text: str) -> None:
+    place = folder / "logs" / f"version_{number}"
+    place.mkdir(parents=True)
+    (place / "metrics.csv").write_bytes(text.replace("\n", "\r\n").encode())
+
+
+FIRST = "step,epoch,train/loss,val/loss\n0,0,,0.7\n0,0,0.6,\n1,0,0.5,\n2,0,,0.4\n2,0,0.3,\n"
+
+
+def test_a_line_that_a_kill_cut_short_does_not_count(tmp_path: Path) -> None:
+    """Its last number would be another one."""
+    session(tmp_path, 0, FIRST + "3,0,0.1234")
+    (tmp_path / "logs" / "version_0" / "metrics.csv").write_bytes((FIRST + "3,0,0.12").encode())
+    assert [row["step"] for row in merge_metrics(tmp_path)] == [0, 1, 2]
+
+
+def test_rows_of_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
+    """Saved behind step 2 and its validation: the third training row is lost with the process, the validation stays."""
+    session(tmp_path, 0, FIRST)
+    cut_metrics(tmp_path, 2)
+    rows = [
+        {"step": 0.0, "epoch": 0.0, "train/loss": 0.6, "val/loss": 0.7},
+        {"step": 1.0, "epoch": 0.0, "train/loss": 0.5},
+        {"step": 2.0, "epoch": 0.0, "val/loss": 0.4},
+    ]
+    assert read_metrics(tmp_path / "metrics.csv") == rows
+    session(tmp_path, 0, "step,epoch,train/loss\n2,0,0.31\n")
+    assert merge_metrics(tmp_path) == [*rows[:2], {**rows[2], "train/loss": 0.31}]
+
+
+def test_what_was_merged_survives_the_session_files(tmp_path: Path) -> None:
+    session(tmp_path, 0, FIRST)
+    merged = merge_metrics(tmp_path)
+    (tmp_path / "logs" / "version_0" / "metrics.csv").write_text("")
+    assert merge_metrics(tmp_path) == merged
