@@ -65,7 +65,7 @@ def pair_values(
         "logps/rejected": rejected,
     }
     values.update({f"rewards/{name}": value for name, value in output.extras.items()})
-    weights = rows.token_weights["reward"]
+    weights = torch.where(rows.response_mask, rows.token_weights["reward"], 0.0)
     mass = weights.sum(-1)
     square = weights.square().sum(-1)
     effective = torch.where(square > 0, mass.square() / square.clamp(min=1e-30), torch.zeros_like(mass))
@@ -73,3 +73,18 @@ def pair_values(
     values["weights/effective_share"] = 0.5 * (share[: batch.pairs] + share[batch.pairs :])
     values["weights/max"] = torch.maximum(*split_pairs(weights.amax(-1)))
     return values
+
+
+def read_tokens(batch: PreferenceBatch) -> Float[Tensor, "pairs"]:
+    """Tokens the policy reads for the batch, padding excluded, as equal shares of its pairs."""
+    inputs = [rows.inputs for rows in batch.groups.values() if rows.inputs is not None]
+    counts = [
+        made.input_ids.new_tensor(made.input_ids.numel()) if made.attention_mask is None else made.attention_mask.sum()
+        for made in inputs
+    ]
+    return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most GPU memory, in GiB, that tensors of this process took up so far."""
+    return torch.cuda.max_memory_allocated(device) / 2**30

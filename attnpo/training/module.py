@@ -1,5 +1,8 @@
 """The Lightning module: policy and frozen reference, one objective, exact normalisation over the optimiser step."""
 
+import logging
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,10 +12,14 @@ from torch.distributed.tensor import DTensor
 
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
-from attnpo.training.metrics import PairMeans, pair_values
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError
+from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
+from attnpo.training.finite import PairLosses, Scored, everywhere, message, named, save_step, unsound
+from attnpo.training.metrics import PairMeans, pair_values, peak_memory, read_tokens
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.sharding import shard
+
+log = logging.getLogger(__name__)
 
 
 class PreferenceModule(L.LightningModule):
@@ -20,6 +27,9 @@ class PreferenceModule(L.LightningModule):
 
     The reference is no submodule: it stays out of the state dict, the optimiser and any wrapper of the strategy.
     Without one, batches must carry the reference's log-probabilities if the objective asks for them.
+
+    A step whose loss or gradient norm is not finite is never taken: training ends with a ``UserError`` that names its
+    pairs, and the step lies in ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
 
     Args:
         policy: the model to train.
@@ -46,6 +56,11 @@ class PreferenceModule(L.LightningModule):
         self.window = PairMeans()
         self.validation = PairMeans()
         self.sharded = False
+        self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
+        self._losses: list[PairLosses] = []  # of the current validation
+        self._warned = False
+        self._began = 0.0
+        self._amounts: dict[str, Tensor] = {}
 
     reference: ScoredLM | None
 
@@ -55,12 +70,15 @@ class PreferenceModule(L.LightningModule):
         if mesh is None or self.sharded:
             return
         shard(self.policy, mesh["data_parallel"])
-        if self.reference is not None:
+        # A reference without weights of its own (a policy run without its adapters) is sharded with the policy.
+        if self.reference is not None and any(True for _ in self.reference.parameters()):
             shard(self.reference, mesh["data_parallel"])
         self.sharded = True
 
     def setup(self, stage: str) -> None:
         """Nothing; puts the reference on this rank's device (sharding does so itself)."""
+        # Frozen weights are left out of checkpoints; check_saved asks for the others.
+        self.strict_loading = not frozen_names(self)
         if self.reference is not None and self.device_mesh is None:
             # Lightning moves the module itself only later, so self.device is still where it was built.
             self.reference.to(self.trainer.strategy.root_device)
@@ -72,9 +90,33 @@ class PreferenceModule(L.LightningModule):
             self.reference.eval()
         return self
 
+    def establish(self, training: bool) -> None:
+        """Nothing; sets the policy's mode (from_pretrained leaves it in eval mode) and freezes the reference."""
+        self.train(training)
+        if self.reference is not None:
+            frozen(self.reference)
+
     def on_fit_start(self) -> None:
-        """Nothing; puts the policy in train mode (from_pretrained leaves it in eval mode)."""
-        self.train()
+        """Nothing; starts an empty step, refuses models that are not as training needs them."""
+        self._scored.clear()
+        self.window.reset()
+        self.establish(training=True)
+        check_ready(self.policy, self.reference, rounding=self.recipe.stochastic_rounding)
+
+    def on_train_batch_start(self, batch: PreferenceBatch, batch_idx: int) -> None:
+        """Nothing; at the start of an optimiser step sets the modes again, whatever a callback left behind."""
+        if not self._scored:
+            self.establish(training=True)
+            self._began = time.perf_counter()
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Nothing; keeps of the weights those that are trained."""
+        keep_trained(self, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Nothing; refuses a checkpoint whose weights are not those trained here."""
+        check_saved(self, checkpoint)
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[TokenStats, TokenStats | None, ObjectiveOutput]:
@@ -102,36 +144,95 @@ class PreferenceModule(L.LightningModule):
         Lightning divides by the accumulation and averages gradients over ranks; both are undone here, so the gradient
         of a step is exactly that of the mean over its ``step_pairs`` pairs, also in a short last step.
         """
-        policy, _, output = self.score(batch)
+        policy, reference, output = self.score(batch)
         with torch.no_grad():
-            self.window.update(pair_values(policy, output, batch))
+            self._scored.append(Scored.of(batch, policy, reference, output))
+            self.window.update({**pair_values(policy, output, batch), "tokens": read_tokens(batch)})
         scale = self.trainer.accumulate_grad_batches * self.trainer.world_size / batch.step_pairs
         return (output.losses * batch.pair_weight).sum() * scale
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing; logs the window's means, the gradient norm before clipping and the learning rate."""
+        """Nothing; logs the window's means, the gradient norm before clipping and the learning rate.
+
+        Raises:
+            UserError: the loss or the gradient norm is not finite. Both are those of all ranks, so all of them stop.
+        """
+        lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
         self.window.reset()
-        norms = [p.grad.detach() for p in self.policy.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(norms)
-        values["train/grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        values["train/lr"] = torch.tensor(optimizer.param_groups[0]["lr"])
+        norm = torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not bool((values["train/loss"].isfinite() & norm.isfinite()).item()):
+            self._stop(norm.item(), lr)
+        pairs = self._scored[-1].batch.step_pairs
+        self._scored.clear()
+        self._amounts = {"pairs": norm.new_tensor(pairs), "tokens": values.pop("train/tokens") * pairs}
+        values["train/grad_norm"] = norm
+        values["train/lr"] = torch.tensor(lr)
         self.log_dict({name: value.float() for name, value in values.items()})
         self.log("loss", values["train/loss"].float(), prog_bar=True, logger=False)
+
+    def _stop(self, norm: float, lr: float) -> None:
+        step = self.trainer.global_step + 1
+        gradients = {
+            name: p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            for name, p in self.policy.named_parameters()
+            if p.grad is not None
+        }
+        path = Path(self.trainer.default_root_dir) / f"nonfinite-step-{step}.pt"
+        trouble = save_step(self._scored, gradients, path, step, self.trainer.world_size)
+        raise UserError(message(trouble, step, norm, lr, str(self.trainer.precision)))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing; logs the speed of an optimiser step over all ranks, from its first micro-batch to its end.
+
+        Without waiting for a GPU: what of one step is still under way counts for the next.
+        """
+        super().optimizer_step(*args, **kwargs)
+        seconds = time.perf_counter() - self._began
+        self.log_dict({f"train/{name}_per_s": amount.float() / seconds for name, amount in self._amounts.items()})
+        if self.device.type == "cuda":
+            self.log("train/gpu_mem_gib", peak_memory(self.device))
+
+    # ------------------------------------------------------------------------------------------------ validation
+    def on_validation_epoch_start(self) -> None:
+        """Nothing; sets policy and reference to eval mode, whatever a callback left behind."""
+        self.establish(training=False)
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Nothing; adds the batch to the validation means."""
         policy, _, output = self.score(batch)
         self.validation.update(pair_values(policy, output, batch))
+        self._losses.append(PairLosses(batch.pair_ids, output.losses * batch.pair_weight))
 
     def on_validation_epoch_end(self) -> None:
-        """Nothing; logs ``val/*`` over all ranks."""
+        """Nothing; logs ``val/*`` over all ranks.
+
+        A pair whose loss is not finite makes ``val/loss`` not finite too, so no such step is ever the best; it is
+        counted as ``val/nonfinite_pairs``, and the first such validation is warned of.
+        """
         if self.validation.names:
             values = {f"val/{name}": value.float() for name, value in self.validation.compute().items()}
+            if not bool(values["val/loss"].isfinite()):
+                values["val/nonfinite_pairs"] = torch.tensor(float(self._warn_nonfinite()))
             self.log_dict(values, prog_bar=False)
             # Lightning would file this under the step before, and the one behind step 1 over the one before training.
             self.log_dict({"step": float(self.trainer.global_step), "epoch": float(self.trainer.current_epoch)})
         self.validation.reset()
+        self._losses.clear()
+
+    def _warn_nonfinite(self) -> int:
+        """The validation pairs with a non-finite loss, counted over all ranks; the first time a warning names them."""
+        own = unsound(self._losses)
+        pairs = [pair_id for share in everywhere(own, self.trainer.world_size) for pair_id in share]
+        if not self._warned and self.trainer.is_global_zero:
+            log.warning(
+                "the validation loss is not finite for %d pairs (%s), nor is val/loss; val/nonfinite_pairs counts them",
+                len(pairs),
+                named(pairs),
+            )
+        self._warned = True
+        return len(pairs)
 
     def configure_optimizers(self) -> Any:
         """AdamW and its per-step schedule in Lightning's dictionary form."""

@@ -1,7 +1,8 @@
 """Trains the tiny model as one of several gloo processes; started by test_processes.py, never by hand.
 
 Usage: python several.py FOLDER. The process's place comes from the variables that torchrun sets. Every case leaves
-``FOLDER/<case>/metrics.csv``; one that checkpoints also leaves its final weights in ``final.pt``.
+``FOLDER/<case>/metrics.csv``; a sharded one also leaves its whole final weights in ``final.pt``, one that is stopped
+the error of every process in ``error<rank>.txt``.
 """
 
 import sys
@@ -11,15 +12,22 @@ from pathlib import Path
 import lightning as L
 import torch
 
+from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
+from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
-from attnpo.training.callbacks import FinalValidation, FolderCheckpoint
-from attnpo.training.export import Exporter, full_state
+from attnpo.training.callbacks import FinalValidation
+from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
+from attnpo.training.continuation import Continuation
+from attnpo.training.export import Exporter
+from attnpo.training.gather import WholePolicy
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
+from attnpo.training.module import PreferenceModule
 from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.trainer import make_trainer, quiet_lightning
+from attnpo.training.trainer import make_trainer, quiet_lightning, total_steps
+from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module
 
 STOP = 2  # the optimiser step behind which the checkpointing cases keep a copy to resume from
@@ -28,13 +36,19 @@ CLIP = 0.05  # far below the gradients that occur, so that clipping has to be ri
 
 @dataclass(frozen=True)
 class Case:
-    """One training run of two epochs in steps of 8; ``resumes`` names the case whose copy at STOP it continues."""
+    """One training run of two epochs in steps of 8.
+
+    ``resumes`` names the case whose copy at STOP it continues. ``part`` trains the second layer alone. ``bad`` gives
+    the second process's share of step 2 a pair whose loss is not finite.
+    """
 
     strategy: str
     micro: int
     pairs: int = 20
     checkpoints: bool = False
     resumes: str | None = None
+    part: bool = False
+    bad: bool = False
 
 
 CASES = {
@@ -45,6 +59,10 @@ CASES = {
     "fsdp, one pair at a time": Case("fsdp", 1, checkpoints=True),
     "fsdp, two at a time": Case("fsdp", 2),
     "fsdp, resumed": Case("fsdp", 1, resumes="fsdp, one pair at a time"),
+    "fsdp, a layer": Case("fsdp", 2, checkpoints=True, part=True),
+    "fsdp, a layer, resumed": Case("fsdp", 2, resumes="fsdp, a layer", part=True),
+    "ddp, a bad pair": Case("ddp", 2, bad=True),
+    "fsdp, a bad pair": Case("fsdp", 2, bad=True),
 }
 
 
@@ -59,9 +77,30 @@ class Keep(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+def make(
+    case: Case, plan: BatchPlan, settings: TrainerSettings, devices: int
+) -> tuple[PreferenceModule, PreferenceDataModule]:
+    """The case's module, which knows the run's number of steps, and its data."""
+    examples = make_examples(case.pairs)
+    if case.bad:
+        examples = stored_reference(examples)
+        bad = bad_pair(case, plan)
+        examples[bad] = spoil(examples[bad], float("nan"))
+    data = stored_data(examples, plan) if case.bad else make_data(examples, plan)
+    module = make_module(total_steps(settings, data.steps_per_epoch(devices)), live=not case.bad)
+    if case.part:
+        module.policy.requires_grad_(False)
+        module.policy.model.model.layers[1].requires_grad_(True)
+    return module, data
+
+
+def bad_pair(case: Case, plan: BatchPlan) -> int:
+    """The pair before the last of step 2: of two processes, the second has it."""
+    return epoch_order(case.pairs, plan)[14]
+
+
 def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[str, float]]:
     """The rows of metrics.csv; every process has to call it."""
-    steps = 2 * (-(-case.pairs // 8))
     plan = BatchPlan(8, case.micro, eval_micro=2)
     settings = TrainerSettings(
         max_epochs=2,
@@ -71,27 +110,32 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
         validate_every=1,
         gradient_clip_val=CLIP,
     )
-    callbacks: list[L.Callback] = [FinalValidation(steps)]
+    whole = WholePolicy()
+    callbacks: list[L.Callback] = [FinalValidation(), Continuation(), whole]
     if case.checkpoints:
-        tokenizer = build_tokenizer(Grammar())
-        callbacks += [
-            FolderCheckpoint(place / "best", Exporter(tokenizer), "val/loss"),
-            FolderCheckpoint(place / "last", Exporter(tokenizer)),
-        ]
+        exporter = Exporter(build_tokenizer(Grammar()))
+        callbacks += [BestCheckpoint(place / "best", exporter), LastCheckpoint(place / "last", exporter)]
         callbacks.append(Keep(place / "stop.ckpt"))
-    module, data = make_module(steps), make_data(make_examples(case.pairs), plan)
+    module, data = make(case, plan, settings, devices)
+    resume = None if case.resumes is None else folder / case.resumes / "stop.ckpt"
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
         trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
-        if case.resumes is None:
+        if resume is None:
             trainer.validate(module, data, verbose=False)
-            trainer.fit(module, data)
-        else:
-            trainer.fit(module, data, ckpt_path=folder / case.resumes / "stop.ckpt", weights_only=True)
-    if case.checkpoints:
-        state = full_state(module.policy.model)
+        try:
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        except UserError as error:
+            if not case.bad:
+                raise
+            (place / f"error{trainer.global_rank}.txt").write_text(str(error))
+            return []
+    if module.sharded:
+        assert whole.state is not None and bool(whole.state) == trainer.is_global_zero, "kept on one process alone"
         if trainer.is_global_zero:
-            torch.save(state, place / "final.pt")
+            torch.save(whole.state, place / "final.pt")
+    else:
+        assert whole.state is None
     return merge_metrics(place) if trainer.is_global_zero else []
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
-from attnpo.models.scored import ScoredLM
+from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from tests.training.tiny import make_data, make_examples, make_module, tiny_model
+from tests.training.stored import epoch_order, stored_data, stored_reference
+from tests.training.tiny import make_data, make_examples, make_module
 
 Fit = Callable[..., list[dict[str, float]]]
 
@@ -32,35 +34,22 @@ def test_how_a_step_is_cut_changes_nothing(fit: Fit, plan: BatchPlan) -> None:
         assert losses(rows, name) == pytest.approx(losses(whole, name), rel=2e-5, abs=2e-6), name
 
 
-def test_a_short_step_is_the_mean_over_its_own_pairs(fit: Fit) -> None:
-    """The gradient of the short last step equals that of the plain mean over its four pairs."""
-    module = make_module(3, lr=1e-12)
-    rows = fit(module, make_data(make_examples(20), BatchPlan(8, 2)), steps=3, epochs=1)
-    alone = make_module(3, lr=1e-12)
-    data = make_data(make_examples(20), BatchPlan(8, 2))
-    list(data.train_dataloader())
-    assert data.sampler is not None
-    last = data.sampler.order()[16:] if data.sampler.epoch == 0 else None
-    data = make_data(make_examples(20), BatchPlan(8, 2))
-    data.train_dataloader()
-    assert data.sampler is not None
-    last = data.sampler.order()[16:]
-    policy, _, out = alone.score(
-        data.train_batches.__class__(  # the four pairs of the last step in one batch
-            data.train_batches.examples, data.train_batches.layout, 0
-        )[_planned(last)]
-    )
-    out.losses.mean().backward()
-    grads = [p.grad for p in alone.policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads)
-    assert losses(rows, "train/grad_norm")[2] == pytest.approx(norm.item(), rel=1e-5)
-    assert policy.logps.shape[0] == 8
+@pytest.mark.parametrize("micro", [1, 2, 8])
+def test_a_short_step_is_the_mean_over_its_own_pairs(fit: Fit, micro: int) -> None:
+    """20 pairs in steps of 8: every step's gradient is that of the plain mean over its pairs, the last step's four too.
 
-
-def _planned(indices: list[int]) -> object:
-    from attnpo.data.sampler import PlannedBatch
-
-    return PlannedBatch(list(indices), 0, len(indices), 0, 1)
+    The learning rate is so small that the weights stay where they are.
+    """
+    examples, plan = make_examples(20), BatchPlan(8, micro)
+    rows = fit(make_module(3, lr=1e-12), make_data(examples, plan), steps=3, epochs=1)
+    order = epoch_order(20, plan)
+    for step, count in enumerate((8, 8, 4)):
+        alone = make_module(3)
+        pairs = [examples[i] for i in order[8 * step : 8 * step + count]]
+        assert len(pairs) == count
+        alone.score(collate(pairs, padded, 0, count))[2].losses.mean().backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in alone.policy.parameters() if p.grad is not None])
+        assert losses(rows, "train/grad_norm")[step] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_before_the_first_step_the_loss_is_ln_2(fit: Fit) -> None:
@@ -80,18 +69,7 @@ def test_validation_comes_every_n_steps_and_at_the_end(fit: Fit) -> None:
 def test_live_and_cached_reference_give_the_same_losses(fit: Fit) -> None:
     examples = make_examples(20)
     live = fit(make_module(3), make_data(examples, BatchPlan(8, 4)), steps=3, epochs=1)
-    model = ScoredLM(tiny_model())
-    cached = []
-    with torch.no_grad():
-        for example in examples:
-            from attnpo.models.layouts import padded
-
-            inputs, ids, mask = padded([(side.prompt_ids, side.response_ids) for side in example.sides], 0)
-            logps = model(inputs, ids, mask).logps
-            counts = [len(side.response_ids) for side in example.sides]
-            cached.append(replace(example, reference_logps=(logps[0, : counts[0]], logps[1, : counts[1]])))
-    data = make_data(cached, BatchPlan(8, 4))
-    data.val_batches.examples = cached[:5]
+    data = stored_data(stored_reference(examples), BatchPlan(8, 4))
     stored = fit(make_module(3, live=False), data, steps=3, epochs=1)
     assert losses(stored) == pytest.approx(losses(live), rel=1e-5)
 

@@ -8,9 +8,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from attnpo.data.rules import BatchPlan
 from attnpo.training.metrics_file import read_metrics
 from tests.training.processes import in_two_processes
-from tests.training.several import CASES, STOP, Case, run_case
+from tests.training.several import CASES, STOP, Case, bad_pair, run_case
+from tests.training.stored import epoch_order
 from tests.training.tiny import make_module
 
 SEVERAL = Path(__file__).with_name("several.py")
@@ -28,27 +30,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Rows]:
-    """What a single process gives, by number of pairs."""
+def one(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Rows]:
+    """What a single process gives, by number of pairs and whether a layer alone is trained."""
     place = tmp_path_factory.mktemp("one")
-    return {pairs: run_case(Case("auto", 8, pairs), place, place / str(pairs), devices=1) for pairs in (20, 21)}
+    return {
+        (pairs, part): run_case(Case("auto", 8, pairs, part=part), place, place / f"{pairs}{part}", devices=1)
+        for pairs, part in ((20, False), (21, False), (20, True))
+    }
 
 
 def column(rows: Rows, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-COMPARED = ("train/loss", "train/grad_norm", "train/rewards/margins", "train/rewards/accuracies", "val/loss")
+COMPARED = (
+    "train/loss",
+    "train/grad_norm",
+    "train/rewards/margins",
+    "train/rewards/accuracies",
+    "train/lr",
+    "val/loss",
+)
+UNBROKEN = [name for name, case in CASES.items() if case.resumes is None and case.pairs != 17 and not case.bad]
+RESUMED = [name for name, case in CASES.items() if case.resumes is not None]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.resumes is None and case.pairs != 17])
-def test_two_processes_give_the_numbers_of_one(folder: Path, one: dict[int, Rows], name: str) -> None:
-    rows, expected = read_metrics(folder / name / "metrics.csv"), one[CASES[name].pairs]
+@pytest.mark.parametrize("name", UNBROKEN)
+def test_two_processes_give_the_numbers_of_one(folder: Path, one: dict[tuple[int, bool], Rows], name: str) -> None:
+    rows, expected = read_metrics(folder / name / "metrics.csv"), one[CASES[name].pairs, CASES[name].part]
     assert len(column(rows, "train/loss")) == 6 and len(column(rows, "val/loss")) == 7
     assert max(column(expected, "train/grad_norm")) > 0.1, "clipping at 0.05 must be at work"
     for metric in COMPARED:
         assert column(rows, metric) == pytest.approx(column(expected, metric), rel=2e-5, abs=2e-5), metric
+    assert tokens_per_pair(rows) == pytest.approx(tokens_per_pair(expected), rel=1e-5), "those of both processes"
+
+
+def tokens_per_pair(rows: Rows) -> list[float]:
+    tokens, pairs = column(rows, "train/tokens_per_s"), column(rows, "train/pairs_per_s")
+    return [token / pair for token, pair in zip(tokens, pairs, strict=True)]
 
 
 @pytest.mark.slow
@@ -57,14 +77,45 @@ def test_a_pair_that_two_processes_cannot_share_is_left_out(folder: Path) -> Non
     rows = read_metrics(folder / "ddp, one pair left over" / "metrics.csv")
     assert [row["step"] for row in rows if "train/loss" in row] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "val/loss" in row] == [0, 1, 2, 3, 4]
+    recipe = make_module(4).recipe
+    expected = [recipe.lr * recipe.factor(step, 4) for step in range(4)]
+    assert column(rows, "train/lr") == pytest.approx(expected), "the cosine ends with the fourth step"
+    assert recipe.factor(4, 4) == 0.0
 
 
 @pytest.mark.slow
-def test_a_sharded_run_resumes(folder: Path, one: dict[int, Rows]) -> None:
-    rows = read_metrics(folder / "fsdp, resumed" / "metrics.csv")
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_sharded_run_resumes(folder: Path, one: dict[tuple[int, bool], Rows], name: str) -> None:
+    rows, expected = read_metrics(folder / name / "metrics.csv"), one[20, CASES[name].part]
     for metric in COMPARED[:-1]:
-        assert column(rows, metric) == pytest.approx(column(one[20], metric)[STOP:], rel=2e-5, abs=2e-5), metric
-    assert column(rows, "val/loss")[-1] == pytest.approx(column(one[20], "val/loss")[-1], abs=2e-5)
+        assert column(rows, metric) == pytest.approx(column(expected, metric)[STOP:], rel=2e-5, abs=2e-5), metric
+    assert column(rows, "val/loss")[-1] == pytest.approx(column(expected, "val/loss")[-1], abs=2e-5)
+    unbroken, resumed = (torch.load(folder / case / "final.pt") for case in (str(CASES[name].resumes), name))
+    assert all(torch.allclose(unbroken[key], value, atol=1e-6) for key, value in resumed.items())
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_holds_what_is_trained(folder: Path) -> None:
+    """The second layer alone, whole."""
+    state = torch.load(folder / "fsdp, a layer" / "stop.ckpt", weights_only=True)["state_dict"]
+    final = torch.load(folder / "fsdp, a layer" / "final.pt", weights_only=True)
+    assert len(state) == 9 and all(".layers.1." in name for name in state)
+    assert all(value.shape == final[name.removeprefix("policy.model.")].shape for name, value in state.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.bad])
+def test_every_process_stops_and_names_the_pair_that_one_has(folder: Path, name: str) -> None:
+    place, case = folder / name, CASES[name]
+    bad = bad_pair(case, BatchPlan(8, case.micro))
+    texts = [(place / f"error{rank}.txt").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    assert f"step 2 is not finite for 1 of 8 pairs: pair{bad} (not finite there: reference log-probs)" in texts[0]
+    saved = torch.load(place / "nonfinite-step-2.pt", weights_only=True)
+    ids = [[pair for batch in share for pair in batch["pair_ids"]] for share in saved["processes"]]
+    step = [f"pair{i}" for i in epoch_order(case.pairs, BatchPlan(8, case.micro))[8:16]]
+    assert ids == [step[:4], step[4:]] and f"pair{bad}" in ids[1] and saved["pairs"] == [f"pair{bad}"]
+    assert [list(names) != [] for names in saved["gradients"]] == [True, True], "the gradient is of both processes"
 
 
 @pytest.mark.slow

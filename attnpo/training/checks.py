@@ -1,0 +1,93 @@
+"""What must hold before the first step, and which weights a checkpoint holds: modes, number formats, names, shapes."""
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnpo.models.loading import check_rotary
+from attnpo.schema import UserError
+
+TRAINED = "trained"  # the key in a checkpoint under which names and shapes of its weights lie
+
+
+def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: bool) -> None:
+    """Nothing; raises ``UserError`` unless policy and reference are as training needs them.
+
+    Asked once the strategy has moved and converted them: every module of the policy in train mode, the reference in
+    eval mode and without gradients, rotary frequencies in full precision, trained weights in float32. ``rounding``
+    says that the optimiser rounds stochastically, so that trained weights may be shorter.
+    """
+    still = [name or "the whole" for name, part in policy.named_modules() if not part.training]
+    if still:
+        raise UserError(
+            f"{len(still)} modules of the policy stay in eval mode (first: {still[0]}), where dropout and gradient "
+            "checkpointing are off; let that module's train() pass the mode on"
+        )
+    check_rotary(policy)
+    trained = [(name, value) for name, value in policy.named_parameters() if value.requires_grad]
+    if not trained:
+        raise UserError("the policy has no parameter with requires_grad: nothing would be trained; unfreeze some")
+    short = [(name, value.dtype) for name, value in trained if value.dtype not in (torch.float32, torch.float64)]
+    if short and not rounding:
+        raise UserError(
+            f"{len(short)} of {len(trained)} trained parameters are not float32 (first: {short[0][0]}, {short[0][1]}), "
+            "which loses the small updates of a usual lr; set model.dtype=float32 (trainer.precision=bf16-mixed "
+            "computes in bf16 all the same) or an optimizer with stochastic_rounding"
+        )
+    if reference is None:
+        return
+    check_rotary(reference)
+    if any(part.training for part in reference.modules()) or any(p.requires_grad for p in reference.parameters()):
+        raise UserError("the reference must be in eval mode and without gradients; give it as module.frozen(reference)")
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """The names of all parameters that are not trained, tied ones under each of their names."""
+    return {name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad}
+
+
+def keep_trained(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Nothing; leaves out of ``checkpoint["state_dict"]`` what is not trained, and notes what is left.
+
+    What a frozen parameter's module stores beside it (the scales of a quantised weight: ``name.*``) goes with it.
+    """
+    state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
+    frozen = frozen_names(module)
+    for name in [name for name in state if not frozen.isdisjoint(_prefixes(name))]:
+        del state[name]
+    checkpoint[TRAINED] = {name: list(value.shape) for name, value in state.items()}
+
+
+def check_saved(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Nothing; raises ``UserError`` unless the checkpoint has every trained weight of ``module`` and no foreign one.
+
+    Only names and shapes are compared, since a strategy may have taken the weights themselves out already.
+    """
+    if TRAINED not in checkpoint:
+        raise UserError("resume: the file does not name the weights it holds, so it is no state.ckpt of this program")
+    saved: Mapping[str, Sequence[int]] = checkpoint[TRAINED]
+    own = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]
+    missing = [name for name in needed if name not in saved]
+    unexpected = [name for name in saved if name not in own]
+    other = [
+        f"{name} {list(saved[name])}, here {own[name]}" for name in own if list(saved.get(name, own[name])) != own[name]
+    ]
+    problems = [
+        f"{len(names)} {what} (first: {names[0]})"
+        for names, what in ((missing, "missing"), (unexpected, "unexpected"), (other, "of another shape"))
+        if names
+    ]
+    if problems:
+        raise UserError(
+            f"resume: the checkpoint's weights do not fit the {len(needed)} trained ones of this model: "
+            f"{', '.join(problems)}. Resume with the model and adapter settings of the saved run"
+        )
+
+
+def _prefixes(name: str) -> set[str]:
+    """``a.b.c`` gives a, a.b and a.b.c."""
+    parts = name.split(".")
+    return {".".join(parts[: count + 1]) for count in range(len(parts))}

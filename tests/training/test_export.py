@@ -1,0 +1,291 @@
+"""Exported folders: they load without attnpo, stop where a turn ends, and hold every weight once."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from attnpo.models.lora import add_lora
+from attnpo.models.spec import LoraSpec
+from attnpo.schema import UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.text.chat import ChatFormat
+from attnpo.training.export import Exporter, full_state
+from attnpo.training.sharding import shard
+
+IDS = torch.tensor([[5, 9, 3, 11, 7, 4]])
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_tokenizer(Grammar())
+
+
+def small(tokenizer: PreTrainedTokenizerFast, **more: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        **more,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def names_in(folder: Path) -> list[str]:
+    names: list[str] = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names += list(opened.keys())
+    return sorted(names)
+
+
+def test_the_folder_loads_to_the_same_logits_and_talks_the_same_language(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = small(tokenizer)
+    (tmp_path / "state.ckpt").write_bytes(b"the trainer's own")
+    Exporter(tokenizer).export(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(logits(loaded), logits(model)) and loaded.dtype == torch.float32
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.chat_template == tokenizer.chat_template and again.get_vocab() == tokenizer.get_vocab()
+    files = {file.name for file in tmp_path.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= files
+    # What vLLM's loader and from_pretrained look for: nothing but the weights may match.
+    assert [file.name for pattern in ("*.safetensors", "*.bin", "*.pt") for file in tmp_path.glob(pattern)] == [
+        "model.safetensors"
+    ]
+    assert (tmp_path / "state.ckpt").read_bytes() == b"the trainer's own"
+    assert "README.md" not in files
+
+
+def test_the_template_given_by_hand_is_the_one_exported(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
+    Exporter(tokenizer).export(small(tokenizer), tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+
+
+# ------------------------------------------------------------------------------------------------ generation
+
+
+def test_generation_stops_at_every_id_that_ends_a_turn(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """EOS and the template's own end of turn, as in Llama 3, and not the id 2 of LlamaConfig, which is BOS here."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|done|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<assistant>' + m['content'] + '<|done|>' }}"
+        "{% else %}{{ '<bos><user>' + m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    ends = ChatFormat(tokenizer).end_ids
+    done = tokenizer.convert_tokens_to_ids("<|done|>")
+    assert ends == {tokenizer.eos_token_id, done}
+    model = small(tokenizer)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, True
+    Exporter(tokenizer, tuple(ends)).export(model, tmp_path)
+    loaded = GenerationConfig.from_pretrained(tmp_path)
+    assert set(loaded.eos_token_id) == ends and loaded.pad_token_id == tokenizer.pad_token_id
+    assert (loaded.temperature, loaded.do_sample) == (0.6, True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id == loaded.eos_token_id
+
+
+def test_the_bases_own_ends_stay_only_where_they_are_special(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    word = next(index for index in range(len(tokenizer)) if index not in tokenizer.added_tokens_decoder)
+    special = next(
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    )
+    model = small(tokenizer)
+    model.generation_config.eos_token_id = [word, special, tokenizer.bos_token_id]
+    Exporter(tokenizer).export(model, tmp_path)
+    ends = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    assert sorted(ends) == sorted({special, tokenizer.eos_token_id})
+    assert model.generation_config.eos_token_id == [word, special, tokenizer.bos_token_id], (
+        "the model itself is left as it is"
+    )
+
+
+def test_generation_settings_that_cannot_be_saved_cost_no_export(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bases with a temperature but without sampling exist, and transformers refuses to write such settings."""
+    model = small(tokenizer)
+    model.generation_config.temperature, model.generation_config.do_sample = 0.6, False
+    with pytest.raises(ValueError, match="temperature"):
+        model.save_pretrained(tmp_path / "plain")
+    with caplog.at_level(logging.WARNING):
+        Exporter(tokenizer).export(model, tmp_path / "ours")
+    assert "left out of the export" in caplog.text
+    assert GenerationConfig.from_pretrained(tmp_path / "ours").eos_token_id == tokenizer.eos_token_id
+
+
+def test_padding_of_the_last_caller_is_not_exported(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """tokenizer.json keeps padding and truncation, and whoever loads it would pad and cut every text."""
+    tokenizer(["good", "good good"], padding=True, truncation=True, max_length=4)
+    assert tokenizer.backend_tokenizer.padding is not None
+    Exporter(tokenizer).export(small(tokenizer), tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    assert stored["padding"] is None and stored["truncation"] is None
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_tied_weights_are_written_once_and_stay_tied(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: str | None
+) -> None:
+    model = small(tokenizer, tie_word_embeddings=True)
+    Exporter(tokenizer, dtype=dtype).export(model, tmp_path)
+    assert "lm_head.weight" not in names_in(tmp_path) and "model.embed_tokens.weight" in names_in(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    assert loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
+    wanted = model.lm_head.weight.to(torch.bfloat16).float() if dtype else model.lm_head.weight
+    assert torch.equal(loaded.lm_head.weight, wanted)
+
+
+def test_another_number_format_is_that_of_file_and_config_alone(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    model = small(tokenizer)
+    Exporter(tokenizer, dtype="bfloat16").export(model, tmp_path)
+    assert model.dtype == torch.float32 and model.config.dtype in (None, torch.float32, "float32")
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16 and loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.to(torch.bfloat16)), name
+
+
+def test_big_models_are_cut_into_files_with_an_index(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = small(tokenizer)
+    Exporter(tokenizer, max_shard_size="20KB").export(model, tmp_path)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert sorted(index["weight_map"]) == names_in(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_adapters_are_exported_merged(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, tied: bool) -> None:
+    """The folder is a plain model with the base's names; the trained policy keeps its adapters."""
+    model = small(tokenizer, tie_word_embeddings=tied)
+    plain = names_in_model(model)
+    before = logits(model)
+    add_lora(model, LoraSpec(rank=2, alpha=8.0))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name:
+                value.normal_(0, 0.2)
+    trained = logits(model)
+    assert not torch.allclose(trained, before, atol=1e-3)
+    Exporter(tokenizer).export(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not (tmp_path / "adapter_config.json").exists() and names_in_model(loaded) == plain
+    assert names_in(tmp_path) == [name for name in plain if not (tied and name == "lm_head.weight")]
+    torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits(model), trained)
+
+
+def names_in_model(model: PreTrainedModel) -> list[str]:
+    return sorted(model.state_dict())
+
+
+def test_a_merged_policy_is_not_called_quantised(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    model = small(tokenizer)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    Exporter(tokenizer).export(model, tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert model.config.quantization_config is not None
+
+
+def test_experts_come_back_under_the_names_of_the_files_they_came_from(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """transformers holds the experts of a layer in one tensor; files, and vLLM, have one per expert."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=2, initializer_range=0.2,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "start")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start").eval()
+    Exporter(tokenizer).export(model, tmp_path / "out")
+    assert names_in(tmp_path / "out") == names_in(tmp_path / "start")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
+
+
+def test_a_sharded_policy_is_exported_whole(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """FSDP2 over one process: tensors are gathered, the folder names the original class, other ranks keep nothing."""
+    model = small(tokenizer)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        shard(model, init_device_mesh("cpu", (1,)))
+        assert full_state(model, keep=False) == {}
+        Exporter(tokenizer).export(model, tmp_path / "elsewhere", write=False)
+        assert not (tmp_path / "elsewhere").exists()
+        Exporter(tokenizer).export(model, tmp_path / "out")
+    finally:
+        dist.destroy_process_group()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in wanted.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+# ------------------------------------------------------------------------------------------------ beside the weights
+
+
+def test_the_card_tells_the_facts_the_step_and_the_format(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    facts = {"base": {"name": "tiny", "path": "tiny"}, "hyperparameters": {"seed": 31}}
+    exporter = Exporter(tokenizer, dtype="bfloat16", facts=facts)
+    exporter.export(small(tokenizer), tmp_path, metrics={"val/loss": 0.4375}, step=12)
+    card = (tmp_path / "README.md").read_text()
+    assert "| seed | 31 |" in card and "Validation at step 12" in card and "| val/loss | 0.4375 |" in card
+    assert "weights in bfloat16" in card
+
+
+def test_no_file_tells_where_the_base_lay(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    home = tmp_path / "private-place"
+    small(tokenizer).save_pretrained(home)
+    tokenizer.save_pretrained(home)
+    model, read = AutoModelForCausalLM.from_pretrained(home), AutoTokenizer.from_pretrained(home)
+    Exporter(read).export(model, tmp_path / "out")
+    for file in (tmp_path / "out").iterdir():
+        assert b"private-place" not in file.read_bytes(), file.name
+
+
+def test_a_wrong_number_format_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"callbacks\.export_dtype must be null or one of float64, float32.*'bf16'"):
+        Exporter(tokenizer, dtype="bf16")
