@@ -1,41 +1,166 @@
-"""Trained policies as plain Hugging Face folders."""
+"""Trained policies as plain Hugging Face folders, which ``from_pretrained`` and vLLM load.
 
+A ``state.ckpt`` beside the weights does not disturb them: both look for ``*.safetensors`` (vLLM also for ``*.bin`` and
+``*.pt`` where there are none).
+"""
+
+import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from attnpo.models.loading import DTYPES
+from attnpo.models.lora import has_adapters, merged_state
+from attnpo.schema import UserError
+from attnpo.training.card import model_card
 
 log = logging.getLogger(__name__)
 
+CARD = "README.md"
 
-def full_state(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict with sharded tensors gathered (a collective: every rank must call it), on the CPU."""
+
+def full_state(model: torch.nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state dict with sharded tensors gathered one by one (a collective: every rank must call it), on the CPU.
+
+    With ``keep`` false each tensor is let go as it comes and the dict is empty: for ranks that only take part.
+    """
     state = {}
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        state[name] = whole.detach().cpu()
+        if keep:
+            state[name] = whole.detach().cpu()
     return state
+
+
+def policy_state(model: PreTrainedModel, *, keep: bool = True) -> dict[str, Tensor]:
+    """``full_state`` under the base model's own names; adapters are merged into the weights they adapt."""
+    if not has_adapters(model):
+        return full_state(model, keep=keep)
+    return merged_state(model, keep=keep)
+
+
+def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the same class and config without adapters, shards or values, for its ``save_pretrained``."""
+    config = copy.deepcopy(model.config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # what is saved are the dequantised, merged weights
+    with torch.device("meta"):
+        # FSDP2 changes the class of a model it shards; its instances are of the original one.
+        empty: PreTrainedModel = type(model)(config)
+    empty.to(dtype)  # type: ignore[arg-type]
+    if hasattr(model, "_weight_conversions"):  # how the files' names differ from the module's
+        empty._weight_conversions = model._weight_conversions
+    return empty
+
+
+def generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
+) -> GenerationConfig:
+    """The base's generation settings with every id that ends a turn as EOS, and the tokenizer's padding.
+
+    EOS ids of the base stay if they are special tokens other than BOS (a config's default may be any token). Base
+    settings that transformers refuses to save (a temperature without sampling) are left out with a warning.
+    """
+    base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
+    given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special.discard(tokenizer.bos_token_id)
+    own = {tokenizer.eos_token_id, *end_ids} - {None}
+    ends = sorted({index for index in given if index in special} | own)
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else (ends or None),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    made: GenerationConfig = copy.deepcopy(base)
+    made.update(**ids)  # type: ignore[no-untyped-call]
+    try:
+        made.validate(strict=True)
+    except ValueError as problem:
+        reason = " ".join(str(problem).split())
+        log.warning("the base's generation settings are not valid and are left out of the export: %s", reason)
+        made = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
+    return made
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """What goes into a Hugging Face folder beside the weights."""
+    """What goes into a Hugging Face folder beside the weights.
+
+    Args:
+        tokenizer: with the chat template in use.
+        end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
+        dtype: number format of the exported weights (float32, bfloat16, ...); None leaves them as they are trained.
+        facts: what the model card tells (``studies/publish.py`` gathers it); None writes no card.
+        max_shard_size: size from which the weights are cut into several files.
+    """
 
     tokenizer: PreTrainedTokenizerBase
+    end_ids: tuple[int, ...] = ()
+    dtype: str | None = None
+    facts: Mapping[str, Any] | None = None
+    max_shard_size: str = "5GB"
 
-    def export(self, model: PreTrainedModel, folder: Path, *, write: bool = True) -> None:
-        """Nothing; writes weights, config, generation config, tokenizer and chat template that from_pretrained loads.
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise UserError(f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
-        ``write`` is false on ranks that only take part in gathering shards.
+    def export(
+        self,
+        model: PreTrainedModel,
+        folder: Path,
+        *,
+        write: bool = True,
+        metrics: Mapping[str, float] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Nothing; writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
+
+        ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and ``step`` (optimiser steps
+        so far) go into the card.
         """
-        state = full_state(model)
+        state = policy_state(model, keep=write)
         if not write:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder, state_dict=state)
+        dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
+        empty = shell(model, dtype)
+        empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
+        empty.save_pretrained(folder, state_dict=cast(state, empty, dtype), max_shard_size=self.max_shard_size)
+        self._save_tokenizer(folder)
+        if self.facts is not None:
+            card = model_card(self.facts, metrics or {}, step=step, dtype=str(dtype).removeprefix("torch."))
+            (folder / CARD).write_text(card, encoding="utf-8")
+        log.debug("exported the policy to %s", folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None:  # it remembers, and would save, what its last caller asked for
+            backend.no_truncation()
+            backend.no_padding()
         self.tokenizer.save_pretrained(folder)
-        log.info("exported the policy to %s", folder)
+
+
+def cast(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """``state`` with the parameters of ``empty`` in ``dtype``; buffers (rotary frequencies) keep theirs.
+
+    Weights that are tied there become one tensor, of which ``save_pretrained`` writes one copy.
+    """
+    parameters = dict(empty.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    out: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if name not in parameters or not value.is_floating_point():
+            out[name] = value
+            continue
+        twin = first.setdefault(id(parameters[name]), name)
+        tied = twin != name and torch.equal(state[twin], value)
+        out[name] = out[twin] if tied else value.to(dtype)
+    return out

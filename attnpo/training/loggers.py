@@ -1,38 +1,164 @@
-"""The loggers of a run and their end: the CSV file that is always there, Weights & Biases on request."""
+"""The loggers of a run and their end: the CSV file that is always there, Weights & Biases on request.
 
-from collections.abc import Mapping, Sequence
+W&B runs are kept apart from anything else in the process, silent (the log names them), and count optimiser steps: the
+step of a row is the number of updates the policy has seen, for training and validation alike.
+"""
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.training.settings import LoggerSettings
+from attnpo.schema import UserError
+from attnpo.training.metrics_file import LOGS
+from attnpo.training.settings import LoggerSettings, WandbSettings
 
-LOGS = "logs"
+log = logging.getLogger(__name__)
+
+RUN_ID = "wandb.json"
+STEP = "trainer/global_step"  # the name Lightning's users have in their dashboards
+EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
+
+
+class TrackedRun(WandbLogger):
+    """A W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
+
+    The id lives as long as the CSV logs: a run that starts anew in the same folder removes both. In W&B's online mode
+    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) keeps its say.
+    """
+
+    def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Any], job: str = "train") -> None:
+        check_tracker(LoggerSettings(settings))
+        super().__init__(project=settings.project, name=settings.name or folder.name, save_dir=folder)
+        self.settings, self.folder, self.job = settings, folder, job
+        self.config = dict(config)
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """The W&B run, started on the first call. Raises UserError when W&B refuses to start it."""
+        if self._experiment is None:
+            self._experiment = self._start()
+        return self._experiment
+
+    def _start(self) -> Any:
+        import wandb
+
+        chosen = self.settings
+        mode: Any = "offline" if chosen.mode == "offline" else os.environ.get("WANDB_MODE")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            run = wandb.init(
+                project=chosen.project,
+                name=self._name,
+                group=chosen.group,
+                job_type=self.job,
+                tags=list(chosen.tags),
+                dir=str(self.folder),
+                id=kept_id(self.folder),
+                resume="allow",
+                mode=mode,
+                config=self.config,
+                settings=wandb.Settings(console="off", silent=True, reinit="create_new"),
+            )
+        except wandb.errors.Error as problem:
+            raise UserError(
+                f"W&B did not start the run: {problem}; log in with `wandb login`, or set logger.wandb.mode=offline "
+                "(no account needed) or logger=csv"
+            ) from problem
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP, step_sync=True)
+        place = f"offline, {Path(run.dir).parent}; upload with wandb sync" if run.offline else run.url
+        log.info("W&B run %s of project %s: %s", run.id, chosen.project, place)
+        return run
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Nothing; logs a row (numbers or media) under its optimiser step."""
+        row = dict(metrics) if step is None else {**metrics, STEP: step}
+        self.experiment.log(row, step=step)
+
+    def close(self, status: str) -> None:
+        """Nothing; ends the run, if it has started, with the exit code of ``status``."""
+        if self._experiment is not None:
+            self._experiment.finish(exit_code=EXIT_CODES.get(status, 1))
+
+
+def kept_id(folder: Path) -> str:
+    """The id of the folder's W&B run; made and written down when there is none (or none that can be read)."""
+    path = folder / LOGS / RUN_ID
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    except (OSError, ValueError, KeyError, TypeError):
+        made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
+    part.replace(path)
+    return made
+
+
+def check_tracker(settings: LoggerSettings) -> None:
+    """Nothing; UserError when a W&B run is asked for and the package is not there. Call it before the long work."""
+    if settings.wandb is None:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError as problem:
+        raise UserError(
+            f"logger=wandb needs the package wandb, which cannot be imported ({problem}): pip install wandb, or set "
+            "logger=csv"
+        ) from problem
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> list[Logger]:
-    """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases."""
+    """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases.
+
+    ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
+    """
+    check_tracker(settings)
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
-        chosen = settings.wandb
-        loggers.append(
-            WandbLogger(
-                project=chosen.project,
-                name=chosen.name or folder.name,
-                group=chosen.group,
-                save_dir=folder,
-                offline=chosen.mode == "offline",
-                tags=list(chosen.tags),
-                config=dict(config),
-            )
-        )
+        loggers.append(TrackedRun(settings.wandb, folder, config))
     return loggers
 
 
+def trackers(loggers: Sequence[Logger]) -> list[TrackedRun]:
+    """The W&B runs among ``loggers``."""
+    return [logger for logger in loggers if isinstance(logger, TrackedRun)]
+
+
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Nothing; ends the loggers' runs ("success" or "failed"), so that the next run of this process gets its own."""
-    for logger in loggers:
-        logger.finalize(status)
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish(exit_code=0 if status == "success" else 1)
+    """Nothing; ends the loggers' runs ("success", "failed" or "interrupted"), W&B's also if another's end fails."""
+    try:
+        for logger in loggers:
+            logger.finalize(status)
+    finally:
+        for tracker in trackers(loggers):
+            tracker.close(status)
+
+
+@contextmanager
+def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> Iterator[list[Logger]]:
+    """``make_loggers`` for the length of a block; closed with what became of it, also when it is interrupted.
+
+    Lightning turns Ctrl-C within training into SystemExit, so both count as interrupted.
+    """
+    loggers = make_loggers(settings, folder, config)
+    status = "failed"
+    try:
+        yield loggers
+        status = "success"
+    except (KeyboardInterrupt, SystemExit):
+        status = "interrupted"
+        raise
+    finally:
+        close_loggers(loggers, status)

@@ -1,0 +1,274 @@
+"""What a run sends to its tracker and tells in its model card, gathered from its inputs and results."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.loggers import Logger
+from omegaconf import DictConfig
+
+from attnpo.config import build, plain
+from attnpo.models.loading import weights_fingerprint
+from attnpo.studies.account import example_statistics, versions
+from attnpo.studies.folders import store_root
+from attnpo.studies.inputs import SPLITS, Inputs
+from attnpo.training.export import Exporter
+from attnpo.training.loggers import TrackedRun, trackers
+from attnpo.training.settings import CallbackSettings
+
+if TYPE_CHECKING:
+    from attnpo.studies.runner import Outcome
+
+log = logging.getLogger(__name__)
+
+Table = tuple[list[str], list[list[Any]]]
+
+TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
+WEIGHT_NUMBERS = ("coverage", "effective_share", "unmatched_share")
+# Overrides that change no number; they hold folders and names of the machine the run was made on.
+PRIVATE = ("name", "output", "store", "resume", "logger")
+OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder
+DROPPED = "dropped: "  # how events of dropped pairs begin in a tally
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+# ------------------------------------------------------------------------------------------------ tracker
+
+
+def study_overrides(cfg: DictConfig, study: str) -> list[str]:
+    """Overrides that put the points of a study into one W&B group, unless the user has named a group."""
+    chosen = cfg.logger.get("wandb")
+    if chosen is None or chosen.get("group") is not None:
+        return []
+    quoted = study.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"logger.wandb.group='{quoted}'"]
+
+
+def publish_run(
+    loggers: Sequence[Logger], inputs: Inputs, result: Mapping[str, Any], settings: CallbackSettings, folder: Path
+) -> None:
+    """Nothing; sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
+
+    The numbers of ``result.json`` become the summary under ``result/`` and their path in that file.
+    """
+    for tracker in trackers(loggers):
+        import wandb
+
+        from attnpo.analysis.heatmap import heatmap_html
+        from attnpo.studies.pages import CURVES, heat_rows
+
+        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result)})
+        media: dict[str, Any] = {"account": _table(account_table(result["inputs"]))}
+        if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
+            media["samples"] = _table(samples)
+        if settings.report and (folder / CURVES).is_file():
+            media["curves"] = wandb.Image(str(folder / CURVES))
+        if settings.heat_maps:
+            page = heatmap_html(heat_rows(inputs, settings.heat_maps), title=folder.name)
+            media["weights/heat_maps"] = wandb.Html(page, inject=False)
+        tracker.log_metrics(media, step=int(result["steps"]))
+
+
+def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
+    """Nothing; sends a study's table, all its points and its figures to a W&B run of the points' group."""
+    settings = build(cfg.logger)
+    if settings.wandb is None:
+        return
+    import wandb
+
+    from attnpo.studies.tables import gather, has_truth, metric_table, truth_table
+
+    columns, rows = truth_table(outcome) if has_truth(gather(outcome.points)) else metric_table(outcome)
+    points = [[point.arm.name, point.seed, " ".join(point.values)] for point, _ in outcome.points]
+    every = [dict(numbers(result)) for _, result in outcome.points]
+    names = list(dict.fromkeys(name for one in every for name in one))
+    media: dict[str, Any] = {
+        "study/table": _table((columns, [[row.get(name) for name in columns] for row in rows])),
+        "study/points": _table(
+            (
+                ["arm", "seed", "values", *names],
+                [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
+            )
+        ),
+    }
+    for image in sorted(outcome.folder.glob("*.png")):
+        media[f"study/{image.stem}"] = wandb.Image(str(image))
+    group = settings.wandb.group or outcome.study.name
+    tracker = TrackedRun(replace(settings.wandb, group=group), outcome.folder, plain(cfg), job="study")
+    status = "failed"
+    try:
+        tracker.experiment.summary.update({"digest": outcome.digest, "failed": len(outcome.failed)})
+        tracker.log_metrics(media)
+        status = "success"
+    finally:
+        tracker.close(status)
+
+
+def account_table(inputs: Mapping[str, Any]) -> Table:
+    """Columns and rows of a run's account: every number of its inputs, one column per split."""
+    per_split = {split: dict(numbers(inputs[split])) for split in SPLITS}
+    names = list(dict.fromkeys(name for values in per_split.values() for name in values))
+    return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
+
+
+def sample_table(path: Path) -> Table | None:
+    """Columns and rows of ``generations.jsonl``, prompts as text; None when there is no such file."""
+    if not path.is_file():
+        return None
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    names = [name for name in (rows[0] if rows else {}) if name != "prompt"]
+    shown = [["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]), *(row[n] for n in names)]
+             for row in rows]  # fmt: skip
+    return ["prompt", *names], shown
+
+
+def numbers(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int]]:
+    """(path, value) of every finite number in nested dicts; lists, texts and truth values are passed over."""
+    for name, value in node.items():
+        where = f"{path}/{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from numbers(value, where)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield where, value
+
+
+def _table(table: Table) -> Any:
+    """A W&B table; columns that mix numbers and texts are allowed."""
+    import wandb
+
+    return wandb.Table(columns=list(table[0]), data=table[1], allow_mixed_types=True)
+
+
+# ------------------------------------------------------------------------------------------------ card
+
+
+def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
+    """The exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model card.
+
+    ``card`` false spares the facts, since the digest of a large base's weights takes a while: for runs that keep no
+    checkpoint and for processes that write nothing.
+    """
+    ground = inputs.ground
+    facts = card_facts(inputs) if card else None
+    return Exporter(ground.tokenizer, tuple(sorted(ground.chat.end_ids)), dtype, facts)
+
+
+def card_facts(inputs: Inputs) -> dict[str, Any]:
+    """What the model card of a run tells apart from its metrics, as plain data (keys: ``attnpo/training/card.py``)."""
+    cfg = plain(inputs.ground.cfg)
+    statistics = example_statistics(inputs)
+    return {
+        "base": _base_facts(inputs),
+        "data": _data_facts(inputs, statistics),
+        "method": {
+            "objective": {"name": _class_name(cfg["objective"]), "settings": settings_of(cfg["objective"])},
+            "weights": {
+                "name": type(inputs.weighed.source).__name__,
+                "settings": dict(_flat(as_plain(inputs.weighed.source))),
+            },
+            "judge": _judge_facts(inputs, cfg["judge"]),
+            "verdicts": statistics.get("judge"),
+        },
+        "statistics": {split: {name: statistics[split][name] for name in WEIGHT_NUMBERS} for split in SPLITS},
+        "hyperparameters": {
+            **{
+                f"{node}.{name}": value
+                for node in ("optimizer", "batch", "lengths", "align")
+                for name, value in settings_of(cfg[node]).items()
+            },
+            **{f"trainer.{name}": cfg["trainer"][name] for name in TRAINER_KEYS},
+            **{f"model.{name}": value for name, value in settings_of(cfg["model"]).items() if name not in OWN_WORDS},
+            "reference": cfg["reference"],
+            "seed": cfg["seed"],
+        },
+        "versions": versions(),
+        "command": command(cfg["composed"]),
+    }
+
+
+def command(composed: Mapping[str, Any]) -> list[str]:
+    """The command that composes a run's config, without the overrides that only say where things lie."""
+    kept = [
+        override
+        for override in composed.get("overrides", [])
+        if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
+    ]
+    given = composed.get("config_dir")
+    return ["python", "-m", "attnpo.fit", *kept, *([] if given is None else ["--config-dir", str(given)])]
+
+
+def settings_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a component's config node, nested ones under dotted names."""
+    return dict(_flat(node))
+
+
+def as_plain(value: Any) -> Any:
+    """A component as its config would say it: dataclasses as dicts, enums by value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value
+
+
+def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        where = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from _flat(value, where)
+        elif name != "_target_":
+            yield where, value
+
+
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _base_facts(inputs: Inputs) -> dict[str, Any]:
+    model = inputs.ground.model
+    return {
+        **_place(inputs, model.path),
+        "revision": model.revision,
+        "fingerprint": weights_fingerprint(model.path, model.revision),
+    }
+
+
+def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    data = inputs.ground.cfg.data
+    splits = {}
+    for split in SPLITS:
+        pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
+        lost = {name.removeprefix(DROPPED): count for name, count in events.items() if name.startswith(DROPPED)}
+        splits[split] = {
+            "read": statistics[split]["read"],
+            "kept": statistics[split]["pairs"],
+            "dropped": {**pairs.counts, **lost},
+            "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
+        }
+    return {**_place(inputs, str(data.path)), "revision": data.revision, "subset": data.subset, "splits": splits}
+
+
+def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "judge" not in inputs.weighed.source.requires:
+        return None
+    path = node["path"]
+    name = "the base model itself" if path is None else _place(inputs, str(path))["name"]
+    return {"name": name, "settings": {key: value for key, value in settings_of(node).items() if key != "path"}}
+
+
+def _place(inputs: Inputs, path: str) -> dict[str, Any]:
+    """What a card says of a model's or data set's path: as the user gave it, never where the store lies."""
+    prepared = store_root(inputs.ground.cfg) / "prepared"
+    if Path(path).is_relative_to(prepared):
+        return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
+    local = Path(path).expanduser().exists()
+    hub = None if local or HUB_ID.fullmatch(path) is None else path
+    return {"name": path.rstrip("/").rpartition("/")[2] or path, "path": path, "hub": hub}

@@ -1,0 +1,203 @@
+"""The model card of an exported policy: Markdown with the Hub's metadata, made of plain facts and nothing else.
+
+Facts (``studies/publish.py`` gathers them; a part that is missing is left out of the card):
+``base``: name, path, hub (an id, or None), revision, fingerprint (name -> digest);
+``data``: name, path, hub, revision, subset, splits (split -> read, kept, dropped and noted: reason -> count);
+``method``: objective, weights, judge: each a name and settings, or None; ``verdicts`` of the judge (name -> share);
+``statistics``: split -> name -> number; ``hyperparameters``: name -> value; ``versions``; ``command``.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Facts = Mapping[str, Any]
+
+WORDS = (
+    "`coverage`: share of a response's content tokens that found a partner among the tokens the weights were read "
+    "from, mean over responses; `effective_share`: effective number of weighted tokens over the number of tokens, "
+    "mean over responses; `unmatched_share`: share of all content tokens without a partner."
+)
+
+PAPER = """@misc{attentionpo,
+  title = {Token-weighted Direct Preference Optimization with Attention}
+}"""
+
+DPO = """@inproceedings{rafailov2023direct,
+  title     = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},
+  author    = {Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and Manning, Christopher D. and
+               Ermon, Stefano and Finn, Chelsea},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2023}
+}"""
+
+LIMITS = (
+    "Not evaluated for safety, factual accuracy, bias or misuse. The numbers above are of the preference loss on the "
+    "validation pairs, by which the policy may have been chosen; they do not say how good its answers are. The "
+    "preferences are those of the data and of whoever labelled them, and the weights of tokens are estimates. The "
+    "licences of the base model and of the data apply; none is stated here because none is known to the program that "
+    "wrote this card."
+)
+
+
+def model_card(facts: Facts, metrics: Mapping[str, float], *, step: int | None = None, dtype: str = "float32") -> str:
+    """The text of README.md. ``metrics``: those of validation at ``step`` (others are passed over)."""
+    method = facts.get("method", {})
+    base = facts.get("base", {})
+    title = f"{base.get('name', 'A base model')}, trained with {_name(method.get('objective'))}"
+    parts = [
+        front_matter(facts),
+        f"# {one_line(title)}",
+        _summary(facts, step, dtype),
+        _section("Use", _use()),
+        _section("Base model", _base(base)),
+        _section("Data", _data(facts.get("data", {}))),
+        _section("Method", _method(method)),
+        _section("Token weights", _statistics(facts.get("statistics", {}))),
+        _section("Hyperparameters", _pairs("setting", facts.get("hyperparameters", {}))),
+        _section(f"Validation at step {step}" if step is not None else "Validation", _validation(metrics)),
+        _section("Limits", LIMITS),
+        _section("Made with", _made(facts)),
+        _section("Citation", f"```bibtex\n{PAPER}\n\n{DPO}\n```"),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def front_matter(facts: Facts) -> str:
+    """The Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
+    base, data, method = facts.get("base", {}), facts.get("data", {}), facts.get("method", {})
+    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if base.get("hub"):
+        values |= {"base_model": base["hub"], "base_model_relation": "finetune"}
+    if data.get("hub"):
+        values["datasets"] = [data["hub"]]
+    names = [_name(method[part]).lower() for part in ("objective", "weights") if method.get(part)]
+    values["tags"] = ["preference-optimization", "attnpo", *names]
+    # JSON is YAML, whatever the strings hold.
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "\n".join(["---", *lines, "---"])
+
+
+# ------------------------------------------------------------------------------------------------ sections
+
+
+def _summary(facts: Facts, step: int | None, dtype: str) -> str:
+    method = facts.get("method", {})
+    weights = method.get("weights")
+    by = f" with token weights of the source `{_name(weights)}`" if weights else ""
+    when = "" if step is None else f" after {step} optimiser steps"
+    return (
+        f"A causal language model trained on preference pairs with the objective `{_name(method.get('objective'))}`"
+        f"{by}{when}, weights in {dtype}. This card was written by the program that trained the model; every number in "
+        "it comes from that run."
+    )
+
+
+def _use() -> str:
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
+        "or `vllm serve FOLDER`. The chat template used in training is in the folder, and `generation_config.json` "
+        "names the tokens that end a turn. A `state.ckpt`, if there is one, is for resuming the training; leave it out "
+        "when you pass the model on."
+    )
+
+
+def _base(base: Mapping[str, Any]) -> str:
+    if not base:
+        return ""
+    rows = [("path", base.get("path")), ("revision", base.get("revision"))]
+    rows += [(f"fingerprint: {name}", digest) for name, digest in base.get("fingerprint", {}).items()]
+    return _table(("", "value"), [row for row in rows if row[1] is not None])
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    if not data:
+        return ""
+    rows = [(name, data.get(name)) for name in ("path", "subset", "revision")]
+    text = [_table(("", "value"), [row for row in rows if row[1] is not None])]
+    splits = data.get("splits", {})
+    if splits:
+        heads = ("split", "rows read", "pairs kept")
+        text.append(_table(heads, [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]))
+    for word in ("dropped", "noted"):
+        counts = [(name, reason, n) for name, one in splits.items() for reason, n in one.get(word, {}).items()]
+        text += [_table(("split", word, "count"), counts)] if counts else []
+    return "\n\n".join(text)
+
+
+def _method(method: Mapping[str, Any]) -> str:
+    text = []
+    for part in ("objective", "weights", "judge"):
+        one = method.get(part)
+        if one:
+            text.append(f"{part.capitalize()}: {_cell(_name(one))}\n\n" + _pairs("setting", one.get("settings", {})))
+    if method.get("verdicts"):
+        text.append("The judge's verdicts on the pairs\n\n" + _pairs("verdicts", method["verdicts"]))
+    return "\n\n".join(part.rstrip() for part in text)
+
+
+def _statistics(statistics: Mapping[str, Mapping[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for values in statistics.values() for name in values))
+    if not names:
+        return ""
+    rows = [(split, *(values.get(name) for name in names)) for split, values in statistics.items()]
+    return f"{WORDS}\n\n" + _table(("split", *names), rows)
+
+
+def _validation(metrics: Mapping[str, float]) -> str:
+    return _pairs("metric", {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")})
+
+
+def _made(facts: Facts) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
+    command = facts.get("command")
+    return "\n\n".join([versions, *([f"```\n{shlex.join(command)}\n```"] if command else [])]).strip()
+
+
+# ------------------------------------------------------------------------------------------------ text
+
+
+def show(value: Any) -> str:
+    """A value as it stands in the card: floats with six significant digits, lists joined, nothing as ``none``."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ", ".join(map(show, value)) or "none"
+    return str(value)
+
+
+def one_line(text: str) -> str:
+    """``text`` without line breaks."""
+    return " ".join(text.split())
+
+
+def _name(part: Mapping[str, Any] | None) -> str:
+    return str(part["name"]) if part else "an unnamed objective"
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _pairs(head: str, values: Mapping[str, Any]) -> str:
+    return _table((head, "value"), list(values.items())) if values else ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    if not rows:
+        return ""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(_cell(show(value)) for value in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    for mark in ("\\", "|", "<", ">", "`", "*", "["):
+        text = text.replace(mark, "\\" + mark)
+    return one_line(text)
