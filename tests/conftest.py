@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -40,6 +40,7 @@ class Note(StrEnum):
     """What is worth knowing of a row that was kept."""
 
     EMPTY = "empty response kept"
+    UNASKED = "empty prompt kept"
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
 
@@ -132,7 +133,8 @@ def adapt(row: Mapping[str, Any], columns: Columns) -> AdaptedRow:
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
         raise RowProblem(Reason.IDENTICAL)
-    noticed = [(any(blank), Note.EMPTY), (split, Note.SPLIT)]
+    unasked = not turns.history[-1]["content"].strip()
+    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
     pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns))
     return AdaptedRow(pair, tuple(note for holds, note in noticed if holds))
 

@@ -1,6 +1,7 @@
 """Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
 
-Rows are read by the ``datasets`` library, turned into pairs by ``attnpo.data.adapters``, and never lost in silence:
+JSON is read by ``attnpo.data.lines``, Parquet and the hub by the ``datasets`` library; rows are turned into pairs by
+``attnpo.data.adapters`` and never lost in silence:
 ``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for what was dropped.
 """
 
@@ -11,20 +12,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
+from attnpo.data.lines import Table, read_lines
+from attnpo.hub import hub, out_of_reach
 from attnpo.schema import PreferencePair, UserError, digest
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _LOG = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 EXAMPLES = 3  # row numbers named per reason
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".jsonl.gz": "json", ".parquet": "parquet"}
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BOUND = re.compile(r"(\d+)(%?)")
@@ -204,29 +204,37 @@ class PairSource:
         train = row_range(self.train_rows, length, "data.train_rows")
         return max(train.start, rows.start) < min(train.stop, rows.stop)
 
-    def _read(self, split: str) -> "Dataset":
+    def _read(self, split: str) -> Table:
         """All rows of a split."""
-        place = Path(self.path).expanduser()
+        if split == "val" and self.val_rows is None and Path(self.path).expanduser().is_file():
+            raise UserError(
+                f"data.path={self.path} is one file, so its rows must be shared out: set data.train_rows and "
+                'data.val_rows (for example "0:90%" and "90%:")'
+            )
         name = self.train_split if split == "train" else self.val_split
-        if place.exists() and (self.revision or self.subset):
-            _LOG.warning("data.path=%s is on this machine: data.revision and data.subset do nothing", self.path)
-        if place.is_file():
-            if split == "val" and self.val_rows is None:
-                raise UserError(
-                    f"data.path={self.path} is one file, so its rows must be shared out: set data.train_rows and "
-                    'data.val_rows (for example "0:90%" and "90%:")'
-                )
-            return _from_files([place], self.path)
-        if place.is_dir():
-            return _from_files(_split_files(place, name, f"data.{split}_split"), self.path)
-        if _suffix(place) is not None or not _HUB_NAME.fullmatch(self.path):
-            raise UserError(f"data.path={self.path}: no such file or folder. {_neighbours(place)}")
-        return _from_hub(self.path, name, self.subset, self.revision)
+        return read_table(self.path, name, f"data.{split}_split", self.subset, self.revision)
+
+
+def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
+    """All rows of a file, of a split of a folder, or of a dataset on the hub.
+
+    ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
+    """
+    place = Path(path).expanduser()
+    if place.exists() and (revision or subset):
+        _LOG.warning("data.path=%s is on this machine: data.revision and data.subset do nothing", path)
+    if place.is_file():
+        return _from_files([place], path)
+    if place.is_dir():
+        return _from_files(_split_files(place, split, option), path)
+    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
+    return _from_hub(path, split, subset, revision)
 
 
 def _suffix(file: Path) -> str | None:
     """The ending of a file that can be read, None for others."""
-    return next((suffix for suffix in _BUILDERS if file.name.endswith(suffix)), None)
+    return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
 
 
 def _split_files(folder: Path, split: str, option: str) -> list[Path]:
@@ -261,51 +269,68 @@ def _neighbours(place: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Progress bars of the library off, and back to what they were afterwards."""
+    """The library without progress bars and log lines (what matters in them is raised), and back afterwards."""
     import datasets
 
-    shown = not datasets.are_progress_bars_disabled()
+    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        datasets.logging.set_verbosity(level)
         if shown:
             datasets.enable_progress_bars()
 
 
-def _from_files(files: list[Path], path: str) -> "Dataset":
+def _from_files(files: list[Path], path: str) -> Table:
+    suffix = _suffix(files[0])
+    if suffix is None:
+        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
+    table = _from_parquet(files, path) if suffix == ".parquet" else read_lines(files, path)
+    if not len(table):
+        named = ", ".join(file.name for file in files)
+        raise UserError(f"data.path={path}: {named} is empty; expected one row per line")
+    return table
+
+
+def _from_parquet(files: list[Path], path: str) -> Table:
     import datasets
 
-    builder = _BUILDERS.get(_suffix(files[0]) or "")
-    if builder is None:
-        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_BUILDERS)}, got {files[0].name}")
-    named = ", ".join(file.name for file in files)
-    if not any(file.stat().st_size for file in files):
-        raise UserError(f"data.path={path}: {named} is empty; expected one preference pair per row")
     try:
         with _quiet():
-            table: Dataset = datasets.load_dataset(
-                builder, data_files={"train": [str(file) for file in files]}, split="train"
+            table: Table = datasets.load_dataset(
+                "parquet", data_files={"train": [str(file) for file in files]}, split="train"
             )
+        _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
+        named = ", ".join(file.name for file in files)
         raise UserError(
-            f"data.path={path}: {named} cannot be read as {builder}: {error.__cause__ or error}. "
-            f"Expected {'one JSON object per row' if builder == 'json' else 'a table'} with text that is valid Unicode"
+            f"data.path={path}: {named} cannot be read as parquet: {error.__cause__ or error}. Expected a table with "
+            "text that is valid Unicode"
         ) from error
     return table
 
 
-def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> "Dataset":
+def _check_utf8(table: Any) -> None:
+    """Nothing; raises ValueError where a text of the table is not UTF-8, which its library finds on use only."""
+    for column in table.data.columns:
+        for chunk in column.chunks:
+            chunk.validate(full=True)
+
+
+def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> Table:
     import datasets
 
     try:
-        with _quiet():
-            table: Dataset = datasets.load_dataset(name, subset, split=split, revision=revision)
+        with _quiet(), hub():
+            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
+        why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)
         raise UserError(
             f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
-            f"(split {split}{details}): {error}. To work from files, point data.path at a folder holding "
+            f"(split {split}{details}): {why}. To work from files, point data.path at a folder holding "
             f"{split}.jsonl or {split}.parquet"
         ) from error
     return table

@@ -1,23 +1,29 @@
 """Preference pairs to training examples: encoding, the one truncation rule, weights; every cut or drop is counted."""
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair
-from attnpo.text.chat import ChatFormat, truncate
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.text.chat import ChatFormat, RefusedText, truncate
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import TrainingWeights, training_weights
+
+log = logging.getLogger(__name__)
+
+UNREADABLE = "dropped: the judge cannot be shown both responses (its log has the reason)"
 
 
 @dataclass
 class Tally:
-    """Counts of what happened to rows, with the first three ids of each event."""
+    """Counts of what happened to rows, with the first three ids of each event; ``words`` has the first one's story."""
 
     counts: Counter[str] = field(default_factory=Counter)
     first: dict[str, list[str]] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: str, pair_id: str) -> None:
         """Nothing; counts one ``event``."""
@@ -51,12 +57,24 @@ class ExampleSet:
 def encode_pair(
     pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally
 ) -> dict[str, EncodedResponse] | None:
-    """Both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``)."""
-    encoded, cut_prompt, cut_sides = {}, False, []
+    """Both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``).
+
+    A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
+    """
+    encoded, cut_prompt, cut_sides, special = {}, False, [], []
     for side in SIDES:
-        encoded[side], cut = truncate(
-            chat.encode(pair.prompt, pair.response(side)), rules.max_prompt_length, rules.max_length
-        )
+        try:
+            whole = chat.encode(pair.prompt, pair.response(side))
+        except RefusedText as problem:
+            event = f"dropped: {problem.reason}"
+            if event not in tally.words:
+                tally.words[event] = f"pair {pair.pair_id}: {problem}"
+                log.warning("dropped, and so are others like it: %s", tally.words[event])
+            tally.add(event, pair.pair_id)
+            return None
+        encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length)
+        if chat.special_inside(encoded[side], pair.response(side)):
+            special.append(side)
         cut_prompt = cut_prompt or cut.prompt
         if cut.response:
             cut_sides.append(side)
@@ -73,6 +91,8 @@ def encode_pair(
         tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
     for side in cut_sides:
         tally.add(f"cut: {side} response at lengths.max_length {rules.max_length}", pair.pair_id)
+    for side in special:
+        tally.add(f"special token spelled out in the {side} response", pair.pair_id)
     return encoded
 
 
@@ -103,7 +123,8 @@ class EncodedSet:
 def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules) -> EncodedSet:
     """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
 
-    Comes before any judge runs, so that no judge pass is spent on a dropped pair.
+    Comes before any judge runs, so that no judge pass is spent on a dropped pair. Raises UserError with all counts when
+    there are pairs and none of them is left; one bad pair never ends a run.
     """
     out = EncodedSet([], [], Tally(), 0)
     read = 0
@@ -113,6 +134,12 @@ def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: Lengt
         if encoded is not None:
             out.pairs.append(pair)
             out.encoded.append(encoded)
+    if read and not out.pairs:
+        raise UserError(
+            f"none of {read} pairs can be trained on ({'; '.join(out.tally.lines())}); expected some that fit "
+            "lengths.max_length and the chat template: change these settings or the data"
+            + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
+        )
     return replace(out, read=read)
 
 
@@ -128,14 +155,18 @@ def prepare_examples(
     Args:
         encoded: the pairs of one split.
         source: a resolved weight source; ``captured`` holds its stored rows by pair id (empty if it needs none), a row
-            for each of ``layers``.
+            for each of ``layers``. A pair that the source could not read has no rounds there and is dropped.
         align: how weights reach the training tokens, and the coverage a pair must have.
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples, content, unmatched = [], 0, 0
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
-        weights = training_weights(source, captured.get(pair_id), sides, align.method, layers=layers, pair_id=pair_id)
+        found = captured.get(pair_id)
+        if found is not None and not found.rounds:
+            tally.add(UNREADABLE, pair_id)
+            continue
+        weights = training_weights(source, found, sides, align.method, layers=layers, pair_id=pair_id)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:

@@ -7,13 +7,18 @@ which shifts positions by whole radians on long texts.
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as library
 
+from attnpo.hub import hub, out_of_reach
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -35,33 +40,56 @@ def load_model(
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
     ``dtype``: float32, bfloat16, float16 or float64. Raises ``UserError`` when nothing is there, when a folder lacks
-    its config or weights, when weights do not fill the model, or when the hub cannot be reached.
+    its config or weights, when weights do not fill the model or have other shapes, or when the hub cannot be reached.
+    Weights without a place in the model are left out, which is logged.
     """
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_folder(source)
-    try:
+    with _loading("model", path, revision):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             revision=revision or "main",
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, with their names
         )
-    except Exception as error:  # the library raises anything from OSError to SafetensorError here
-        raise UserError(_load_failure("model", path, revision, error)) from error
     model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
-    if missing:
-        raise UserError(
-            f"{path}: the weight files lack {len(missing)} parameters of {type(model).__name__} (first: {missing[0]}), "
-            "which would be left random; check that the folder was written completely and fits its config.json"
-        )
+    _check_loaded(path, model, loaded[1])
     check_rotary(model)
     model.train(False)
     return model
+
+
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Nothing; UserError unless every parameter came from the files in its own shape."""
+    what = type(model).__name__
+    other = sorted(info["mismatched_keys"])
+    if other:
+        name, stored, wanted = other[0]
+        raise UserError(
+            f"{path}: {len(other)} parameters have another shape in the weight files than config.json says (first: "
+            f"{name} is {list(stored)}, {what} has {list(wanted)}); config and weights belong to different models"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: the weight files lack {len(missing)} parameters of {what} (first: {missing[0]}), "
+            "which would be left random; check that the folder was written completely and fits its config.json"
+        )
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        logger.warning(
+            "%s: %d tensors of the weight files have no place in %s and are left out (first: %s); expected none if "
+            "config.json belongs to these weights",
+            path,
+            len(unused),
+            what,
+            unused[0],
+        )
 
 
 def check_rotary(model: nn.Module) -> None:
@@ -83,10 +111,8 @@ def load_tokenizer(
     tokenizer without a padding token pads with its end (or unknown) token: no id is added or moved.
     """
     source = _locate(path, "tokenizer")
-    try:
+    with _loading("tokenizer", path, revision):
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
-    except Exception as error:  # the library raises anything from OSError to ValueError here
-        raise UserError(_load_failure("tokenizer", path, revision, error)) from error
     if tokenizer.pad_token_id is None:
         fallback = tokenizer.eos_token or tokenizer.unk_token
         if fallback is None:
@@ -97,6 +123,16 @@ def load_tokenizer(
     return tokenizer
 
 
+def model_depth(path: str | Path, revision: str | None = None) -> int:
+    """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
+    source = _locate(path, "model")
+    if isinstance(source, Path):
+        _check_config(source)
+    with _loading("config of the model", path, revision):
+        config = AutoConfig.from_pretrained(source, revision=revision or "main").get_text_config()
+        return int(config.num_hidden_layers)
+
+
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
     """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
 
@@ -104,10 +140,8 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
     """
     source = _locate(path, "model")
     if isinstance(source, str):
-        try:
+        with _loading("model", path, revision):
             config = AutoConfig.from_pretrained(source, revision=revision or "main")
-        except Exception as error:  # the library raises anything from OSError to ValueError here
-            raise UserError(_load_failure("model", path, revision, error)) from error
         return {"hub": source, "commit": str(config._commit_hash)}
     _check_folder(source)
     files = {file.name: _file_digest(file) for file in _weight_files(source)}
@@ -136,9 +170,13 @@ def _locate(path: str | Path, what: str) -> Path | str:
     return text
 
 
-def _check_folder(folder: Path) -> None:
+def _check_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
+
+
+def _check_folder(folder: Path) -> None:
+    _check_config(folder)
     files = _weight_files(folder)
     if not files:
         raise UserError(
@@ -146,7 +184,13 @@ def _check_folder(folder: Path) -> None:
             "only in part"
         )
     for index in sorted(folder.glob("*.index.json")):
-        shards = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{folder}: {index.name} is no list of weight files ({error!r}); the folder was written only in part, "
+                "copy it again"
+            ) from error
         absent = sorted(shards - {file.name for file in folder.iterdir()})
         if absent:
             raise UserError(
@@ -184,10 +228,32 @@ def _template_text(template: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _load_failure(what: str, path: str | Path, revision: str | None, error: Exception) -> str:
-    first: Any = str(error).strip().splitlines() or [type(error).__name__]
-    at = f" at revision {revision!r}" if revision else ""
+@contextmanager
+def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
+    """Nothing; inside, the library reports in silence and its errors become one ``UserError`` each."""
+    local = Path(path).expanduser().is_dir()
+    level = library.get_verbosity()
+    library.set_verbosity(logging.CRITICAL)  # tables of keys: what is wrong in them is raised or logged here
+    try:
+        with nullcontext() if local else hub():
+            yield
+    except Exception as error:  # the library raises anything from OSError to SafetensorError here
+        raise UserError(_load_failure(what, path, revision, error, local)) from error
+    finally:
+        library.set_verbosity(level)
+
+
+def _load_failure(what: str, path: str | Path, revision: str | None, error: Exception, local: bool) -> str:
+    words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
+    start = f"could not load the {what} {str(path)!r}" + (f" at revision {revision!r}" if revision else "")
+    if local:
+        return f"{start}: {words}; where a file of this folder is damaged or missing, copy or export the folder again"
+    if out_of_reach() is not None:
+        return (
+            f"{start}: there is no such folder here, no complete copy in the hub's cache, and {out_of_reach()}: give "
+            "an existing folder, or download it where there is a network"
+        )
     return (
-        f"could not load the {what} {str(path)!r}{at}: {first[0]}; looked for a local folder of that name, then on the "
-        "hub: give an existing folder, or check the name, the revision and the network"
+        f"{start} from the hub: {words}; there is no local folder of that name either: check the name, "
+        "the revision and the network"
     )

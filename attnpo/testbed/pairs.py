@@ -13,6 +13,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.recipes import PairRecipe
 from attnpo.testbed.sampling import sample_answers
@@ -42,7 +43,7 @@ def build_pairs(
                 rows = rows[:wanted]
                 return _with_noise(rows, recipe) if split == "train" else rows
         logger.info("testbed pairs: %d of %d after round %d over the %s prompts", len(rows), wanted, turn + 1, split)
-    raise RuntimeError(
+    raise UserError(
         f"testbed pairs: only {len(rows)} of {wanted} {split} pairs with a reward gap >= {recipe.margin} after "
         f"{recipe.max_rounds} rounds; lower pairs.margin or pairs.{split}, or raise pairs.max_rounds"
     )

@@ -132,7 +132,9 @@ def _move_in(scratch: Path, target: Path, what: str) -> None:
         scratch.rename(target)
     except OSError as error:
         if not (target / REPORT).is_file():
-            raise RuntimeError(
+            from attnpo.schema import UserError  # brings torch
+
+            raise UserError(
                 f"testbed {what}: cannot move the finished folder to {target} ({error}); if something without "
                 f"{REPORT} lies there, remove it and run again"
             ) from error

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# Settings of the base that count something: none of them may be 0.
+_COUNTS = ("layers", "width", "heads", "mlp", "max_positions", "steps", "answer_rows", "judge_rows", "score_rows")
+
 
 @dataclass(frozen=True)
 class BaseRecipe:
@@ -43,10 +46,11 @@ class BaseRecipe:
     max_steps: int = 600
 
     def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in _COUNTS}
+        if min(sizes.values()) < 1:
+            raise ValueError(f"base: expected at least 1 for each of {', '.join(sizes)}, got {sizes}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}")
-        if min(self.answer_rows, self.judge_rows, self.score_rows) < 1 or self.steps < 1:
-            raise ValueError("base.steps, answer_rows, judge_rows and score_rows must all be at least 1")
 
 
 @dataclass(frozen=True)
@@ -77,5 +81,10 @@ class PairRecipe:
             raise ValueError(f"pairs.margin must be positive (equal rewards make no preference), got {self.margin}")
         if self.train < 1 or self.validation < 1:
             raise ValueError(f"pairs.train and pairs.validation must be >= 1, got {self.train}, {self.validation}")
+        if self.max_new_tokens < 1 or self.max_rounds < 1 or self.temperature < 0:
+            raise ValueError(
+                "pairs.max_new_tokens and pairs.max_rounds must be at least 1 and pairs.temperature at least 0, got "
+                f"{self.max_new_tokens}, {self.max_rounds} and {self.temperature}"
+            )
         if self.answers_per_prompt < 2:
             raise ValueError(f"pairs.answers_per_prompt must be at least 2, got {self.answers_per_prompt}")

@@ -73,6 +73,11 @@ class TruthScorer:
                 f"scorer.prompts and scorer.samples_per_prompt must be >= 1, "
                 f"got {self.prompts} and {self.samples_per_prompt}"
             )
+        if self.max_new_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"scorer.max_new_tokens must be >= 1 and scorer.temperature >= 0, got {self.max_new_tokens} and "
+                f"{self.temperature}"
+            )
 
     def prompt_set(self, split: str = "test") -> tuple[Prompt, ...]:
         """The prompts scored: the first `prompts` of the split, or all of it (logged) if it has fewer."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import EncodedResponse, Message, UserError
 
@@ -25,7 +25,18 @@ SENTINEL = "ATTNPOPLACEHOLDER"
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
+# What a template can raise: its own refusals, and whatever an expression in it runs into.
+_FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+
 Range = tuple[int, int]
+
+
+class RefusedText(UserError):
+    """A text that cannot become training ids; ``reason`` says why in words that fit every such text."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class Cut(NamedTuple):
@@ -64,6 +75,7 @@ class ChatFormat:
         self._backend: Any = tokenizer.backend_tokenizer
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special |= {index for index in tokenizer.all_special_ids if index is not None}
+        self._spelling = {index: str(tokenizer.convert_ids_to_tokens(index)).strip() for index in self._special}
         self._bos: int | None = tokenizer.bos_token_id if self._adds_bos(tokenizer.bos_token_id) else None
         self._eos: int | None = tokenizer.eos_token_id
         self._ends: set[int] = set() if self._eos is None else {self._eos}
@@ -87,11 +99,17 @@ class ChatFormat:
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
-        except TemplateError as problem:
-            roles = ", ".join(turn["role"] for turn in turns)
+        except TemplateSyntaxError as problem:
             raise UserError(
+                f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
+                "model.chat_template or the chat template in the model folder"
+            ) from problem
+        except _FAULTS as problem:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise RefusedText(
+                "the chat template refuses its turns",
                 f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "
-                "roles or give another template as model.chat_template"
+                "roles or give another template as model.chat_template",
             ) from problem
         return str(text)
 
@@ -171,11 +189,12 @@ class ChatFormat:
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
-        raise UserError(
+        raise RefusedText(
+            "the chat template renders its prompt differently once an answer follows",
             "the chat template renders the prompt differently once an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
             f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: give a "
-            "template that keeps it as model.chat_template"
+            "template that keeps it as model.chat_template",
         )
 
     def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> tuple[int, int, int]:
@@ -187,9 +206,10 @@ class ChatFormat:
             place = place_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
                 return place[0], place[1] + len(before), place[2] + len(before)
-        raise UserError(
+        raise RefusedText(
+            "the chat template rewrites its response",
             "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
-            f"{response[:60]!r} became {full[len(before) :][:80]!r}; give another template as model.chat_template"
+            f"{response[:60]!r} became {full[len(before) :][:80]!r}; give another template as model.chat_template",
         )
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
@@ -205,6 +225,14 @@ class ChatFormat:
                 "token: give a tokenizer with one, or a template that closes the turn as model.chat_template"
             )
         return [*ids, self._eos], [*offsets, (end, end)]
+
+    def special_inside(self, encoded: EncodedResponse, response: str) -> int:
+        """How many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
+        return sum(
+            token in self._special and response[start:end].strip() == self._spelling[token]
+            for token, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True)
+            if end > start
+        )
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -237,9 +265,10 @@ def check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as problem:
-        raise UserError(
+        raise RefusedText(
+            "its text holds a lone surrogate",
             f"{what} holds the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
-            "cannot be encoded: repair the text or drop the row"
+            "cannot be encoded: repair the text or drop the row",
         ) from problem
 
 

@@ -116,6 +116,8 @@ class JudgeRules:
         for name in ("max_length", "max_response_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"judge.{name} must be at least 1, got {getattr(self, name)}")
+        if self.labels[0] == self.labels[1]:
+            raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
 
 
 @dataclass(frozen=True)

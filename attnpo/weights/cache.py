@@ -142,6 +142,8 @@ class Table:
     def append(self, rows: Rows) -> None:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
+        UserError when the disk refuses.
+
         Float32 keeps its bits. A column must have the same type in all rows of the call; rows with different
         columns go to shards of their own.
         """
@@ -160,11 +162,17 @@ class Table:
         checksum = hashlib.sha256(content).hexdigest()
         name = checksum[:20]
         entry = {"sha256": checksum, "bytes": len(content), "pairs": list(pair_ids), "columns": list(columns)}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (self.folder / KEY_FILE).exists():
-            _write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
-        _write_whole(self.folder / f"{name}.parquet", content)
-        _write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / KEY_FILE).exists():
+                _write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
+            _write_whole(self.folder / f"{name}.parquet", content)
+            _write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+        except OSError as error:
+            raise UserError(
+                f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); what was stored before is "
+                "whole: make room there, or name another folder with store=FOLDER"
+            ) from error
         self._refused.discard(name)
 
     # ------------------------------------------------------------------------------------------- index
@@ -195,9 +203,11 @@ class Table:
                 checksum = hashlib.file_digest(file, "sha256").hexdigest()
             if checksum != shard.sha256:
                 raise ValueError("its checksum differs from the one in its entry")
-            stored = pq.read_schema(path).names
-            if set(stored) != shard.columns | {PAIR_ID}:
-                raise ValueError("its columns differ from those in its entry")
+            with pq.ParquetFile(path) as stored:
+                if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
+                    raise ValueError("its columns differ from those in its entry")
+                if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
+                    raise ValueError("its pairs differ from those in its entry")
         except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             logger.warning(
                 "store %s: shard %s is ignored, its rows count as missing: %s", self.folder, path.name, error

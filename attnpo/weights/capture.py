@@ -7,7 +7,7 @@ one judge pass serves every study over them.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource, fingerprint_of
 from attnpo.weights.cache import Store, Table
 
@@ -80,12 +80,13 @@ def layer_column(layer: int) -> str:
 def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[int]) -> None:
     """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
 
-    A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower.
+    A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower. A pair
+    without rounds, which the source could not read, is stored as that.
     """
     rows = {}
     for pair in captured:
         parts = [item.side(side) for item in pair.rounds for side in SIDES]
-        weights = torch.cat([part.weights for part in parts], dim=-1)
+        weights = torch.cat([part.weights for part in parts], dim=-1) if parts else torch.zeros(len(layers), 0)
         if weights.dtype == torch.float64 or weights.shape[0] != len(layers):
             raise ValueError(f"expected {len(layers)} rows of float32 or narrower, got {weights.shape} {weights.dtype}")
         row: dict[str, Any] = {TOKENS: _pack_tokens(pair, parts)}
@@ -116,18 +117,18 @@ def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, 
         "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
         "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
         "counts": np.array([part.token_ids.numel() for part in parts], dtype=np.int32),
-        "ids": torch.cat([part.token_ids for part in parts]).to(torch.int32),
-        "offsets": torch.cat([part.offsets for part in parts]).flatten().to(torch.int32),
+        "ids": torch.cat([part.token_ids for part in parts] or [torch.zeros(0)]).to(torch.int32),
+        "offsets": torch.cat([part.offsets for part in parts] or [torch.zeros(0)]).flatten().to(torch.int32),
     }
 
 
 def _pack_verdicts(pair: PairWeights) -> dict[str, Any] | None:
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
-    if not logits or len(logits) < len(pair.rounds):
+    if len(logits) < len(pair.rounds):
         return None
     # -1 stands for a token that was not recorded.
     tokens = [-1 if item.verdict_token is None else item.verdict_token for item in pair.rounds]
-    return {"logits": torch.cat(logits).float(), "tokens": np.array(tokens, dtype=np.int64)}
+    return {"logits": torch.cat(logits or [torch.zeros(0)]).float(), "tokens": np.array(tokens, dtype=np.int64)}
 
 
 def _unpack(
@@ -135,14 +136,13 @@ def _unpack(
 ) -> PairWeights:
     tokens = row[TOKENS]
     ends = np.cumsum(tokens["counts"])
+    total = int(ends[-1]) if ends.size else 0
     weights = torch.from_numpy(
-        np.stack([row[layer_column(layer)] for layer in layers])
-        if layers
-        else np.zeros((0, int(ends[-1])), dtype=np.float32)
+        np.stack([row[layer_column(layer)] for layer in layers]) if layers else np.zeros((0, total), dtype=np.float32)
     )
-    if weights.shape[1] != ends[-1]:
+    if weights.shape[1] != total:
         raise UserError(
-            f"store: pair {pair_id} has {weights.shape[1]} weights on {ends[-1]} tokens, so its shards do not belong "
+            f"store: pair {pair_id} has {weights.shape[1]} weights on {total} tokens, so its shards do not belong "
             "together; delete the folder of this key and run attnpo.weigh again"
         )
     ids = torch.from_numpy(tokens["ids"]).long()
@@ -217,11 +217,7 @@ def ensure_captured(
     difference = None
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
-        logger.info("%s: %d of %d pairs stored, %d to capture%s", table.folder.name, len(unique) - len(lacking),
-                    len(unique), len(lacking), f" ({difference})" if difference else "")  # fmt: skip
         _fill(table, [unique[pair_id] for pair_id in lacking], source, layers, make_tools(), chunk_pairs, verdicts)
-    else:
-        logger.info("%s: all %d pairs stored", table.folder.name, len(unique))
     captured = load_captured(table, list(unique), layers if load_layers is None else load_layers)
     report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
     return captured, report
@@ -239,16 +235,70 @@ def _fill(
     if verdicts and not tools.verdict:
         raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
-    for group, absent in _by_missing_layers(table, pairs, layers):
+    refused: dict[str, str] = {}
+    groups = _by_missing_layers(table, pairs, layers)
+    for group, absent in groups:
         for start in range(0, len(group), chunk_pairs):
-            chunk = group[start : start + chunk_pairs]
-            captured = source.capture(chunk, tools, absent)
-            if not done:
-                _announce(captured, len(pairs), len(absent))
+            chunk, built = _readable(group[start : start + chunk_pairs], tools, refused)
+            captured = source.capture(chunk, built, absent) if chunk else []
             store_captured(table, captured, absent)
             done += len(chunk)
             if tools.progress is not None:
-                tools.progress(done, len(pairs))
+                tools.progress(done + len(refused), len(pairs))
+    if not refused:
+        return
+    first = next(iter(refused.values()))
+    if not done:
+        raise UserError(f"the judge can be shown none of {len(pairs)} pairs; the first, {first}")
+    logger.warning(
+        "%d of %d pairs cannot be judged and get no weights: %s%s; %s",
+        len(refused),
+        len(pairs),
+        ", ".join(pair_id[:8] for pair_id in list(refused)[:3]),
+        ", ..." if len(refused) > 3 else "",
+        first,
+    )
+    for group, absent in groups:
+        store_captured(table, [PairWeights(pair.pair_id, ()) for pair in group if pair.pair_id in refused], absent)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Judge prompts that are built already, in the place of their builder."""
+
+    builder: PromptBuilder
+    rounds: Mapping[str, tuple[JudgePrompt, JudgePrompt]]
+
+    @property
+    def label_ids(self) -> tuple[int, int]:
+        return self.builder.label_ids
+
+    def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
+        return self.rounds[pair.pair_id]
+
+    def fingerprint(self) -> dict[str, Any]:
+        return self.builder.fingerprint()
+
+
+def _readable(
+    pairs: Sequence[PreferencePair], tools: Tools, refused: dict[str, str]
+) -> tuple[list[PreferencePair], Tools]:
+    """The pairs a judge can be shown, and tools that hold their prompts; others go to ``refused`` with the reason."""
+    if tools.prompts is None:
+        return list(pairs), tools
+    rounds = {}
+    for pair in pairs:
+        try:
+            built = tools.prompts.build(pair)
+        except UserError as problem:
+            refused[pair.pair_id] = str(problem)
+            continue
+        bare = [side for side in SIDES for prompt in built if prompt.spans[side][0] >= prompt.spans[side][1]]
+        if bare:
+            refused[pair.pair_id] = f"pair {pair.pair_id}: the {bare[0]} response has no token in the judge's prompt"
+        else:
+            rounds[pair.pair_id] = built
+    return [pair for pair in pairs if pair.pair_id in rounds], replace(tools, prompts=_Built(tools.prompts, rounds))
 
 
 def _by_missing_layers(
@@ -261,12 +311,6 @@ def _by_missing_layers(
         absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair.pair_id])
         groups.setdefault(absent or layers[-1:], []).append(pair)  # only verdicts are missing
     return [(group, absent) for absent, group in groups.items()]
-
-
-def _announce(captured: Sequence[PairWeights], pairs: int, layers: int) -> None:
-    tokens = sum(item.side(side).token_ids.numel() for pair in captured for item in pair.rounds for side in SIDES)
-    size = estimate_bytes(tokens * pairs // max(1, len(captured)), layers)
-    logger.info("the store will grow by at most about %.1f MiB (%d pairs, %d layers)", size / 2**20, pairs, layers)
 
 
 # --------------------------------------------------------------------------------------------- reference log-probs

@@ -423,7 +423,7 @@ def test_errors_name_what_is_there(folder: Path) -> None:
     [
         ("", "is empty"),
         ("\n", "is empty|cannot be read"),
-        ('{"prompt": "p"\n', "cannot be read as json"),
+        ('{"prompt": "p"\n', "line 1 is not JSON"),
         ('{"prompt": "p", "chosen": "\\ud800", "rejected": "b"}\n', "valid Unicode"),
         ('{"prompt": "p", "good": "a", "rejected": "b"}\n', r"data\.columns\.chosen=.*"),
         ('{"question": "p", "chosen": "a", "rejected": "b"}\n', r"no prompt: 1 \(row 0\).*data\.columns\.prompt="),

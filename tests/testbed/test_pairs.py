@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.pairs import build_pairs, match_answers
 from attnpo.testbed.recipes import PairRecipe
@@ -60,11 +61,13 @@ def test_matching_uses_every_answer_once() -> None:
 
 def test_an_unreachable_margin_is_an_error(loaded: Loaded) -> None:
     recipe = replace(RECIPE, margin=2.5, max_rounds=1, answers_per_prompt=2, max_new_tokens=6)
-    with pytest.raises(RuntimeError, match=r"lower pairs\.margin"):
+    with pytest.raises(UserError, match=r"lower pairs\.margin"):
         build_pairs(*loaded, GRAMMAR, recipe, "validation")
 
 
-@pytest.mark.parametrize("bad", [{"margin": 0.0}, {"label_noise": 1.2}, {"answers_per_prompt": 1}, {"train": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"margin": 0.0}, {"label_noise": 1.2}, {"answers_per_prompt": 1}, {"train": 0}, {"temperature": -1.0}]
+)
 def test_impossible_recipes_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="pairs"):
         PairRecipe(**bad)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attnpo.schema import UserError
 from attnpo.testbed import prepare as module
 from attnpo.testbed.prepare import REPORT, Prepared, Testbed
 from attnpo.testbed.pretrain import build_base
@@ -107,7 +108,7 @@ def test_losing_a_race_uses_the_winner(scratch: Path) -> None:
 
 def test_foreign_folder_in_the_way_is_an_error(scratch: Path) -> None:
     (scratch / "base-x" / "something").mkdir(parents=True)
-    with pytest.raises(RuntimeError, match="remove it and run again"):
+    with pytest.raises(UserError, match="remove it and run again"):
         module._ensure(scratch / "base-x", "base", lambda folder: {})
 
 

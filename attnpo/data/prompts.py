@@ -1,0 +1,162 @@
+"""Prompts to be answered: rows with a prompt text or messages, or the prompts of preference pairs, each accounted for.
+
+Reads the same files, folders and hub names as ``PairSource``, under the same conventions for what a row holds.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnpo.data.adapters import Columns, Reason, RowProblem, adapt
+from attnpo.data.base import read_table, row_range
+from attnpo.schema import Message, UserError, digest
+
+_LOG = logging.getLogger(__name__)
+
+EXAMPLES = 3  # row numbers named per reason
+EMPTY = "empty prompt"
+REPEATED = "prompt repeated, answered once"
+
+
+@dataclass(frozen=True)
+class PromptColumns(Columns):
+    """``Columns`` with one more: ``id`` names each prompt (None: a digest of its messages does).
+
+    ``chosen`` and ``rejected`` matter only where a table has both: its rows are pairs then, and the prompt is what
+    both conversations share.
+    """
+
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What is asked: an id, and turns that end with the user's."""
+
+    id: str
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts in the order of their rows; ``left_out`` has the row numbers of what could not be used, by reason.
+
+    Every row looked at (``read``) is a prompt, a repetition of an earlier one (``repeated``), or left out.
+    """
+
+    prompts: list[Prompt]
+    read: int
+    repeated: list[int]
+    left_out: Mapping[str, list[int]]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Rows that gave no prompt of their own, by reason."""
+        counts = Counter({reason: len(rows) for reason, rows in self.left_out.items()})
+        return counts + Counter({REPEATED: len(self.repeated)})
+
+    def summary(self) -> str:
+        """One line with all counts and the first row numbers of each."""
+        parts = [f"{self.read} rows read, {len(self.prompts)} prompts"]
+        for reason, rows in sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items()):
+            listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if len(rows) > EXAMPLES else "")
+            parts.append(f"{reason}: {len(rows)} ({'row' if len(rows) == 1 else 'rows'} {listed})")
+        return "; ".join(parts)
+
+
+def prompts_from_rows(rows: Iterable[Mapping[str, Any]], columns: PromptColumns, first: int = 0) -> PromptSet:
+    """The prompts of an iterable of rows; ``first`` is the number of the first row.
+
+    Raises:
+        UserError: two rows have the same id but ask different things, or a mapped column does not exist.
+    """
+    prompts: dict[str, Prompt] = {}
+    left_out: dict[str, list[int]] = {}
+    repeated = []
+    read = 0
+    for number, row in enumerate(rows, start=first):
+        read += 1
+        try:
+            prompt = _prompt(row, columns)
+        except RowProblem as problem:
+            left_out.setdefault(problem.reason.value, []).append(number)
+            continue
+        if not prompt.messages[-1]["content"].strip():
+            left_out.setdefault(EMPTY, []).append(number)
+        elif prompt.id not in prompts:
+            prompts[prompt.id] = prompt
+        elif prompts[prompt.id] == prompt:
+            repeated.append(number)
+        else:
+            raise UserError(
+                f"row {number} has the {columns.id} {prompt.id!r} of an earlier row but asks something else: ids must "
+                "be unique; name another column with data.columns.id=COLUMN, or leave it out (data.columns.id=null)"
+            )
+    return PromptSet(list(prompts.values()), read, repeated, left_out)
+
+
+def _prompt(row: Mapping[str, Any], columns: PromptColumns) -> Prompt:
+    if columns.chosen not in row or columns.rejected not in row:
+        if columns.prompt is None or row.get(columns.prompt) is None:
+            raise RowProblem(Reason.MISSING)
+        # Two answers of a letter each make it a pair, so that the conventions for pairs read it.
+        row = {**row, columns.chosen: "a", columns.rejected: "b"}
+    messages = adapt(row, columns).pair.prompt
+    if columns.id is None:
+        return Prompt(digest([[turn["role"], turn["content"]] for turn in messages])[:32], messages)
+    if row.get(columns.id) is None:
+        raise RowProblem(Reason.MISSING)
+    return Prompt(str(row[columns.id]), messages)
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Where the prompts of ``attnpo.generate`` come from (config node ``data``).
+
+    ``path`` is a file (JSONL or Parquet), a folder with a file or shards per split, or the name of a dataset on the
+    hub; ``split`` names the split, or the stem of its file, in the last two. ``rows`` chooses rows ("500", "100:300",
+    "10%"), counted before any is left out. ``revision`` and ``subset`` are for the hub.
+    """
+
+    path: str
+    split: str = "test"
+    rows: str | None = None
+    columns: PromptColumns = field(default_factory=PromptColumns)
+    revision: str | None = None
+    subset: str | None = None
+
+    def load(self) -> PromptSet:
+        """The prompts.
+
+        Raises:
+            UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, ids are not
+                unique, or no row is usable.
+        """
+        table = read_table(self.path, self.split, "data.split", self.subset, self.revision)
+        where = f"data.path={self.path}"
+        self._check(table.column_names, where)
+        chosen = row_range(self.rows, len(table), "data.rows")
+        found = prompts_from_rows(table.select(chosen), self.columns, first=chosen.start)
+        if not found.prompts:
+            raise UserError(
+                f"{where} has no usable prompt: {found.summary()}; columns found: {', '.join(table.column_names)}. "
+                "Look at these rows, or name the column of the prompts with data.columns.prompt=COLUMN"
+            )
+        _LOG.log(logging.WARNING if found.left_out else logging.INFO, "%s: %s", where, found.summary())
+        return found
+
+    def _check(self, found: Sequence[str], where: str) -> None:
+        columns = self.columns
+        wanted = {"id": columns.id, "system": columns.system}
+        if not {columns.chosen, columns.rejected} <= set(found):
+            wanted["prompt"] = columns.prompt or "prompt"
+        missing = [key for key, name in wanted.items() if name is not None and name not in found]
+        if missing:
+            absent = ", ".join(f'"{wanted[key]}"' for key in missing)
+            options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
+            raise UserError(
+                f"{where} has no column {absent}; columns found: {', '.join(sorted(found)) or 'none'}; expected a "
+                f"column with prompts, or the chosen and rejected columns of pairs. Name them with {options}"
+            )

@@ -1,0 +1,329 @@
+"""Rows of every convention with hostile content, through the whole way to a batch: every one is accounted for.
+
+The rows are the same in every run (``derandomize``).
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+
+from attnpo.config import CONFIG_DIR
+from attnpo.data.adapters import Columns, Note, Reason
+from attnpo.data.base import PairSet, PairSource, pairs_from_rows
+from attnpo.data.collate import collate
+from attnpo.data.prepare import UNREADABLE, EncodedSet, encode_pairs, prepare_examples
+from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.models.layouts import padded
+from attnpo.schema import SIDES, PreferencePair, UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.chat import SENTINEL, ChatFormat
+from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules
+from attnpo.weights.base import Tools
+from attnpo.weights.cache import Store
+from attnpo.weights.capture import ensure_captured
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.uniform import Uniform
+from tests.bad_input.conftest import Record
+from tests.text.formats import STORIES, Formats
+from tests.weights.fakes import FakeJudge
+
+EXAMPLES, ROWS = 80, 30  # batches of rows, rows in each
+LAYERS = (1, 2)
+
+# ------------------------------------------------------------------------------------------------ rows
+
+_SNIPPETS = [
+    "", " ", "\n", "\t \n", "good .", "the seat was tedious .", "a", "b", "\ud800", "x\udfffy", "\x00", "\u202eabc",
+    "\u200b", "\ufeff", "👩🏽‍🔬", "e\u0301\u0323", "日本語", "\u2028", "\r\n", "</s>", "<end>", "<|end|>",
+    "<bos><user>", "<|endoftext|>", "[INST]", "<unk>", "<pad>", SENTINEL, "{answer_b}", "{question}", "{{ x }}",
+    "review B :\n", "which is better , A or B ?", "\n\nHuman:", "\n\nAssistant:", "\n\nHuman: Hi\n\nAssistant: Yo",
+    "{% raw %}", "forbidden", "\\", '"', "'; --", "%s {0}",
+]  # fmt: skip
+_WHOLE = st.one_of(
+    st.lists(st.sampled_from(_SNIPPETS), max_size=3).map("".join),
+    st.text(max_size=12),
+    st.tuples(st.sampled_from(["good ", "é", "日", "👩🏽‍🔬", " ", "\n", "</s>"]), st.sampled_from([60, 400])).map(
+        lambda pair: pair[0] * pair[1]
+    ),
+)
+_PLAIN = st.sampled_from(
+    ["the seat was good .", "tedious", "a forbidden word", "a {{ brace", "Jinja", "A", "the seat was large . " * 40]
+)
+_TEXT = st.one_of(_PLAIN, _WHOLE)
+_JUNK: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.binary(max_size=3), _TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.text(max_size=3), inner, max_size=2)),
+    max_leaves=4,
+)
+_ROLE = st.sampled_from(["user", "assistant"] * 4 + ["system", "tool", "human", "", "\ud800"])
+
+
+def _said(text: Any, role: str = "assistant") -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+_MESSAGE = st.one_of(
+    st.builds(_said, _TEXT, _ROLE),
+    st.builds(_said, _JUNK, _ROLE),
+    st.dictionaries(st.sampled_from(["role", "content", "from"]), _JUNK),
+)
+_HISTORY = st.one_of(
+    st.builds(lambda q: [_said(q, "user")], _TEXT),
+    st.builds(lambda s, q: [_said(s, "system"), _said(q, "user")], _TEXT, _TEXT),
+    st.builds(lambda q, a, r: [_said(q, "user"), _said(a), _said(r, "user")], _TEXT, _TEXT, _TEXT),
+    st.lists(_MESSAGE, max_size=3),
+)
+_LABELLED = st.builds(lambda q: f"\n\nHuman: {q}\n\nAssistant:", _TEXT)
+
+
+def _conversations(history: list[Any], chosen: Any, rejected: Any) -> dict[str, Any]:
+    return {"chosen": [*history, _said(chosen)], "rejected": [*history, _said(rejected)]}
+
+
+_CONVENTIONS = [
+    st.builds(_conversations, _HISTORY, _TEXT, _TEXT),
+    st.builds(lambda h, c, r, p: {**_conversations(h, c, r), "prompt": p}, _HISTORY, _TEXT, _TEXT, _TEXT),
+    st.builds(
+        lambda h, c, r: {"prompt": h, "chosen": [_said(c)], "rejected": [_said(r)]}, _HISTORY, _TEXT, _TEXT
+    ),
+    st.builds(lambda p, c, r: {"prompt": p, "chosen": [_said(c)], "rejected": [_said(r)]}, _TEXT, _TEXT, _TEXT),
+    st.builds(lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r}, _TEXT, _TEXT, _TEXT),
+    st.builds(lambda p, c, r: {"chosen": p + c, "rejected": p + r}, _LABELLED, _TEXT, _TEXT),
+    st.builds(lambda p, c, r: {"prompt": p, "chosen": c, "rejected": r}, _LABELLED, _TEXT, _TEXT),
+    st.builds(lambda p, c, r: {"chosen": p + c, "rejected": p + r}, _TEXT, _TEXT, _TEXT),
+    st.builds(lambda p, c, r, o: {"prompt": p, "chosen": c, "rejected": r, **o}, _JUNK, _JUNK, _JUNK,
+              st.dictionaries(st.text(max_size=4), _JUNK, max_size=1)),
+    st.builds(lambda row, key: {**row, key: None},
+              st.builds(_conversations, _HISTORY, _PLAIN, _TEXT), st.sampled_from(["chosen", "rejected", "prompt"])),
+    st.builds(lambda h, g, c, r: {"chosen": [*h, _said(c)], "rejected": [*g, _said(r)]},
+              _HISTORY, _HISTORY, _PLAIN, _TEXT),
+]  # fmt: skip
+# A table has all its columns in every row.
+_ROW = st.one_of(_CONVENTIONS).map(lambda row: {"prompt": None, "chosen": None, "rejected": None, **row})
+
+# ------------------------------------------------------------------------------------------------ tokenizers
+
+# Refuses one word, rewrites another, renders the prompt differently behind a third; turns of other roles are plain.
+WILFUL = (
+    "{% set ns = namespace(seen='') %}{% for m in messages %}{% set ns.seen = ns.seen + m['content'] %}"
+    "{% if 'Jinja' in ns.seen %}{{ raise_exception('no Jinja here') }}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<' + m['role'] + '>' }}"
+    "{% if '{{' in m['content'] and loop.last and not add_generation_prompt %}changed{% endif %} "
+    "{{ m['content'] | replace('forbidden', '') }}{{ '<end>' if m['role'] == 'assistant' else '' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def _testbed(template: str | None = None) -> ChatFormat:
+    return ChatFormat(build_tokenizer(Grammar()), template)
+
+
+def _bytes() -> ChatFormat:
+    """A token per byte, blanks included."""
+    core = Tokenizer(BPE(vocab={letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    core.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>", clean_up_tokenization_spaces=False
+    )
+    return ChatFormat(tokenizer, STORIES)
+
+
+REAL = ("edge_merge", "edge_merge_untrimmed", "gpt2_chatml", "mistral")
+
+
+@pytest.fixture(scope="module")
+def chats(request: pytest.FixtureRequest) -> list[ChatFormat]:
+    """Chat formats: the testbed's, also with a wilful template, bytes, and those of real tokenizers where at hand."""
+    made = [_testbed(), _testbed(WILFUL), _testbed(WILFUL), _bytes(), _bytes()]
+    try:
+        formats = Formats(request.getfixturevalue("shared"))
+    except pytest.skip.Exception:
+        return made
+    return [*made, *(formats(name) for name in REAL)]
+
+
+# ------------------------------------------------------------------------------------------------ the account
+
+
+class Account:
+    """What became of all rows of all examples, by stage."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.kept = 0
+        self.reasons: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+        self.batches = 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Without log lines, of which there would be thousands."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def dropped(counts: Counter[str]) -> int:
+    return sum(count for event, count in counts.items() if event.startswith("dropped: "))
+
+
+def from_file(rows: list[dict[str, Any]], columns: Columns, folder: Path) -> PairSet | None:
+    """The pairs that a source reads of these rows as JSON; None when the documented error says that there is none."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, default=repr) + "\n" for row in rows))
+    try:
+        return PairSource(str(file), columns=columns).load("train")
+    except UserError as problem:
+        assert f"has no usable pair: {len(rows)} rows read, 0 kept, {len(rows)} dropped; " in str(problem)
+        return None
+
+
+def encoded_or_refused(pairs: list[PreferencePair], chat: ChatFormat, rules: LengthRules) -> EncodedSet | None:
+    """The encoded pairs, or None when the documented error says that none is left."""
+    try:
+        found = encode_pairs(pairs, chat, rules)
+    except UserError as problem:
+        assert str(problem).startswith(f"none of {len(pairs)} pairs can be trained on (") and "\n" not in str(problem)
+        return None
+    assert found.read == len(pairs) == len(found.pairs) + dropped(found.tally.counts)
+    for pair, sides in zip(found.pairs, found.encoded, strict=True):
+        for side in SIDES:
+            encoded, length = sides[side], len(pair.response(side))
+            assert len(encoded.prompt_ids) <= rules.max_prompt_length
+            assert 0 < len(encoded.response_ids) <= rules.max_length - len(encoded.prompt_ids)
+            assert all(0 <= start <= end <= length for start, end in encoded.offsets)
+    return found
+
+
+def batched(found: EncodedSet, account: Account, captured: dict[str, Any] | None, align: AlignRules) -> None:
+    """The pairs' examples as batches; checks their account, and that every number in them is finite."""
+    source = Uniform() if captured is None else Attention(layer=1).resolve(2)
+    made = prepare_examples(found, source, captured or {}, align, layers=() if captured is None else (1,))
+    assert made.read == found.read == len(made.examples) + made.dropped
+    assert made.dropped == dropped(made.tally.counts)
+    account.events += made.tally.counts
+    for start in range(0, len(made.examples), 4):
+        batch = collate(made.examples[start : start + 4], padded, 0, 4)
+        weights = batch.main.token_weights["reward"]
+        assert bool(torch.isfinite(weights).all()) and bool((weights >= 0).all())
+        assert bool((weights.sum(dim=-1) <= 1 + 1e-5).all())
+        assert not bool(weights[~batch.main.response_mask].any())
+        account.batches += 1
+
+
+def judged(found: EncodedSet, prompts: JudgePrompts) -> dict[str, Any] | None:
+    """Captured weights of a judge that reads real prompts, from a store; None when it can be shown no pair."""
+    with TemporaryDirectory() as folder:
+        table = (found.pairs, Attention(), LAYERS, Store(Path(folder)), prompts.fingerprint())
+        tools: Callable[[], Tools] = lambda: Tools(FakeJudge(num_layers=2), prompts)  # noqa: E731
+        try:
+            captured, report = ensure_captured(*table, tools, verdicts=True)
+        except UserError as problem:
+            assert str(problem).startswith("the judge can be shown none of ") and "\n" not in str(problem)
+            return None
+        again, second = ensure_captured(*table, lambda: pytest.fail("all of it is stored"), verdicts=True)
+    ids = {pair.pair_id for pair in found.pairs}
+    assert captured.keys() == again.keys() == ids and report.computed == second.hits == len(ids)
+    assert {name for name, pair in captured.items() if not pair.rounds} == {
+        name for name, pair in again.items() if not pair.rounds
+    }
+    return captured
+
+
+# By length, by what a template does, by the judge, by coverage.
+EVENTS = (
+    "dropped: prompt longer than lengths.max_prompt_length",
+    "dropped: prompt and response longer than lengths.max_length",
+    "dropped: the chat template refuses its turns",
+    "dropped: the chat template rewrites its response",
+    "dropped: the chat template renders its prompt differently once an answer follows",
+    UNREADABLE,
+    "dropped: coverage below align.min_coverage",
+    "cut: prompt to its last",
+    "cut: chosen response",
+    "cut: rejected response",
+    "special token spelled out in the chosen response",
+    "special token spelled out in the rejected response",
+    "no weighted token in the",
+)
+
+
+@pytest.mark.slow
+def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], record: Record, tmp_path: Path) -> None:
+    """Thousands of rows, among them every documented reason, note and event; nothing raises what is not documented."""
+    account = Account()
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        rows=st.lists(_ROW, min_size=ROWS, max_size=ROWS),
+        columns=st.sampled_from([Columns(), Columns(), Columns(prompt=None), Columns(system="prompt", prompt=None)]),
+        chat=st.sampled_from(chats),
+        rules=st.sampled_from([LengthRules(200, 150), LengthRules(80, 40), LengthRules(60, 30, Overlong.DROP)]),
+        judge=st.builds(
+            JudgeRules,
+            template_file=st.just(str(CONFIG_DIR / "judge" / "testbed.txt")),
+            assembly=st.sampled_from(Assembly),
+            max_length=st.sampled_from([240, 512]),
+            max_response_length=st.just(64),
+        ),
+        align=st.sampled_from([AlignRules(), AlignRules(AlignMethod.CHARACTERS), AlignRules(min_coverage=0.9)]),
+    )
+    def whole_way(
+        rows: list[dict[str, Any]],
+        columns: Columns,
+        chat: ChatFormat,
+        rules: LengthRules,
+        judge: JudgeRules,
+        align: AlignRules,
+    ) -> None:
+        for read in (pairs_from_rows(rows, columns), from_file(rows, columns, tmp_path)):
+            assert read is None or read.read == len(rows) == read.kept + read.dropped
+        if read is None:
+            return
+        account.rows += len(rows)
+        account.kept += read.kept
+        account.reasons += read.counts
+        account.notes += read.notes
+        found = encoded_or_refused(read.pairs, chat, rules)
+        if found is None:
+            return
+        batched(found, account, None, align)
+        captured = judged(found, JudgePrompts(judge, chat))
+        if captured is not None:
+            batched(found, account, captured, align)
+
+    whole_way()
+    assert account.rows >= 2000
+    assert account.batches > 200
+    assert set(account.reasons) == {reason.value for reason in Reason}
+    assert set(account.notes) == {note.value for note in Note}
+    assert [event for event in EVENTS if not any(name.startswith(event) for name in account.events)] == []
+    known = (*EVENTS, "judge rounds cut a response")
+    assert [name for name in account.events if not name.startswith(known)] == []
+    lost = account.reasons.total()
+    assert account.rows == account.kept + lost
+    summary = f"{account.rows} rows read, {account.kept} kept, {lost} dropped for {len(account.reasons)} reasons"
+    record("generated rows of every convention", summary, f"{lost} of {account.rows} rows, counted")

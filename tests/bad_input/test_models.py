@@ -1,0 +1,219 @@
+"""Model folders that are missing, half written or put together wrongly, tokenizers and templates that do not serve."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from attnpo import hub
+from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
+from attnpo.schema import UserError
+from attnpo.text.chat import ChatFormat
+from tests.bad_input.attempts import Attempts
+from tests.bad_input.conftest import Record
+
+NOT_STARTED = "run not started"
+
+
+def rewrite(name: str, **values: Any) -> Callable[[Path], object]:
+    """Damage: other values in a JSON file of the folder, None takes a key away."""
+
+    def damage(folder: Path) -> None:
+        content = {**json.loads((folder / name).read_text()), **values}
+        content = {key: value for key, value in content.items() if value is not None}
+        (folder / name).write_text(json.dumps(content))
+
+    return damage
+
+
+def cut(name: str) -> Callable[[Path], object]:
+    """Damage: the first half of a file is left."""
+
+    def damage(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return damage
+
+
+def gone(name: str) -> Callable[[Path], object]:
+    """Damage: a file is not there."""
+    return lambda folder: (folder / name).unlink()
+
+
+def index(content: str) -> Callable[[Path], object]:
+    """Damage: a list of weight files with this content."""
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(content)
+
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no config.json": (gone(CONFIG), "no config.json, so this is no model folder (or it was written only in part)"),
+    "no weights": (gone(WEIGHTS), "no weight file (*.safetensors or *.bin) beside config.json"),
+    "weights that were cut off": (cut(WEIGHTS), "Error while deserializing header: incomplete metadata"),
+    "an empty weight file": (
+        lambda folder: (folder / WEIGHTS).write_bytes(b""),
+        "Error while deserializing header: header too small",
+    ),
+    "a weight file that is missing": (
+        index('{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'),
+        "names 1 weight files, 1 are missing (first: model-00002-of-00002.safetensors)",
+    ),
+    "a list of weight files that was cut off": (index('{"weight_map": '), "is no list of weight files"),
+    "a config of a deeper model": (
+        rewrite(CONFIG, num_hidden_layers=3),
+        "the weight files lack 9 parameters of LlamaForCausalLM (first: model.layers.2.",
+    ),
+    "a config of a wider model": (
+        rewrite(CONFIG, hidden_size=64),
+        "parameters have another shape in the weight files than config.json says (first: model.",
+    ),
+    "a config with another vocabulary": (
+        rewrite(CONFIG, vocab_size=20),
+        "parameters have another shape in the weight files than config.json says (first: model.embed_tokens.weight",
+    ),
+    "a config of an unknown architecture": (rewrite(CONFIG, model_type="nonsense"), "model type `nonsense`"),
+    "a config that was cut off": (cut(CONFIG), "is not a valid JSON file"),
+    "a tokenizer that was cut off": (cut("tokenizer.json"), "could not load the tokenizer"),
+    "no tokenizer": (gone("tokenizer.json"), "could not load the tokenizer"),
+    "no chat template": (gone("chat_template.jinja"), "has no chat template to use: set model.chat_template"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_a_damaged_folder_is_one_line(attempts: Attempts, record: Record, case: str) -> None:
+    damage, message = DAMAGE[case]
+    world = attempts.broken_model(damage)
+    answer = attempts.fit("weights=uniform", world=world)
+    assert message in answer.refused() and str(world.model) in answer.error
+    assert not any("LOAD REPORT" in line for line in answer.log)
+    record(case, answer.refused(), NOT_STARTED)
+
+
+def test_weights_of_a_deeper_model_are_said_to_be_left_out(attempts: Attempts, record: Record) -> None:
+    answer = attempts.fit("weights=uniform", world=attempts.broken_model(rewrite(CONFIG, num_hidden_layers=1)))
+    found = [line for line in answer.log if "have no place in LlamaForCausalLM and are left out" in line]
+    assert answer.status == 0 and "9 tensors" in found[0] and "(first: model.layers.1." in found[0]
+    record("a config of a shallower model", found[0], "the further layers, logged")
+
+
+def test_depth_is_asked_of_a_config_that_is_there(attempts: Attempts) -> None:
+    assert model_depth(attempts.world.model) == 2
+    for damage, message in (DAMAGE["no config.json"], DAMAGE["a config of an unknown architecture"]):
+        with pytest.raises(UserError) as caught:
+            model_depth(attempts.broken_model(damage).model)
+        assert message in str(caught.value)
+
+
+def test_a_folder_that_is_not_there(attempts: Attempts, record: Record) -> None:
+    message = attempts.weigh(world=attempts.on(model=attempts.folder / "nowhere" / "model")).refused()
+    assert message.startswith("no tokenizer folder at ") and "give an existing folder or a hub name" in message
+    record("a model folder that is not there", message, NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ the hub
+
+
+@pytest.mark.usefixtures("hub_forgotten")
+@pytest.mark.parametrize("key", ["model.path", "judge.path", "data.path"])
+def test_a_hub_name_while_offline_fails_at_once(attempts: Attempts, record: Record, key: str) -> None:
+    begin = time.monotonic()
+    message = attempts.weigh(f"{key}=attnpo-tests/not-there").refused()
+    assert time.monotonic() - begin < 10
+    assert "attnpo-tests/not-there" in message and "HF_HUB_OFFLINE is set" in message
+    assert "in the hub's cache" in message
+    record(f"{key}: a hub name, HF_HUB_OFFLINE set", message, NOT_STARTED)
+
+
+@pytest.mark.usefixtures("hub_forgotten")
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, weights_fingerprint, model_depth])
+def test_a_hub_that_does_not_answer_is_asked_once(
+    load: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, record: Record
+) -> None:
+    """The libraries alone would try five times for each file, which takes 23 seconds and more for a model."""
+    asked = []
+
+    def unreachable(request: Any, timeout: float) -> None:
+        asked.append(request.full_url)
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "urlopen", unreachable)
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(UserError) as caught:
+            load("attnpo-tests/not-there")
+    assert time.monotonic() - begin < 5
+    assert asked == [constants.ENDPOINT] and not constants.HF_HUB_OFFLINE
+    message = str(caught.value)
+    assert "cannot be reached (Name or service not known)" in message and "in the hub's cache" in message
+    record("a hub name without a network", message, NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ tokenizers, templates
+
+
+def test_a_tokenizer_without_offsets(attempts: Attempts, record: Record) -> None:
+    """ByT5's works on bytes in Python: there is no fast one that could say which characters a token holds."""
+    from transformers import ByT5Tokenizer
+
+    def slow(folder: Path) -> None:
+        (folder / "tokenizer.json").unlink()
+        tokenizer = ByT5Tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+        tokenizer.save_pretrained(folder)
+
+    message = attempts.fit(world=attempts.broken_model(slow)).refused()
+    assert "gives no character offsets (ByT5Tokenizer, not a fast tokenizer)" in message
+    record("a tokenizer without offsets", message, NOT_STARTED)
+
+
+TEMPLATES = {
+    "a chat template that is no Jinja": ("{% if %}", "the chat template is not valid Jinja: Expected an expression"),
+    "a chat template that refuses everything": ("{{ raise_exception('no') }}", "the chat template refuses its turns"),
+    "a chat template with a type error": ("{{ messages[0].content + 3 }}", "the chat template refuses its turns"),
+    "a chat template that divides by zero": ("{{ 1 / 0 }}", "the chat template refuses its turns"),
+    "a chat template without the content": ("{% for m in messages %}hello{% endfor %}", "content 0 times"),
+    "a chat template that writes it twice": (
+        "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}",
+        "content 2 times",
+    ),
+    "a chat template in capitals": (
+        "{% for m in messages %}{{ m.content | upper }}<end>{% endfor %}",
+        "the chat template rewrites its response",
+    ),
+    "a chat template that hides earlier turns": (
+        "{{ messages[-1].content }}<end>",
+        "the chat template renders its prompt differently",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_a_template_that_does_not_serve(attempts: Attempts, record: Record, case: str) -> None:
+    template, message = TEMPLATES[case]
+    (attempts.folder / "chat.jinja").write_text(template)
+    answer = attempts.fit("weights=uniform", f"model.chat_template={attempts.folder / 'chat.jinja'}")
+    assert message in answer.refused()
+    record(case, answer.refused(), NOT_STARTED)
+
+
+def test_a_template_that_is_not_there(attempts: Attempts, record: Record) -> None:
+    message = attempts.weigh("model.chat_template=nowhere.jinja").refused()
+    assert message.startswith("model.chat_template=nowhere.jinja: no such file")
+    record("a chat template that is not there", message, NOT_STARTED)
+
+
+def test_libraries_speak_again_after_a_load(attempts: Attempts) -> None:
+    from transformers.utils import logging as library
+
+    before = library.get_verbosity()
+    ChatFormat(load_tokenizer(attempts.world.model))
+    with pytest.raises(UserError):
+        load_tokenizer("attnpo-tests/not-there")
+    assert library.get_verbosity() == before != logging.CRITICAL

@@ -1,0 +1,116 @@
+"""Settings that do not exist, are out of range, or contradict each other: one line that names the key."""
+
+import pytest
+
+from attnpo.data.prepare import Tally, encode_pair
+from attnpo.data.rules import LengthRules
+from attnpo.schema import PreferencePair
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.text.chat import ChatFormat
+from tests.bad_input.attempts import Attempts
+from tests.bad_input.conftest import Record
+
+NOT_STARTED = "run not started"
+
+LAYERS = ["weights.layer=3", "weights.layer=0", "weights.layer=-1", "weights.layer=3/2", "weights.layer=1/0",
+          "weights.layer=first", "weights.layer=auto", "weights.layer=1.5"]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", LAYERS)
+def test_a_layer_that_the_judge_does_not_have(attempts: Attempts, record: Record, override: str) -> None:
+    message = attempts.weigh(override).refused()
+    expected = 'expected a whole number from 1 to 2, "last", or a fraction such as "1/4"'
+    assert message.startswith("weights.layer: ") and (expected in message or "expected int or str, got 1.5" in message)
+    record(override, message, NOT_STARTED)
+
+
+# override -> what the message must say; several lines of the configuration library are allowed here
+KEYS = {
+    "weights.layr=1": ("weights.layr", "did you mean weights.layer?"),
+    "objective.bta=1": ("objective.bta", "did you mean objective.beta?"),
+    "+data.columns.chsen=x": ("data.columns.chsen: unknown key", "did you mean data.columns.chosen?"),
+    "weights=attension": ("weights/attension", "attention, uniform"),
+    "logger=mlflow": ("logger/mlflow", "csv, wandb"),
+    "setting=llama": ("setting/llama", "real_smoke"),
+    "trainer.max_epochs=many": ("trainer.max_epochs: expected int, got 'many'",),
+    "lengths.overlong=keep": ("lengths.overlong: expected one of cut, drop, got 'keep'",),
+    "align.min_coverage=2": ("align.min_coverage must lie in [0, 1], got 2.0",),
+    "batch.pairs=0": ("batch.pairs, batch.micro and batch.eval_micro must be at least 1",),
+    "batch.micro=3": ("batch.pairs 4 must be a multiple of batch.micro 3",),
+    "lengths.max_prompt_length=512": ("lengths.max_prompt_length must lie between 1 and lengths.max_length - 1 = 511",),
+    "data.train_rows=some": ('data.train_rows="some" is no choice of rows',),
+    "data.train_rows=100:200": ('data.train_rows="100:200" names no row: the split has 12 rows',),
+    "data.val_split=nowhere": ("data.val_split=nowhere", "files it has: test.jsonl, train.jsonl"),
+    "data.path=nowhere.jsonl": ("data.path=nowhere.jsonl: no such file or folder",),
+    "judge.labels=[A,A]": ("judge.labels: expected two that differ, got A twice",),
+    "judge.max_length=9": ("judge.max_length is 9, but the judge template alone takes about",),
+    "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
+    "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
+    "reference=frozen": ("reference=frozen: expected one of live, cached",),
+    "resume=nowhere": ("resume=nowhere: no checkpoint at",),
+    "optimizer.lr=0": ("optimizer.lr must be above 0",),
+}
+
+
+@pytest.mark.parametrize("override", KEYS)
+def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, override: str) -> None:
+    answer = attempts.fit(override)
+    assert answer.status == 2 and answer.error.startswith("error: ") and "Traceback" not in answer.error
+    for part in KEYS[override]:
+        assert part in answer.error, answer.error
+    record(override, answer.error.removeprefix("error: "), NOT_STARTED)
+
+
+def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -> None:
+    """weights.layer exists, but not in this combination."""
+    answer = attempts.fit("weights=uniform", "weights.layer=1")
+    assert answer.status == 2 and "weights.layer" in answer.error and "Traceback" not in answer.error
+    record("weights=uniform weights.layer=1", answer.error.removeprefix("error: "), NOT_STARTED)
+
+
+def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:
+    """Known only after the first validation; the answer lists the names there are."""
+    message = attempts.fit("callbacks=default", "callbacks.monitor=val/los").refused()
+    assert message.startswith("callbacks.monitor=val/los is not a logged metric; there are: ")
+    assert "val/loss" in message and "val/rewards/margins" in message
+    record("callbacks.monitor=val/los", message, "one validation")
+
+
+TESTBED = {
+    "pairs.margin=0": "pairs.margin must be positive",
+    "pairs.label_noise=2": "pairs.label_noise is a share and must lie in [0, 1]",
+    "pairs.train=0": "pairs.train and pairs.validation must be >= 1",
+    "pairs.temperature=-1": "pairs.temperature at least 0",
+    "base.width=33": "base.width must be an even multiple of base.heads",
+    "base.layers=0": "base: expected at least 1 for each of layers, ",
+    "base.heads=0": "base: expected at least 1 for each of layers, ",
+    "grammar.p_echo=2": "grammar.p_echo is a share and must lie in [0, 1]",
+    "grammar.min_clauses=9": "grammar needs 1 <= min_clauses <= max_clauses",
+}
+
+
+@pytest.mark.parametrize("setting", TESTBED)
+def test_a_testbed_that_cannot_be_built(attempts: Attempts, record: Record, setting: str) -> None:
+    message = attempts.fit("prepare=testbed", f"++prepare.{setting}").refused()
+    assert TESTBED[setting] in message
+    record(f"prepare.{setting}", message, NOT_STARTED)
+
+
+@pytest.mark.parametrize("setting", ["prompts=0", "max_new_tokens=0", "temperature=-1"])
+def test_a_scorer_that_cannot_score(attempts: Attempts, record: Record, setting: str) -> None:
+    """Refused before training, not when the trained policy is to be scored."""
+    message = attempts.fit("+truth._target_=attnpo.testbed.scoring.TruthScorer", f"+truth.{setting}").refused()
+    assert message.startswith("truth: scorer.") and setting.partition("=")[0] in message
+    record(f"truth.{setting}", message, NOT_STARTED)
+
+
+def test_a_response_cut_to_nothing(record: Record) -> None:
+    """No legal setting leaves a response without a token; should one ever, the pair goes and is counted."""
+    rules = LengthRules(20, 9)
+    object.__setattr__(rules, "max_length", 9)
+    pair = PreferencePair.make([{"role": "user", "content": "good " * 30}], "good .", "bad .")
+    tally = Tally()
+    assert encode_pair(pair, ChatFormat(build_tokenizer(Grammar())), rules, tally) is None
+    assert tally.lines() == [f"dropped: a response was cut to nothing: 1 ({pair.pair_id[:8]})"]
+    record("a response cut to nothing", tally.lines()[0], "1 of 1 pairs, counted")
