@@ -4,13 +4,16 @@ A mapping with ``_target_`` names a component. A frozen dataclass is its own sch
 which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
 once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
 length. Functions and other classes are checked against their signature, and called only when building.
+
+A component may have a method ``unread() -> dict[str, str]``: keys below it that have no effect as the others stand,
+each with the reason ("callbacks.checkpoints=false").
 """
 
 import dataclasses
 import difflib
 import importlib
 import inspect
-import sys
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -18,19 +21,10 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-def user_error(text: str) -> Exception:
-    """A UserError. attnpo.schema brings torch (seconds): imported when there is something to report, not before."""
-    from attnpo.schema import UserError
-
-    return UserError(text)
-
-
-def is_user_error(error: Exception) -> bool:
-    """Whether ``error`` is a UserError, without importing torch to find out."""
-    schema = sys.modules.get("attnpo.schema")
-    return schema is not None and isinstance(error, schema.UserError)
-
+from attnpo.console import is_user_error, missing_package
 
 ABSENT = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
@@ -62,6 +56,13 @@ def _describe(hint: Any) -> str:
     if hint is NoneType:
         return "null"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
+
+
+def _is_role(hint: Any) -> bool:
+    """Whether ``hint`` is a protocol that objects can be tested for: what a component must be able to do."""
+    return (
+        inspect.isclass(hint) and getattr(hint, "_is_protocol", False) and getattr(hint, "_is_runtime_protocol", False)
+    )
 
 
 def _spelling(member: Enum) -> str:
@@ -101,6 +102,47 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}
 
 
+def resolve(node: Any, path: str, problems: list[str], origins: dict[str, str] | None = None) -> Any:
+    """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem.
+
+    ``origins`` gets the key that each plain interpolation (``${key}``) reads.
+    """
+    if not isinstance(node, DictConfig | ListConfig):
+        return node
+    values: dict[Any, Any] = {}
+    keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
+    for key in keys:
+        origin = re.fullmatch(r"\$\{([\w.]+)\}", str(node._get_node(key)))
+        if origins is not None and origin is not None:
+            origins[join(path, key)] = origin[1]
+        try:
+            item = MISSING if OmegaConf.is_missing(node, key) else node[key]
+        except InterpolationToMissingValueError:
+            item = MISSING
+        except OmegaConfBaseException as error:
+            problems.append(f"{join(path, key)}: {str(error).splitlines()[0]}")
+            item = ABSENT
+        values[key] = resolve(item, join(path, key), problems, origins)
+    return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
+    """Problems of values read from another key: left out where that key has one too, else with its name."""
+    found = []
+    for problem in problems:
+        key, _, rest = problem.partition(": ")
+        reader = next((path for path in origins if key == path or key.startswith(f"{path}.")), None)
+        if reader is None:
+            found.append(problem)
+            continue
+        origin = origins[reader] + key[len(reader) :]
+        if any(other.startswith(f"{origin}: ") for other in problems):
+            continue
+        leads_nowhere = rest.startswith("Interpolation")
+        found.append(problem if leads_nowhere else f"{key} (read from {origin}): {rest}")
+    return found
+
+
 class Reader:
     """Reads configuration values against type hints and collects every problem on the way."""
 
@@ -108,6 +150,7 @@ class Reader:
         self.complete = complete  # a value that is still ??? is a problem
         self.call = call  # functions and foreign classes are called, not only checked
         self.problems: list[str] = []
+        self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
 
     def refuse(self, problem: str) -> Any:
         """ABSENT, with ``problem`` noted."""
@@ -119,7 +162,9 @@ class Reader:
         if value is ABSENT:
             return ABSENT
         if isinstance(value, str) and value == MISSING:
-            return self.refuse(f"{path}: required; give {path}=VALUE") if self.complete else ABSENT
+            if self.complete:
+                return self.refuse(f"{path}: required; give {path}=VALUE")
+            return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         origin = get_origin(hint)
         container = origin or hint
         if hint in _ACCEPTED:
@@ -140,6 +185,8 @@ class Reader:
             return self.mismatch(value, f"the keys of {hint.__name__}", path)
         if container in (dict, Mapping) and not isinstance(value, dict):
             return self.mismatch(value, "keys with values", path)
+        if _is_role(hint) and not isinstance(value, hint):
+            return self.mismatch(value, f"a component (keys with _target_) that is a {hint.__name__}", path)
         if isinstance(value, dict):
             of = get_args(hint)[1] if container in (dict, Mapping) and get_args(hint) else Any
             return self.whole({key: self.read(item, of, join(path, key)) for key, item in value.items()})
@@ -151,6 +198,8 @@ class Reader:
         """ABSENT, with what was expected and what came noted."""
         kind = "" if value is None else f" ({type(value).__name__})"
         shown = "null" if value is None else repr(value)
+        if isinstance(value, dict):
+            shown, kind = f"keys {', '.join(map(str, value))}", ""
         return self.refuse(f"{path}: expected {expected}, got {shown}{kind}")
 
     def whole(self, value: Any) -> Any:
@@ -170,6 +219,7 @@ class Reader:
             attempt = Reader(complete=self.complete, call=self.call)
             result = attempt.read(value, member, path)
             if not attempt.problems:
+                self.unread.update(attempt.unread)
                 return result
         return self.mismatch(value, _describe(hint), path)
 
@@ -191,17 +241,23 @@ class Reader:
     def component(self, value: dict[Any, Any], hint: Any, path: str, extra: Mapping[str, Any] | None = None) -> Any:
         """The component that a node with ``_target_`` names."""
         dotted = str(value["_target_"])
+        if dotted == MISSING:
+            return self.refuse(f"{join(path, '_target_')}: required; give {join(path, '_target_')}=VALUE")
         try:
             target = _locate(dotted)
         except (ImportError, AttributeError, ValueError) as error:
-            return self.refuse(f"{join(path, '_target_')}: cannot import {dotted}: {error}")
+            return self.refuse(f"{join(path, '_target_')}: cannot import {dotted}: {missing_package(error) or error}")
         wanted = tuple(item for item in get_args(hint) or (hint,) if isinstance(item, type))
         wanted = tuple(item for item in wanted if dataclasses.is_dataclass(item))
         if inspect.isclass(target) and wanted and not issubclass(target, wanted):
             return self.refuse(f"{join(path, '_target_')}: expected {_describe(hint)}, got {dotted}")
         lazily = bool(value.get("_partial_", False))
         keys = {key: item for key, item in value.items() if key not in ("_target_", "_partial_")}
-        return self.make(target, keys, path, lazily, extra)
+        made = self.make(target, keys, path, lazily, extra)
+        roles = tuple(item for item in get_args(hint) or (hint,) if _is_role(item))
+        if made is not ABSENT and roles and not lazily and not isinstance(made, roles):
+            return self.refuse(f"{join(path, '_target_')}: expected a {_describe(hint)}, got {dotted}")
+        return made
 
     def make(
         self, target: Any, keys: dict[Any, Any], path: str, lazily: bool = False, extra: Mapping[str, Any] | None = None
@@ -230,8 +286,12 @@ class Reader:
         if not is_plain:
             return target(**values, **given)
         try:
-            return target(**values, **given)
+            built = target(**values, **given)
         except Exception as error:
             if not isinstance(error, ValueError) and not is_user_error(error):
                 raise
             return self.refuse(f"{path}: {error}" if path else str(error))
+        unread = getattr(built, "unread", None)
+        if callable(unread):
+            self.unread.update({join(path, key): reason for key, reason in unread().items()})
+        return built

@@ -21,10 +21,11 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from attnpo.components import ABSENT, MISSING, Reader, did_you_mean, is_user_error, join, user_error
+from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, join, resolve
+from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
@@ -92,6 +93,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             text = _hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+            text = _nearest_option(text, overrides, known)
             raise user_error(text + _nearest_key(text, name, [*searchpath, *overrides], list(known))) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
@@ -117,6 +119,18 @@ def _hydra_text(error: Exception) -> str:
     text = re.sub(r"\nSee https\S+ for details", "", "\n".join(lines))
     text = text.replace(":\n\t", ": ").replace("\n\t", ", ")
     return re.sub(r"\n\s*\n", "\n", text)
+
+
+def _nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
+    """``text`` with the option nearest to one that was not found, and null explained where an option is needed."""
+    missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
+    if missing is not None and missing[1] in known:
+        return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
+    for group, value in (override.split("=", 1) for override in overrides if "=" in override):
+        if value == "null" and group in known and "Config group override" in text:
+            listed = ", ".join(known[group])
+            return f"{group}=null: a group takes one of its options ({listed}); ~{group} leaves it out"
+    return text
 
 
 def _nearest_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str:
@@ -159,24 +173,6 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
 # --------------------------------------------------------------------------------------------- components
 
 
-def _resolve(node: Any, path: str, problems: list[str]) -> Any:
-    """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem."""
-    if not isinstance(node, DictConfig | ListConfig):
-        return node
-    values: dict[Any, Any] = {}
-    keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
-    for key in keys:
-        try:
-            item = MISSING if OmegaConf.is_missing(node, key) else node[key]
-        except InterpolationToMissingValueError:
-            item = MISSING
-        except OmegaConfBaseException as error:
-            problems.append(f"{join(path, key)}: {str(error).splitlines()[0]}")
-            item = ABSENT
-        values[key] = _resolve(item, join(path, key), problems)
-    return values if isinstance(node, DictConfig) else list(values.values())
-
-
 def _report(problems: list[str]) -> None:
     if len(problems) == 1:
         raise user_error(problems[0])
@@ -190,10 +186,31 @@ def check(cfg: DictConfig, *, complete: bool = True) -> None:
     Walks the whole tree: keys, types and the components' own rules (``__post_init__``). Raises one UserError with all
     problems, each under the key the user types. ``complete=False`` lets values that are still ``???`` pass.
     """
+    _report(_read(cfg, complete)[0])
+
+
+def _read(cfg: DictConfig, complete: bool) -> tuple[list[str], dict[str, str]]:
+    """The problems of a configuration, and its keys that have no effect with the reasons."""
     _register_resolvers()
     reader = Reader(complete=complete)
-    reader.read(_resolve(cfg, "", reader.problems), Any, "")
-    _report(reader.problems)
+    origins: dict[str, str] = {}
+    reader.read(resolve(cfg, "", reader.problems, origins), Any, "")
+    return at_their_origin(reader.problems, origins), reader.unread
+
+
+def idle_overrides(cfg: DictConfig) -> dict[str, str]:
+    """The overrides a configuration was composed with that have no effect in it, each with the reason.
+
+    What reads a key is known to the components: see ``unread`` in ``attnpo.components``.
+    """
+    unread = _read(cfg, complete=False)[1]
+    found = {}
+    for override in cfg.get("composed", {}).get("overrides", []):
+        key = override.partition("=")[0].lstrip("+~")
+        reason = next((why for path, why in unread.items() if key == path or key.startswith(f"{path}.")), None)
+        if reason is not None:
+            found[override] = reason
+    return found
 
 
 def build(node: Any, **extra: Any) -> Any:
@@ -205,7 +222,7 @@ def build(node: Any, **extra: Any) -> Any:
     _register_resolvers()
     reader = Reader(call=True)
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
-    value = _resolve(node, path, reader.problems)
+    value = resolve(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
     built = reader.component(value, Any, path, extra)
@@ -217,7 +234,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
     _register_resolvers()
     problems: list[str] = []
-    values = _resolve(cfg, "", problems)
+    values = resolve(cfg, "", problems)
     _report(problems)
     return {str(key): value for key, value in values.items()}
 
@@ -268,7 +285,8 @@ def _shown(cfg: DictConfig, key: str) -> str:
     if key != "job":
         node = OmegaConf.select(node, key, default=ABSENT)
     if node is ABSENT:
-        raise user_error(f"--cfg {key}: expected `job` or a key of the configuration: {', '.join(map(str, cfg))}")
+        names = ", ".join(str(name) for name in cfg if name != "_target_")
+        raise user_error(f"--cfg {key}: expected `job` or a key of the configuration: {names}")
     return OmegaConf.to_yaml(node) if OmegaConf.is_config(node) else f"{node}\n"
 
 
@@ -282,28 +300,23 @@ def run_entry(
     positional: str | None = None,
     complete: Callable[[DictConfig], bool] = lambda cfg: False,
 ) -> int:
-    """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend) or 130 (interrupted).
+    """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
     Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), checks it and calls ``main``.
     ``positional`` names a key that takes the arguments which are no overrides, as a list. ``complete`` says whether
-    nothing may be ``???`` any more before ``main`` (by default main may still fill values in). Errors of other kinds
-    than UserError propagate with their traceback.
+    nothing may be ``???`` any more before ``main`` (by default main may still fill values in). An exception with an
+    ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     parser = _arguments(config_name, description, example, positional)
-    try:
-        return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
-    except MissingMandatoryValue as error:
-        sys.stderr.write(f"error: {str(error).splitlines()[0]}; give KEY=VALUE\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
-    except Exception as error:
-        if not is_user_error(error):
-            raise
-        sys.stderr.write(f"error: {error}\n")
-        return 2
+
+    def command() -> int:
+        try:
+            return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
+        except MissingMandatoryValue as error:
+            raise user_error(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
+
+    with reporting(), stoppable():
+        return guarded(command)
 
 
 def _run(
@@ -335,17 +348,26 @@ def _run(
     if not options.multirun:
         cfg = ready(overrides)
         check(cfg, complete=complete(cfg))
+        _note_idle([cfg])
         return main(cfg) or 0
-    world = os.environ.get("WORLD_SIZE", "1")
-    if world not in ("", "0", "1"):
+    if world_size() > 1:
         raise user_error(
-            f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world}; "
+            f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
             "start one group of processes per job without -m"
         )
     jobs = [(" ".join(job), ready(job)) for job in expand(overrides, options.config_dir)]
     for _, cfg in jobs:
         check(cfg, complete=complete(cfg))
+    _note_idle([cfg for _, cfg in jobs])
     return _each(main, jobs)
+
+
+def _note_idle(configs: Sequence[DictConfig]) -> None:
+    """Nothing; warns once of every key given on the command line that has an effect in none of the jobs."""
+    found = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
+    for key, why in found[0].items():
+        if all(key in other for other in found):
+            _log.warning("warning: %s has no effect: %s", key, why)
 
 
 def _each(main: Callable[[DictConfig], int | None], jobs: Sequence[tuple[str, DictConfig]]) -> int:
@@ -354,8 +376,10 @@ def _each(main: Callable[[DictConfig], int | None], jobs: Sequence[tuple[str, Di
         _log.info("job %d of %d: %s", number, len(jobs), job)
         try:
             status = main(cfg) or 0
-        except Exception as error:  # noqa: BLE001  one job's failure is reported, the others still run
-            status = 1
+        except Exception as error:
+            if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
+                raise
+            status = 1  # one job's failure is reported, the others still run
             if is_user_error(error):
                 _log.error("error: %s", error)
             else:

@@ -11,18 +11,34 @@ EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 
 def main(cfg: DictConfig) -> int:
-    """0 when everything ran; 1 when a point of a study failed."""
+    """0 when everything ran; 1 when a point of a study failed.
+
+    Raises:
+        Interrupted: a signal ended training; what there is is saved.
+    """
     from attnpo.studies.folders import run_folder
+    from attnpo.studies.startup import announce
+
+    folder = run_folder(cfg)
+    announce("fit", cfg, folder)
+    from attnpo.studies.publish import publish_study
+    from attnpo.studies.resume import refuse_taken
     from attnpo.studies.run import run
     from attnpo.studies.runner import run_study
     from attnpo.studies.tables import finish_study
+    from attnpo.training.interruption import Interrupted
 
-    folder = run_folder(cfg)
     if cfg.study is None:
+        refuse_taken(cfg, folder)
         run(cfg, folder)
         return 0
-    outcome = run_study(cfg, folder)
+    try:
+        outcome = run_study(cfg, folder)
+    except Interrupted as stop:
+        stop.advice = "the same command goes on with the study"
+        raise
     finish_study(outcome)
+    publish_study(cfg, outcome)
     return 1 if outcome.failed else 0
 
 

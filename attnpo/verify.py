@@ -4,6 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from attnpo.console import guarded, reporting
+
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
 EPILOG = """\
 PATH is a losses.json, an extraction/ or evaluation/ folder, or a folder of these. One line per record: name, case,
@@ -26,21 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="records by 'name case'")
     options = parser.parse_args(argv)
 
-    from attnpo.schema import UserError
+    with reporting(bars=False):
+        return guarded(lambda: _verify(options.paths, options.only))
+
+
+def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
     from attnpo.studies.conformance import passed, summary, verify
 
     records = []
-    try:
-        for record in verify(options.paths, options.only):
-            records.append(record)
-            sys.stdout.write(record.line() + "\n")
-            sys.stdout.flush()
-    except UserError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return 130
+    for record in verify(paths, only):
+        records.append(record)
+        sys.stdout.write(record.line() + "\n")
+        sys.stdout.flush()
     sys.stdout.write((summary(records) if records else "no golden record found") + "\n")
     return 0 if passed(records) else 1
 

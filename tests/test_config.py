@@ -1,7 +1,9 @@
 """Composition, typed checks and the command line front, on configuration folders made here; then the shipped ones."""
 
+import importlib
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
@@ -132,7 +134,8 @@ def test_later_overlays_win_and_the_command_line_beats_all() -> None:
         ("experiment=sinkles", ["experiment/sinkles", "did you mean experiment=sinkless?"]),
         ("seed=[1", ["[1"]),
         ("seed=1,2", ["--multirun"]),
-        ("weights=null", ["weights=null"]),
+        ("weights=null", ["weights=null: a group takes one of its options (attention, mixture)", "~weights leaves"]),
+        ("setting=smal", ["setting/smal", "did you mean setting=small?"]),
         ("beta=${nothing}", ["beta: Interpolation key 'nothing' not found"]),
     ],
 )
@@ -226,12 +229,19 @@ def test_all_problems_come_together() -> None:
 
 
 @pytest.mark.usefixtures("configs")
+def test_a_value_read_from_another_key_is_reported_where_it_is_set() -> None:
+    assert refused("weights.scale=${gone}") == "weights.scale: Interpolation key 'gone' not found"
+    assert refused("weights.limit=${beta}") == "weights.limit (read from beta): expected int, got 1.0 (float)"
+    assert refused("weights._target_=???") == "weights._target_: required; give weights._target_=VALUE"
+
+
+@pytest.mark.usefixtures("configs")
 def test_required_fields() -> None:
     text = refused("weights=mixture", "~weights.parts", "~weights.scale", "beta=1")
     assert text == "weights.parts: required by Mixture; give weights.parts=VALUE"
     cfg = config.compose("fit", ["weights.scale=???"])
     config.check(cfg, complete=False)  # neither weights.scale nor beta, which reads it
-    with pytest.raises(UserError, match=r"(?s)2 problems.*beta: required.*weights.scale: required"):
+    with pytest.raises(UserError, match=r"^weights.scale: required; give weights.scale=VALUE$"):
         config.check(cfg)
 
 
@@ -435,7 +445,162 @@ def test_multirun_is_refused_with_several_processes(
     assert "WORLD_SIZE is 2" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("configs")
+def test_an_exception_with_an_exit_status_ends_the_command_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Ended(Exception):
+        exit_status = 75
+
+    def main(cfg: DictConfig) -> int:
+        raise Ended(f"ended at seed {cfg.seed}")
+
+    assert enter(main, "seed=4") == 75
+    assert capsys.readouterr().err == "ended at seed 4\n"
+    assert enter(main, "-m", "seed=1,2") == 75, "the other jobs must not be started"
+    assert capsys.readouterr().err == "ended at seed 1\n"
+
+
+@pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize("module", ["peft", "wandb"])
+def test_a_missing_package_is_one_line_with_what_to_install(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+
+    def imports(cfg: DictConfig) -> int:
+        importlib.import_module(module)
+        return 0
+
+    def asks(cfg: DictConfig) -> int:
+        raise ImportError(f"this needs `{module}`, which cannot be found")
+
+    advice = {"peft": "it comes with the extra `lora`: pip install -e '.[lora]'", "wandb": "pip install wandb"}
+    for main in (imports, asks):
+        assert enter(main) == 2
+        shown = capsys.readouterr().err
+        assert shown.startswith(f"error: the package {module} is not installed; ") and shown.count("\n") == 1
+        assert advice[module] in shown
+
+
+@pytest.mark.usefixtures("configs")
+def test_an_import_error_of_our_own_keeps_its_traceback() -> None:
+    def main(cfg: DictConfig) -> int:
+        importlib.import_module("attnpo.no_such_module")
+        return 0
+
+    with pytest.raises(ImportError, match="no_such_module"):
+        enter(main)
+
+
+def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs: Path) -> None:
+    code = (
+        "import warnings, sys; from attnpo import config; from pathlib import Path\n"
+        "def main(cfg):\n"
+        "    warnings.warn('first\\nsecond'); warnings.warn('old', FutureWarning)\n"
+        f"config.CONFIG_DIR = Path({str(configs)!r})\n"
+        "config.check = lambda cfg, complete=True: None\n"
+        "config.idle_overrides = lambda cfg: {}\n"
+        "sys.exit(config.run_entry(main, 'fit', [], '', ''))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert len(done.stderr.splitlines()) == 1 and "warning: UserWarning: first second (<string>:3)" in done.stderr
+
+
 # --------------------------------------------------------------------------------------------- the shipped folder
+
+
+@pytest.mark.parametrize("group", sorted(config.groups()))
+def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
+    option = max(config.groups()[group], key=len)
+    for root in roots():
+        if (root, f"{group}={option}") in composing(group, option):
+            with pytest.raises(UserError, match=re.escape(f"; did you mean {group}={option}?")):
+                config.compose(root, [f"{group}={option[:-1]}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["+new.key=3"], "new: unknown key of attnpo.studies.root.RunConfig; it has: data, model"),
+        (["~seed"], "seed: required by RunConfig"),
+        (["~weights"], "weights: required by RunConfig"),
+        (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),
+        (
+            ["~weights.layer", "~weights.postprocess", "weights._target_=attnpo.data.rules.AlignRules"],
+            "weights._target_: expected a WeightSource, got attnpo.data.rules.AlignRules",
+        ),
+        (["seed=abc"], "seed: expected int, got 'abc' (str)"),
+        (["seed=-1"], "seed: expected 0 or more, got -1"),
+        (["seeds=0"], "seeds: expected at least 1, or null"),
+        (["name=[1]"], "name: expected str, got [1] (list)"),
+        (["grid.lr=[a]"], "grid.lr.0: expected float, got 'a' (str)"),
+        (["seed=${nowhere}"], "seed: Interpolation key 'nowhere' not found"),
+        (["weights._target_=attnpo.nope.X"], "weights._target_: cannot import attnpo.nope.X"),
+        (["study=none", "objective=dpo"], "objective DPO reads no token weights, so those of Attention would be"),
+    ],
+)
+def test_what_is_wrong_in_the_whole_is_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        config.check(config.compose("fit", overrides), complete=False)
+    assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
+
+
+def test_two_problems_come_together() -> None:
+    with pytest.raises(UserError, match=r"(?s)^2 problems.*\n  seed: expected int.*\n  weights.layer: expected int or"):
+        config.check(config.compose("fit", ["seed=x", "weights.layer=2.5"]), complete=False)
+
+
+IDLE = [
+    (["weights=uniform", "study=none", "judge.dtype=bfloat16"], "judge.dtype", "needs no judge"),
+    (["weights=uniform", "study=none", "align.method=characters"], "align.method", "on the training tokens already"),
+    (["grid.lr=[1.0e-3]"], "grid.lr", "study quickstart does not use it"),
+    (["study=none", "seeds=3"], "seeds", "there is no study"),
+    (["study=none", "grid.beta=[0.1]"], "grid.beta", "there is no study"),
+    (["callbacks.checkpoints=false", "callbacks.monitor=val/x"], "callbacks.monitor", "callbacks.checkpoints=false"),
+    (["callbacks.samples=0", "callbacks.sample_tokens=9"], "callbacks.sample_tokens", "callbacks.samples=0"),
+    (["callbacks.report=false", "callbacks.heat_maps=9"], "callbacks.heat_maps", "callbacks.report=false"),
+    (["model.revision=v2"], "model.revision", "a folder on this machine"),
+    (["judge.chat_template=x.jinja"], "judge.chat_template", "judge.path=null"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "reason"), IDLE)
+def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, reason: str) -> None:
+    found = config.idle_overrides(config.compose("fit", overrides))
+    assert [override.partition("=")[0] for override in found] == [key]
+    assert all(reason in why for why in found.values())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["judge.dtype=bfloat16", "align.method=characters", "weights.layer=2"],
+        ["weights=uniform", "study=none", "objective.beta=1", "lengths.max_length=300"],
+        ["experiment=layer_sweep", "grid.lr=[1.0e-3]", "seeds=2", "judge.verdict=false"],
+        ["callbacks.report=false", "callbacks.heat_maps=9", "logger=wandb"],
+        [
+            "setting=real_smoke",
+            "model.path=organisation/name",
+            "model.revision=v2",
+            "judge.path=a/b",
+            "judge.revision=c",
+        ],
+    ],
+)
+def test_an_override_that_some_part_reads_is_not(overrides: list[str]) -> None:
+    assert config.idle_overrides(config.compose("fit", overrides)) == {}
+
+
+def test_a_grid_is_warned_of_what_has_an_effect_in_none_of_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(*argv: str) -> list[str]:
+        caplog.clear()
+        assert config.run_entry(lambda cfg: 0, "fit", ["-m", "study=none", *argv], "", "") == 0
+        return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+
+    assert warned("weights=uniform,attention", "judge.dtype=bfloat16") == []
+    assert warned("weights=uniform", "seed=1,2", "judge.dtype=bfloat16") == [
+        "warning: judge.dtype has no effect: weights are Uniform, which needs no judge"
+    ]
 
 
 def shipped_options() -> list[tuple[str, str]]:

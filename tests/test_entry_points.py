@@ -1,12 +1,18 @@
-"""The commands as a user starts them: help and errors come fast, configurations are shown without running anything."""
+"""The commands as a user starts them: help and errors come fast, what is logged is ours, every ending is one line."""
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+
+from tests.studies.worlds import World, build_world
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = sorted(
@@ -32,7 +38,7 @@ def imported(errors: str) -> set[str]:
 
 
 def test_there_are_entry_points() -> None:
-    assert {"fit", "weigh"} <= set(ENTRY_POINTS)
+    assert {"fit", "weigh", "generate"} <= set(ENTRY_POINTS)
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
@@ -42,6 +48,29 @@ def test_help_comes_at_once(name: str) -> None:
     assert done.returncode == 0 and done.stderr == ""
     assert f"python -m attnpo.{name}" in done.stdout
     assert time.monotonic() - begin < PATIENCE
+
+
+def best_times(*commands: list[str], rounds: int = 3) -> list[float]:
+    """The shortest of several runs of each command, taken in turns so that all meet the same load."""
+    seconds = [[0.0] * rounds for _ in commands]
+    for turn in range(rounds):
+        for place, command in enumerate(commands):
+            begin = time.perf_counter()
+            subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, timeout=120, check=False)
+            seconds[place][turn] = time.perf_counter() - begin
+    return [min(each) for each in seconds]
+
+
+def test_help_costs_little_more_than_importing_hydra() -> None:
+    """On an idle machine: 0.2 s each."""
+    bare, asked = best_times(["-c", "import hydra"], ["-m", "attnpo.fit", "--help"])
+    assert asked < 3 * bare + 0.2
+
+
+def test_an_error_costs_little_more_than_importing_torch() -> None:
+    """On an idle machine: 1.5 s and 2.1 s."""
+    bare, refused = best_times(["-c", "import torch"], ["-m", "attnpo.fit", "weights.layer=2.5"])
+    assert refused < 2.5 * bare + 0.5
 
 
 def test_help_lists_groups_and_an_example() -> None:
@@ -58,6 +87,7 @@ def test_help_lists_groups_and_an_example() -> None:
         ("weights.layer=2.5", "weights.layer: expected int or str, got 2.5"),
         ("optimizer.lr=fast", "optimizer.lr: expected float, got 'fast'"),
         ("trainer.validate_every=0", "trainer.validate_every must be at least 1"),
+        ("seed=abc", "seed: expected int, got 'abc' (str)"),
         ("layer_sweep", "expected GROUP=OPTION or KEY=VALUE"),
     ],
 )
@@ -96,3 +126,112 @@ def test_fit_and_weigh_compose_the_same() -> None:
     ]
     assert [done.returncode for done in shown] == [0, 0]
     assert shown[0].stdout == shown[1].stdout
+
+
+# ------------------------------------------------------------------------------------------------ what a run says
+
+OURS = re.compile(r"\d\d:\d\d:\d\d \S")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+def run_into_file(world: World, folder: Path, *more: str, command: str = "fit") -> tuple[int, str]:
+    """Exit status and error stream, written to a file, of a command on the tiny world; nothing goes to stdout."""
+    with (folder / "stderr.txt").open("wb") as stream:
+        done = subprocess.run(
+            [sys.executable, "-m", f"attnpo.{command}", *world.overrides(f"output={folder}", "name=run", *more)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            timeout=600,
+            check=False,
+        )
+    assert done.stdout == b""
+    return done.returncode, (folder / "stderr.txt").read_bytes().decode()
+
+
+def test_a_run_logs_lines_of_ours_each_once(world: World, tmp_path: Path) -> None:
+    """No bar, banner, tip or warning of a library, and nothing twice; the report comes in its order."""
+    status, text = run_into_file(world, tmp_path, "trainer.progress=true")
+    assert status == 0 and text.endswith("\n")
+    assert "\r" not in text and "\x1b" not in text
+    lines = text.splitlines()
+    assert [line for line in lines if not OURS.match(line)] == []
+    said = Counter(line[9:] for line in lines)
+    assert [line for line, count in said.items() if count > 1] == []
+    marks = [
+        "python -m attnpo.fit setting=real_smoke",
+        f"run folder: {tmp_path / 'run'}",
+        f"store: {world.store} (0 B)",
+        "objective: TwDPO beta=0.1 length_scale=true",
+        "versions: attnpo",
+        "devices: ",
+        f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers",
+        "weights: 0 of 18 pairs in the store; 18 to compute, at most about",
+        "train: tokens at p50/p90/p99/max: prompt",
+        "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all",
+        "row 0, pair",
+        "training 20064 parameters for 3 optimiser steps",
+    ]
+    places = [next((i for i, line in enumerate(lines) if line[9:].startswith(mark)), -1) for mark in marks]
+    assert -1 not in places and places == sorted(places)
+
+
+def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
+    """The second of two processes that fill a store, as torchrun would start it."""
+    environment = {**os.environ, "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-m", "attnpo.weigh", *world.overrides(f"store={tmp_path}")],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.rglob("*.parquet"))
+
+
+# ------------------------------------------------------------------------------------------------ how a command ends
+
+WAITS = """
+import sys, time
+from attnpo.config import run_entry
+def main(cfg):
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    time.sleep(60)
+sys.exit(run_entry(main, "fit", [], "Waits.", "python -m attnpo.fit"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "last"),
+    [
+        (signal.SIGTERM, 143, "stopped by SIGTERM before training; what was stored stays\n"),
+        (signal.SIGINT, 130, "interrupted\n"),
+    ],
+)
+def test_a_signal_ends_a_command_with_one_line(number: signal.Signals, status: int, last: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None and running.stdout.readline() == "ready\n"
+        running.send_signal(number)
+        errors = running.communicate(timeout=60)[1]
+    assert (running.returncode, errors) == (status, last)
+
+
+def test_golden_records_are_verified_without_a_bar(shared: Path) -> None:
+    done = start("attnpo.verify", str(shared / "golden" / "losses.json"), "--only", "no such record")
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_generate_asks_for_model_and_prompts() -> None:
+    done = start("attnpo.generate")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "model.path: required" in done.stderr and "data.path: required" in done.stderr

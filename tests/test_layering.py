@@ -12,18 +12,20 @@ TEXT = {"schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "studies"}
+STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "console", "hub", "studies"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "schema": set(),
-    "components": {"schema"},
-    "config": {"components", "schema"},
+    "console": {"schema"},
+    "components": {"console", "schema"},
+    "config": {"components", "console", "schema"},
+    "hub": set(),
     "text": TEXT,
     "weights": WEIGHTS,
-    "data": DATA,
+    "data": DATA | {"hub"},
     "objectives": {"schema"},
-    "models": {"schema"},
+    "models": {"hub", "schema"},
     "training": TRAINING,
     "analysis": WEIGHTS | {"models"},
     "testbed": TEXT | {"models"},
@@ -33,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {"config", "components"} | ENTRY_POINTS
+LIGHT_FILES = {"config", "components", "console", "hub"} | ENTRY_POINTS
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:

@@ -1,27 +1,23 @@
 """The account of a run's inputs: what was read, cut, dropped and weighed, as log lines and as plain data."""
 
 import logging
-import platform
-from importlib import metadata
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from attnpo import __version__
 from attnpo.analysis.weight_stats import effective_number
+from attnpo.config import build
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
+from attnpo.data.rules import BatchPlan
 from attnpo.studies.inputs import SPLITS, Inputs
+from attnpo.studies.startup import log_memory as log_memory
+from attnpo.studies.startup import planned_processes
+from attnpo.studies.startup import versions as versions
+from attnpo.training.settings import CallbackSettings, TrainerSettings
 
 log = logging.getLogger(__name__)
-
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose change can change a number."""
-    found = {name: metadata.version(name) for name in PACKAGES}
-    return {"attnpo": __version__, "python": platform.python_version(), **found}
 
 
 def effective_share(example: TrainingExample) -> float:
@@ -47,6 +43,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
             "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
             "lengths": length_percentiles(kept),
+            "tokens": token_percentiles(kept),
         }
     weighed = inputs.weighed
     if weighed.report is not None:
@@ -58,22 +55,67 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
+def token_percentiles(examples: Sequence[TrainingExample]) -> dict[str, dict[str, int]]:
+    """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
+    parts = {
+        "prompt": [len(example.chosen.prompt_ids) for example in examples],
+        "chosen": [len(example.chosen.response_ids) for example in examples],
+        "rejected": [len(example.rejected.response_ids) for example in examples],
+        "longest": [example.longest for example in examples],
+    }
+    return {name: _percentiles(counts) for name, counts in parts.items()}
+
+
+def _percentiles(counts: Sequence[int]) -> dict[str, int]:
+    ordered = sorted(counts)
+    if not ordered:
+        return {}
+    at = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}
+    return {**at, "max": ordered[-1]}
+
+
+def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
+    """What became of a split's rows, how long they are, and how much of their weights arrived."""
+    pairs, made = inputs.pairs[split], inputs.examples[split]
+    dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
+    yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
+    for event, count in sorted(made.tally.counts.items()):
+        first = ", ".join(made.tally.first[event])
+        yield f"{split}: {event}: {count} of {made.read} ({count / made.read:.1%}; first: {first})"
+    lengths = [
+        f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
+    ]
+    yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
+    coverage, effective = statistics["coverage"], statistics["effective_share"]
+    yield f"{split}: coverage {coverage:.4f}, effective share of weights {effective:.3f}"
+
+
+def plan_lines(inputs: Inputs) -> Iterator[str]:
+    """How the pairs become optimiser steps, and when the run is validated and saved."""
+    from attnpo.training.trainer import total_steps
+
+    cfg = inputs.ground.cfg
+    plan: BatchPlan = build(cfg.batch)
+    settings: TrainerSettings = build(cfg.trainer)
+    kept: CallbackSettings = build(cfg.callbacks)
+    processes = planned_processes(cfg)
+    accumulation = plan.accumulation(processes)
+    full, rest = divmod(len(inputs.examples["train"].examples), plan.pairs)
+    each = full + (rest >= processes and rest > 0)  # fewer pairs left than processes make no step
+    saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
+    yield (
+        f"steps: {plan.pairs} pairs each = {plan.micro} per forward x {accumulation} accumulated x {processes} "
+        f"process{'' if processes == 1 else 'es'}; {each} in an epoch, {total_steps(settings, each)} in all; "
+        f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
+    )
+
+
 def log_inputs(inputs: Inputs) -> None:
-    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, row 0 as it will be trained."""
+    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained."""
     statistics = example_statistics(inputs)
     for split in SPLITS:
-        made, stats = inputs.examples[split], statistics[split]
-        log.info(
-            "%s: %d pairs of %d rows; tokens of the longer branch %s; coverage %.4f, effective share of weights %.3f",
-            split,
-            stats["pairs"],
-            stats["read"],
-            " ".join(f"{name} {value}" for name, value in stats["lengths"].items()),
-            stats["coverage"],
-            stats["effective_share"],
-        )
-        for line in made.tally.lines():
-            log.warning("%s: %s", split, line)
+        for line in split_lines(inputs, split, statistics[split]):
+            log.info("%s", line)
     for event, count in inputs.ground.chat.counts.items():
         log.info("%s: %d", event, count)
     if statistics.get("judge_prompts", {}).get("cut"):
@@ -88,6 +130,8 @@ def log_inputs(inputs: Inputs) -> None:
             100 * verdicts.consistency,
             100 * verdicts.other_tokens,
         )
+    for line in plan_lines(inputs):
+        log.info("%s", line)
     for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
         log.info("%s", line)
 

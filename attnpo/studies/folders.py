@@ -1,4 +1,7 @@
-"""Where a command's results go: a folder that no other run writes into, the same for all processes of one job."""
+"""Where a command's results go: a folder that no other run writes into, the same for all processes of one job.
+
+And where the store is, which all runs share. Light: known before anything heavy is loaded.
+"""
 
 import os
 import time
@@ -6,10 +9,16 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from attnpo.config import cache_root
+from attnpo.console import world_size
 from attnpo.schema import UserError
-from attnpo.studies.inputs import world_size
 
 STAMP = "ATTNPO_STAMP"
+
+
+def store_root(cfg: DictConfig) -> Path:
+    """The folder of stored weights, reference log-probabilities and testbed bases."""
+    return Path(str(cfg.store)).expanduser() if cfg.store is not None else cache_root()
 
 
 def run_folder(cfg: DictConfig) -> Path:
@@ -18,7 +27,7 @@ def run_folder(cfg: DictConfig) -> Path:
     Raises:
         UserError: ``resume=auto`` or a job of several processes without a name, which would not meet in one folder.
     """
-    output = Path(cfg.output)
+    output = Path(str(cfg.output))
     if cfg.name is not None:
         return output / str(cfg.name)
     if cfg.resume == "auto":

@@ -6,7 +6,6 @@ Shared by ``fit``, ``weigh`` and ``show``; nothing here loads the policy.
 import logging
 import os
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +13,33 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
-from attnpo.config import build, cache_root
+from attnpo.config import build
+from attnpo.console import process as process
+from attnpo.console import world_size as world_size
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, prepare_examples
+from attnpo.data.rules import BatchPlan
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import PairWeights, UserError
+from attnpo.studies.folders import store_root
 from attnpo.studies.judging import JudgeRoom, read_template
+from attnpo.studies.root import require_reader
+from attnpo.studies.startup import log_model, log_store, planned_processes
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import WeightSource
-from attnpo.weights.cache import Store
-from attnpo.weights.capture import CaptureReport, ensure_captured, weights_key
+from attnpo.weights.cache import Store, Table
+from attnpo.weights.capture import (
+    TOKENS,
+    VERDICTS,
+    WEIGHTS,
+    CaptureReport,
+    ensure_captured,
+    estimate_bytes,
+    layer_column,
+    weights_key,
+)
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
 
 log = logging.getLogger(__name__)
@@ -72,24 +86,6 @@ class Inputs:
     examples: dict[str, ExampleSet]
 
 
-def store_root(cfg: DictConfig) -> Path:
-    """The folder of stored weights, reference log-probabilities and testbed bases."""
-    return Path(cfg.store).expanduser() if cfg.store is not None else cache_root()
-
-
-def process() -> tuple[int, int]:
-    """(rank, number of processes) of this job as torchrun or SLURM announce them; (0, 1) otherwise."""
-    for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if ranks in os.environ:
-            return int(os.environ.get(rank, "0")), int(os.environ[ranks])
-    return 0, 1
-
-
-def world_size() -> int:
-    """Number of processes of this job."""
-    return process()[1]
-
-
 def device_of(cfg: DictConfig) -> torch.device:
     """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
     if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
@@ -117,14 +113,30 @@ def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
 
 
 def lay_ground(cfg: DictConfig) -> Ground:
-    """The settled config with store, model description, tokenizer and chat format."""
+    """The settled config with store, model description, tokenizer and chat format.
+
+    Logs what the model is. Raises UserError for a judge or a layer that could not be read, before any data is.
+    """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     cfg, prepared = settle(cfg)
     model: ModelSpec = build(cfg.model)
     model = replace(model, chat_template=read_template(model.chat_template))
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
-    return Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    log_model(model)
+    ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    source: WeightSource = build(cfg.weights)
+    if "judge" in source.requires:
+        require_reader(source, build(cfg.objective))
+        source.resolve(judge_room(ground).num_layers)
+    return ground
+
+
+def judge_room(ground: Ground) -> JudgeRoom:
+    """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+    room = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat)
+    check_tokenizers(ground, room)
+    return room
 
 
 def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
@@ -137,14 +149,8 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     source: WeightSource = build(cfg.weights)
     if "judge" not in source.requires:
         return Weighed(source.resolve(1), {}, None, None, (), 0, {})
-    objective = build(cfg.objective)
-    if "token_weights" not in objective.requires:
-        raise UserError(
-            f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
-            "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
-        )
-    room = JudgeRoom(build(cfg.judge), ground.model, ground.chat)
-    check_tokenizers(ground, room)
+    require_reader(source, build(cfg.objective))
+    room = judge_room(ground)
     depth = room.num_layers
     source = source.resolve(depth)
     layers = source.capture_layers(depth)
@@ -152,6 +158,8 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     if shard is not None:
         wanted = wanted[shard[0] :: shard[1]]
     key = weights_key(source, room.fingerprint(), room.prompts)
+    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if room.judge.verdict else [])]
+    _log_stored(ground.store.table(WEIGHTS, key), {pair.pair_id for pair in wanted}, encoded, columns, len(layers))
 
     def tools() -> Any:
         if shard is None and world_size() > 1:
@@ -165,9 +173,29 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     captured, report = ensure_captured(
         wanted, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=room.judge.verdict
     )
-    log.info("weights: %d pairs from the store, %d computed in %.1f s", report.hits, report.computed, report.seconds)
+    if report.computed:
+        log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     verdicts = judge_statistics(list(captured.values()), room.prompts.label_ids) if room.judge.verdict else None
     return Weighed(source, captured, report, verdicts, source.wanted(), depth, key)
+
+
+def _log_stored(
+    table: Table, wanted: set[str], encoded: dict[str, EncodedSet], columns: list[str], layers: int
+) -> None:
+    """Nothing; logs what the store holds of the wanted pairs and about how much will be written for the others.
+
+    Their size goes by the training tokens, in both orders of the responses.
+    """
+    lacking = set(table.missing(sorted(wanted), columns))
+    tokens = 2 * sum(
+        len(side.response_ids)
+        for made in encoded.values()
+        for pair, sides in zip(made.pairs, made.encoded, strict=True)
+        if pair.pair_id in lacking
+        for side in sides.values()
+    )
+    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
+    log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
 
 
 def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
@@ -194,12 +222,24 @@ def read_pairs(ground: Ground) -> dict[str, PairSet]:
 def encode(ground: Ground, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
     rules = build(ground.cfg.lengths)
-    return {split: encode_pairs(found.pairs, ground.chat, rules) for split, found in pairs.items()}
+    encoded = {}
+    for split, found in pairs.items():
+        try:
+            encoded[split] = encode_pairs(found.pairs, ground.chat, rules)
+        except UserError as error:
+            raise UserError(f"{split}: {error}") from error
+    return encoded
 
 
 def make_inputs(cfg: DictConfig) -> Inputs:
     """Everything before the policy: pairs, weights (from the store or computed), training examples."""
-    ground = lay_ground(cfg)
+    return inputs_on(lay_ground(cfg))
+
+
+def inputs_on(ground: Ground) -> Inputs:
+    """The same on ground that is laid already."""
+    plan: BatchPlan = build(ground.cfg.batch)
+    plan.accumulation(planned_processes(ground.cfg))  # refuses what cannot be split evenly
     pairs = read_pairs(ground)
     encoded = encode(ground, pairs)
     weighed = weigh(ground, encoded)

@@ -62,10 +62,9 @@ class JudgeRoom:
     @property
     def num_layers(self) -> int:
         """Depth of the judge, read from its config alone."""
-        from transformers import AutoConfig
+        from attnpo.models.loading import model_depth
 
-        config = AutoConfig.from_pretrained(self.path, revision=self.revision or "main").get_text_config()
-        return int(config.num_hidden_layers)
+        return model_depth(self.path, self.revision)
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the judge's numbers: weights, number format, attention kernel family."""

@@ -1,0 +1,211 @@
+"""What reaches the terminal and how a command ends: one log format, quiet libraries, errors and signals as one line.
+
+Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
+"""
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from multiprocessing import active_children
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+FORMAT = "%(asctime)s %(message)s"
+CLOCK = "%H:%M:%S"
+# Read by the libraries when they are imported, and inherited by the processes of a study.
+QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+WITHOUT_BARS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "WANDB_SILENT": "true",
+}
+_log = logging.getLogger(__name__)
+
+
+# --------------------------------------------------------------------------------------------- processes
+
+
+def process() -> tuple[int, int]:
+    """(rank, number of processes) of this job as torchrun, Lightning or SLURM announce them; (0, 1) otherwise."""
+    for rank, ranks in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
+        if ranks in os.environ:
+            return int(os.environ.get(rank, os.environ.get("LOCAL_RANK", "0"))), int(os.environ[ranks])
+    return 0, 1
+
+
+def world_size() -> int:
+    """Number of processes of this job."""
+    return process()[1]
+
+
+def leads() -> bool:
+    """Whether this process reports for its job."""
+    return process()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"
+
+
+# --------------------------------------------------------------------------------------------- what is said
+
+
+@contextmanager
+def reporting(*, bars: bool = True) -> Iterator[None]:
+    """A context in which attnpo logs to the error stream and libraries keep to themselves.
+
+    Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
+    Warnings become one log line each, except those on what only a library's authors can change.
+    """
+    logging.basicConfig(level=logging.WARNING, format=FORMAT, datefmt=CLOCK)
+    logging.getLogger("attnpo").setLevel(logging.INFO if leads() else logging.ERROR)
+    wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        with warnings.catch_warnings():
+            if not sys.warnoptions:
+                for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+                    warnings.simplefilter("ignore", category)
+                warnings.showwarning = _log_warning
+            yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Nothing; logs a warning as one line."""
+    text = " ".join(str(message).split())
+    _log.warning("warning: %s: %s (%s:%d)", category.__name__, text, Path(filename).name, lineno)
+
+
+# --------------------------------------------------------------------------------------------- how a command ends
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM, met by the same ways out as Ctrl-C."""
+
+    exit_status = 128 + signal.SIGTERM
+
+
+_training = [False]
+
+
+def training_began() -> None:
+    """Nothing; from here on SIGTERM is not said to have come before training."""
+    _training[0] = True
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """A context in which SIGTERM ends this process and those it started; training puts its own handler in place."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for child in active_children():
+            child.terminate()
+        raise Stopped(f"stopped by SIGTERM{'' if _training[0] else ' before training'}; what was stored stays")
+
+    _training[0] = False
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
+
+    2 for an error the user can mend (UserError, a package that is not installed), 130 for Ctrl-C, and the
+    ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
+    """
+    try:
+        return command()
+    except BaseException as error:
+        ending = ending_of(error)
+        if ending is None:
+            raise
+        status, line = ending
+        if leads() or status == 2:
+            sys.stderr.write(f"{line}\n")
+        return status
+
+
+def ending_of(error: BaseException) -> tuple[int, str] | None:
+    """The exit status and the last line for ``error``, or None for a fault that needs its traceback."""
+    status = getattr(error, "exit_status", None)
+    if isinstance(status, int):
+        return status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted"
+    if is_user_error(error):
+        return 2, f"error: {error}"
+    lacking = missing_package(error)
+    return None if lacking is None else (2, f"error: {lacking}")
+
+
+def user_error(text: str) -> Exception:
+    """A UserError. attnpo.schema brings torch (seconds): imported when there is something to report, not before."""
+    from attnpo.schema import UserError
+
+    return UserError(text)
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Whether ``error`` is a UserError, without importing torch to find out."""
+    schema = sys.modules.get("attnpo.schema")
+    return schema is not None and isinstance(error, schema.UserError)
+
+
+def missing_package(error: BaseException) -> str | None:
+    """What to install when ``error`` says that a package attnpo can use is not there; None for any other error."""
+    if not isinstance(error, ImportError):  # PackageNotFoundError is one too
+        return None
+    named = [str(error.name).partition(".")[0]] if error.name else re.findall(r"[A-Za-z][\w-]*", str(error))
+    for package, extras in _requirements().items():
+        if package not in named or _installed(package):
+            continue
+        if not extras:
+            return f"the package {package} is not installed; pip install {package}"
+        extra = extras[0]
+        return f"the package {package} is not installed; it comes with the extra `{extra}`: pip install -e '.[{extra}]'"
+    return None
+
+
+def _installed(package: str) -> bool:
+    """Whether a package is there; one that was blocked by a None among the modules is not."""
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return sys.modules.get(package, package) is not None
+
+
+def _requirements() -> dict[str, list[str]]:
+    """The packages attnpo can use, each with the extras it is part of (none: it is always needed)."""
+    try:
+        listed = metadata.requires("attnpo") or []
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return {}
+    found: dict[str, list[str]] = {}
+    for line in listed:
+        package = re.match(r"[A-Za-z0-9_.-]+", line)
+        extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
+        if package is not None:
+            found.setdefault(package[0], []).extend([extra[1]] if extra else [])
+    return found

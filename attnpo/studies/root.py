@@ -1,0 +1,132 @@
+"""The whole of what ``fit`` and ``weigh`` compose, as one typed component: its keys, their types, which have no effect.
+
+Named by ``_target_`` at the top of ``configs/fit.yaml``; built only to be checked, before anything heavy is loaded.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from attnpo.data.base import PairSet
+from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
+from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.schema import UserError
+from attnpo.studies.grid import Grid, Study
+from attnpo.studies.judging import Judge
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
+from attnpo.weights.base import WeightSource
+
+
+@runtime_checkable
+class PairReader(Protocol):
+    """Where pairs come from (config node ``data``)."""
+
+    def load(self, split: str) -> PairSet:
+        """The pairs of a split."""
+        ...
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """What builds model and data first (config node ``prepare``)."""
+
+    def prepare(self, root: Path) -> Any:
+        """Where the artefacts are."""
+        ...
+
+
+@runtime_checkable
+class Truth(Protocol):
+    """What scores a policy against a known truth (config node ``truth``)."""
+
+    def score(self, *arguments: Any, **named: Any) -> Any:
+        """The scores."""
+        ...
+
+
+def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for weights that cost something and that the objective would not read."""
+    if source.requires and "token_weights" not in objective.requires:
+        raise UserError(
+            f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
+            "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run, or the study built from it; a field per key of ``configs/fit.yaml``, where each is explained."""
+
+    data: PairReader
+    model: ModelSpec
+    weights: WeightSource
+    judge: Judge
+    objective: PreferenceObjective
+    optimizer: Optimizer
+    trainer: TrainerSettings
+    logger: LoggerSettings
+    callbacks: CallbackSettings
+    lengths: LengthRules
+    align: AlignRules
+    batch: BatchPlan
+    grid: Grid
+    output: str
+    seed: int
+    default_layer: int | str
+    reference: str
+    name: str | None = None
+    store: str | None = None
+    seeds: int | None = None
+    resume: str | None = None
+    prepare: Preparer | None = None
+    truth: Truth | None = None
+    study: Study | None = None
+    composed: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seeds is not None and self.seeds < 1:
+            raise UserError(f"seeds: expected at least 1, or null to leave it to the study, got {self.seeds}")
+        if self.seed < 0:
+            raise UserError(f"seed: expected 0 or more, got {self.seed}")
+        if self.study is None:  # a study's arms may choose both anew
+            require_reader(self.weights, self.objective)
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason.
+
+        A study's arms choose groups of their own; what depends on such a group is left alone.
+        """
+        chosen: set[str] = set()
+        if self.study is not None:
+            arms = [*self.study.arms.values(), list(self.study.shared)]
+            chosen = {override.partition("=")[0].partition(".")[0] for overrides in arms for override in overrides}
+        source = type(self.weights).__name__
+        found: dict[str, str] = {}
+        if "weights" not in chosen and "judge" not in self.weights.requires:
+            found["judge"] = f"weights are {source}, which needs no judge"
+        if "weights" not in chosen and self.weights.tokens == "train":
+            found["align"] = f"weights are {source}, which lie on the training tokens already"
+        if "judge" not in chosen and self.judge.path is None:
+            own = "the judge is the model itself (judge.path=null)"
+            found |= {"judge.revision": own, "judge.chat_template": own}
+        if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == "???"):
+            found["model.revision"] = "the model is a folder on this machine"
+        if self.study is None:
+            found |= {"grid": "there is no study (study=none)", "seeds": "there is no study (study=none)"}
+        elif self.study.grid != self.grid:
+            found["grid"] = f"study {self.study.name} does not use it"
+        if "callbacks" not in chosen:
+            found |= self._unread_callbacks()
+        return found
+
+    def _unread_callbacks(self) -> dict[str, str]:
+        kept, found = self.callbacks, {}
+        if not kept.checkpoints:
+            found = dict.fromkeys(("callbacks.monitor", "callbacks.mode"), "callbacks.checkpoints=false")
+        if not kept.samples:
+            found["callbacks.sample_tokens"] = "callbacks.samples=0"
+        if not kept.report and self.logger.wandb is None:
+            found["callbacks.heat_maps"] = "callbacks.report=false"
+        return found
