@@ -205,6 +205,16 @@ class Sampling:
     top_k: int = 0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if self.temperature < 0:
+            raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+
 
 @runtime_checkable
 class Generator(Protocol):

@@ -2,25 +2,61 @@
 
 Implements ``attnpo.schema.Generator``. Model folders often carry a generation config with a temperature or a
 repetition penalty; here only their end-of-sequence ids are used, so that the settings asked for are those that run.
+
+Sampling draws one uniform number per prompt and step and inverts the distribution with it. The numbers are keyed by
+the seed and the prompt, so what else is in a batch, the batch size and the order of the prompts decide nothing: they
+move the logits by rounding alone, as they do with greedy decoding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from attnpo.models.parts import eval_mode, require_causal_lm
-from attnpo.schema import Message, Sampling, UserError
+from attnpo.schema import Message, Sampling, UserError, digest
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt's ids, up to where the answer begins; ``draw`` tells several answers to one prompt apart."""
+
+    ids: Sequence[int]
+    draw: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer's text without special tokens, its number of tokens, and whether the model ended it itself.
+
+    ``tokens`` leaves the end token out; an answer that was not ended has ``max_new_tokens``.
+    """
+
+    text: str
+    tokens: int
+    ended: bool
 
 
 class HFGenerator:
     """Answers chat prompts with a Hugging Face causal LM.
 
-    ``encode_prompt`` maps the turns of a prompt to the ids that end where the answer begins. ``batch_size``: prompts
-    per batch, sorted by length; with sampling it is part of what decides the draws, with greedy decoding it is not.
-    ``end_ids``: further ids that end an answer, beside those of the tokenizer and the model's folder.
+    ``encode_prompt`` maps the turns of a prompt to the ids that end where the answer begins. A batch holds at most
+    ``batch_size`` prompts and, unless it is a single one, at most ``token_budget`` tokens: prompts, padding and room
+    for the answers. ``end_ids``: further ids that end an answer, beside those of the tokenizer and the model's folder.
     """
 
     def __init__(
@@ -30,6 +66,7 @@ class HFGenerator:
         encode_prompt: Callable[[Sequence[Message]], list[int]],
         *,
         batch_size: int = 16,
+        token_budget: int | None = None,
         end_ids: Sequence[int] = (),
     ) -> None:
         if batch_size < 1:
@@ -38,73 +75,123 @@ class HFGenerator:
         self.tokenizer = tokenizer
         self.encode_prompt = encode_prompt
         self.batch_size = batch_size
+        self.token_budget = token_budget
         self.end_ids = _end_ids(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
         """One answer per prompt, in their order, special tokens removed.
 
-        ``sampling.max_new_tokens`` counts new tokens only; temperature 0 is greedy. The same prompts, settings and
-        batch size give the same answers; torch's own random state is as before afterwards. Raises ``UserError`` for
-        settings out of range or an empty prompt.
+        ``sampling.max_new_tokens`` counts new tokens only; temperature 0 is greedy. A prompt that stands in the list
+        twice is answered by two draws. Raises ``UserError`` for settings out of range or an empty prompt.
         """
-        _check(sampling)
-        encoded = [self.encode_prompt(prompt) for prompt in prompts]
-        empty = [index for index, ids in enumerate(encoded) if not ids]
+        seen: dict[tuple[int, ...], int] = {}
+        requests = []
+        for prompt in prompts:
+            ids = tuple(self.encode_prompt(prompt))
+            seen[ids] = seen.get(ids, -1) + 1
+            requests.append(Request(ids, seen[ids]))
+        answers: dict[int, Answer] = {}
+        for batch in self.batches(requests, sampling):
+            answers.update(zip(batch, self.answer([requests[i] for i in batch], sampling), strict=True))
+        return [answers[index].text for index in range(len(requests))]
+
+    def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
+        """The indices of ``requests`` in batches, longest prompts first: what does not fit into memory fails at once.
+
+        Raises ``UserError`` for settings out of range or an empty prompt.
+        """
+        empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
             raise UserError(f"prompt {empty[0]} has no token; check the chat template")
+        batches: list[list[int]] = []
+        size = 0
+        for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].ids)):
+            if not batches or len(batches[-1]) >= size:
+                batches.append([])
+                width = len(requests[index].ids) + sampling.max_new_tokens
+                room = self.batch_size if self.token_budget is None else self.token_budget // width
+                size = max(1, min(self.batch_size, room))
+            batches[-1].append(index)
+        return batches
+
+    def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
+        """The answers to one batch, in its order; torch's own random state is neither read nor moved."""
         config = self._config(sampling)
-        order = sorted(range(len(encoded)), key=lambda index: -len(encoded[index]))
-        answers: dict[int, str] = {}
-        seeded = _seeded(sampling.seed, self.model.device)
-        with torch.no_grad(), eval_mode(self.model), seeded, _own_settings(self.model, config):
-            for start in range(0, len(order), self.batch_size):
-                batch = order[start : start + self.batch_size]
-                new = self._continue([encoded[index] for index in batch], config)
-                texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-                answers.update(zip(batch, texts, strict=True))
-        return [answers[index] for index in range(len(prompts))]
-
-    def _continue(self, prompts: Sequence[Sequence[int]], config: GenerationConfig) -> list[list[int]]:
-        """New ids of a left-padded batch, up to and without the first end id."""
-        width = max(len(prompt) for prompt in prompts)
+        width = max(len(request.ids) for request in requests)
         pad = int(config.pad_token_id)
-        ids = torch.tensor([[*([pad] * (width - len(prompt))), *prompt] for prompt in prompts], dtype=torch.long)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], dtype=torch.long)
+        ids = [[*([pad] * (width - len(request.ids))), *request.ids] for request in requests]
+        mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
         device = self.model.device
-        output: Tensor = self.model.generate(  # type: ignore[operator]
-            input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config
-        )
-        return [self._until_end(row) for row in output[:, width:].tolist()]
+        with torch.no_grad(), eval_mode(self.model), _own_settings(self.model, config):
+            output: Tensor = self.model.generate(  # type: ignore[operator]
+                input_ids=torch.tensor(ids, dtype=torch.long, device=device),
+                attention_mask=torch.tensor(mask, dtype=torch.long, device=device),
+                generation_config=config,
+                logits_processor=_processors(requests, sampling, width, device),
+            )
+        rows = [self._until_end(row) for row in output[:, width:].tolist()]
+        texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
+        return [Answer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
-    def _until_end(self, ids: list[int]) -> list[int]:
-        ends = [index for index, token in enumerate(ids) if token in self.end_ids]
-        return ids[: ends[0]] if ends else ids
+    def _until_end(self, ids: list[int]) -> tuple[list[int], bool]:
+        end = next((index for index, token in enumerate(ids) if token in self.end_ids), None)
+        return (ids, False) if end is None else (ids[:end], True)
 
     def _config(self, sampling: Sampling) -> GenerationConfig:
-        greedy = sampling.temperature == 0
         pad = self.tokenizer.pad_token_id
-        settings: dict[str, float] = {}
-        if not greedy:
-            settings = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         return GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=not greedy,
+            do_sample=False,  # the draw is ours: see _Draw
             num_beams=1,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(self.end_ids) or None,
             pad_token_id=pad if pad is not None else min(self.end_ids, default=0),
-            **settings,
         )
 
 
-def _check(sampling: Sampling) -> None:
-    if sampling.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
-    if sampling.temperature < 0:
-        raise UserError(f"temperature must be 0 (greedy) or positive, got {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError(f"top_p must be in (0, 1], got {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise UserError(f"top_k must be 0 (off) or positive, got {sampling.top_k}")
+def context_length(config: PretrainedConfig) -> int | None:
+    """The number of positions a model's config states, or None where it states none."""
+    stated = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return stated if isinstance(stated, int) else None
+
+
+class _Draw(LogitsProcessor):
+    """Leaves one token per row possible: where the cumulative distribution passes the row's uniform of this step."""
+
+    def __init__(self, uniforms: Float[Tensor, "rows steps"], width: int) -> None:
+        self.uniforms, self.width = uniforms, width
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        reached = scores.double().softmax(dim=-1).cumsum(dim=-1)
+        wanted = self.uniforms[:, input_ids.shape[1] - self.width, None] * reached[:, -1:]
+        drawn = torch.searchsorted(reached, wanted, right=True).clamp(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)
+
+
+def _processors(
+    requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
+) -> LogitsProcessorList:
+    """What turns logits into a draw, in the library's order; empty for greedy decoding."""
+    steps = LogitsProcessorList()
+    if sampling.temperature == 0:
+        return steps
+    if sampling.temperature != 1:
+        steps.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        steps.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        steps.append(TopPLogitsWarper(sampling.top_p))
+    uniforms = torch.stack([_uniforms(request, sampling) for request in requests])
+    steps.append(_Draw(uniforms.to(device), width))
+    return steps
+
+
+def _uniforms(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
+    """One number in [0, 1) per step, from the seed, the prompt and the draw alone."""
+    seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
@@ -124,12 +211,3 @@ def _own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[
         yield
     finally:
         model.generation_config = folder
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """A context with torch's generators seeded; their states (CPU and ``device``) are restored."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"):
-        torch.manual_seed(seed)
-        yield

@@ -2,20 +2,21 @@
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 from attnpo.config import build, plain
 from attnpo.config import save as save_config
+from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
@@ -23,15 +24,29 @@ from attnpo.models.layouts import padded
 from attnpo.models.loading import parameter_count
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import UserError
 from attnpo.studies.account import example_statistics, log_inputs, versions
-from attnpo.studies.inputs import Inputs, device_of, make_inputs
-from attnpo.studies.policies import check_reference, load_policy, load_reference, load_start
+from attnpo.studies.budget import log_budget
+from attnpo.studies.inputs import Inputs, device_of, inputs_on, lay_ground
+from attnpo.studies.policies import check_policy_config, check_reference, load_policy, load_reference, load_start
+from attnpo.studies.publish import make_exporter, publish_run
 from attnpo.studies.reference import fill_reference, with_reference
+from attnpo.studies.resume import (
+    RESULT,
+    check_contents,
+    clear,
+    contents_of,
+    find_resume,
+    finished,
+    numbers_of,
+    tidy_checkpoints,
+)
 from attnpo.studies.samples import write_samples
-from attnpo.training.export import Exporter, full_state
-from attnpo.training.loggers import LOGS, close_loggers, make_loggers
-from attnpo.training.metrics_file import merge_metrics
+from attnpo.training.continuation import Continuation
+from attnpo.training.folders import read_account
+from attnpo.training.gather import WholePolicy
+from attnpo.training.interruption import Interruption
+from attnpo.training.loggers import check_tracker, open_loggers
+from attnpo.training.metrics_file import cut_metrics, merge_metrics
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import (
@@ -43,7 +58,10 @@ from attnpo.training.trainer import (
 
 log = logging.getLogger(__name__)
 
-RESULT = "result.json"
+# Logged values that say nothing of the model: counters and how fast this machine was.
+NO_RESULT = ("step", "epoch", "train/tokens_per_s", "train/pairs_per_s", "train/gpu_mem_gib")
+
+Some = TypeVar("Some", bound=L.Callback)
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class Trained:
     seconds: float
 
 
-def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
+def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.ground.cfg
     check_reference(inputs.ground)
@@ -68,6 +86,7 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
     policy = load_policy(inputs.ground)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference = None
@@ -76,22 +95,26 @@ def train(inputs: Inputs, folder: Path, resume: Path | None = None) -> Trained:
             table = fill_reference(inputs.ground, inputs.examples, policy)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         reference = load_reference(inputs.ground, policy)
-    steps = total_steps(settings, -(-len(examples["train"]) // plan.pairs))
-    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
+    data = _datamodule(inputs, examples, plan)
+    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
+    gathered = WholePolicy()
+    account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
     with quiet_lightning():
         trainer = make_trainer(
             settings,
-            make_loggers(build(cfg.logger), folder, plain(cfg)),
-            make_callbacks(callbacks, settings, folder, Exporter(inputs.ground.tokenizer), steps),
+            loggers,
+            [gathered, *make_callbacks(callbacks, settings, folder, exporter, account)],
             folder,
             accumulation=1,
         )
     trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
-    trained = _fit(trainer, module, _datamodule(inputs, examples, plan), steps, resume)
-    if not module.sharded:
+    steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
+    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
+    trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    if not gathered.state:  # not sharded, or not the first process
         return trained
     whole = load_start(inputs.ground)
-    whole.load_state_dict(full_state(module.policy.model))
+    whole.load_state_dict(gathered.state)
     return replace(trained, policy=ScoredLM(whole), reference=None)
 
 
@@ -102,86 +125,96 @@ def _datamodule(inputs: Inputs, examples: Mapping[str, list[TrainingExample]], p
 
 
 def _fit(
-    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, steps: int, resume: Path | None
+    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
 ) -> Trained:
-    started = time.perf_counter()
+    started, steps = time.perf_counter(), module.total_steps
     log.info("training %d parameters for %d optimiser steps", parameter_count(module.policy.model), steps)
-    first: dict[str, float] = {}
-    status = "failed"
-    try:
-        with quiet_lightning():
-            if resume is None:
-                trainer.validate(module, data, verbose=False)
-                first = _metrics(trainer)
-                log.info("before the first step: val/loss %.6f (ln 2 = 0.693147)", first.get("val/loss", float("nan")))
-            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-        status = "success"
-    finally:
-        close_loggers(trainer.loggers, status)
-    metrics = _metrics(trainer)
-    metrics.update({f"first/{name}": value for name, value in first.items()})
+    interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
+    with quiet_lightning(), interruption.reported(trainer, steps, last):
+        if resume is None:
+            trainer.validate(module, data, verbose=False)
+            past.first = first = _metrics(trainer)
+            log.info("before the first step: val/loss %.6f (ln 2 = 0.693147)", first.get("val/loss", float("nan")))
+        training_began()
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
+    metrics = {**earlier, **_metrics(trainer), **{f"first/{name}": value for name, value in past.first.items()}}
     return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
 
 
+def _one(trainer: L.Trainer, kind: type[Some]) -> Some:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
 def _metrics(trainer: L.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
-
-
-def find_resume(cfg: DictConfig, folder: Path) -> Path | None:
-    """The checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None."""
-    if cfg.resume is None:
-        return None
-    path = folder / "last" / "state.ckpt" if cfg.resume == "auto" else Path(cfg.resume)
-    if path.is_dir():
-        path = path / "state.ckpt"
-    if not path.is_file():
-        if cfg.resume == "auto":
-            log.info("resume=auto: no checkpoint at %s, starting from the beginning", path)
-            return None
-        raise UserError(f"resume={cfg.resume}: no checkpoint at {path}")
-    return path
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}
 
 
 def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The result of one run as plain data, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
-    writes and scores; the others get an empty result.
+    writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result.
+
+    Raises:
+        Interrupted: a signal ended the training; what there is is saved.
+        UserError: settings, inputs or the state to resume from are not as they must be.
     """
     began = time.perf_counter()
-    inputs = make_inputs(cfg)
-    cfg = inputs.ground.cfg
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    before = finished(cfg, folder)
+    if before is not None:
+        return before if leads else {}
+    check_tracker(build(cfg.logger))
+    check_policy_config(cfg)
+    resume = find_resume(cfg, folder)
+    ground = lay_ground(cfg)
+    log_budget(ground)
+    inputs = inputs_on(ground)
+    cfg = ground.cfg
+    if resume is not None:
+        check_contents(inputs, resume)
     if leads:
         save_config(cfg, folder / "config.yaml")
+        _prepare_folder(folder, resume)
     log_inputs(inputs)
-    resume = find_resume(cfg, folder)
-    if resume is None and leads:
-        shutil.rmtree(folder / LOGS, ignore_errors=True)  # of an earlier run in the same folder
-    trained = train(inputs, folder, resume)
-    if not leads:
-        return {}
-    merge_metrics(folder)
-    trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
-    result: dict[str, Any] = {
-        "seed": cfg.seed,
-        "steps": trained.steps,
-        "seconds": {"train": round(trained.seconds, 2)},
-        "metrics": trained.metrics,
-        "inputs": example_statistics(inputs),
-        "versions": versions(),
-        "truth": score_truth(inputs, trained),
-    }
-    callbacks: CallbackSettings = build(cfg.callbacks)
-    if callbacks.samples:
-        write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
-    result["seconds"]["all"] = round(time.perf_counter() - began, 2)
-    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if callbacks.report:
-        from attnpo.studies.pages import write_run_report
+    with open_loggers(build(cfg.logger), folder, plain(cfg)) as loggers:
+        trained = train(inputs, folder, loggers, resume)
+        if not leads:
+            return {}
+        merge_metrics(folder)
+        tidy_checkpoints(folder)
+        trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
+        result: dict[str, Any] = {
+            "seed": cfg.seed,
+            "steps": trained.steps,
+            "seconds": {"train": round(trained.seconds, 2)},
+            "metrics": trained.metrics,
+            "inputs": example_statistics(inputs),
+            "versions": versions(),
+            "truth": score_truth(inputs, trained),
+        }
+        callbacks: CallbackSettings = build(cfg.callbacks)
+        if callbacks.samples:
+            write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
+        result["seconds"]["all"] = round(time.perf_counter() - began, 2)
+        part = folder / f"{RESULT}.part"
+        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.replace(folder / RESULT)
+        if callbacks.report:
+            from attnpo.studies.pages import write_run_report
 
-        write_run_report(inputs, result, callbacks, folder)
+            write_run_report(inputs, result, callbacks, folder)
+        publish_run(loggers, inputs, result, callbacks, folder)
     return result
+
+
+def _prepare_folder(folder: Path, resume: Path | None) -> None:
+    """Nothing; leaves of earlier sessions what this one goes on with."""
+    if resume is None:
+        clear(folder)
+    elif "step" in (account := read_account(resume.parent)):
+        cut_metrics(folder, account["step"])
 
 
 def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
 from attnpo.studies.grid import Arm, Point, Study, expand_arms, grid_record, make_points
 from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
-from attnpo.studies.run import RESULT, run
+from attnpo.studies.publish import study_overrides
+from attnpo.studies.resume import RESULT
+from attnpo.studies.run import run
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str]) -> tuple
     and is left out, with a log line, where an arm's own choice of the group has none.
     """
     user = list(cfg.composed.get("overrides", []))
-    single = ["study=none", "seeds=null"]
+    single = ["study=none", "seeds=null", *study_overrides(cfg, study.name)]
     try:
         merged = layered(study.shared, user, overrides, single)
         return compose("fit", merged, config_dir(cfg)), merged
@@ -302,8 +304,10 @@ def execute(
                 except BrokenProcessPool as broken:  # the process was killed, for its memory perhaps
                     result, error = {}, f"the point's process ended abruptly: {broken}"
                 yield futures[future], result, error
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # also a point's own Interrupted
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
             raise
 
 
@@ -315,6 +319,8 @@ def run_point(
 
     import torch
 
+    if _ended:
+        raise _ended[0]
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -328,7 +334,12 @@ def run_point(
         cfg = compose("fit", list(overrides), config_dir)
         if store is not None:
             OmegaConf.update(cfg, "store", store)
+        OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
         return run(cfg, folder), None
+    except KeyboardInterrupt as stop:
+        if threads is not None:
+            _ended.append(stop)
+        raise
     except UserError as error:
         return {}, str(error)
     except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
@@ -338,3 +349,7 @@ def run_point(
         root.setLevel(level)
         root.removeHandler(handler)
         handler.close()
+
+
+# In a worker: the signal that ended its point ends the point that is queued to it already.
+_ended: list[KeyboardInterrupt] = []

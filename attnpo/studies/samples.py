@@ -6,9 +6,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from attnpo.models.generate import HFGenerator
+from attnpo.data.prompts import Prompt
+from attnpo.models.generate import context_length
 from attnpo.models.loading import load_model
 from attnpo.schema import Sampling
+from attnpo.studies.answering import chat_generator, encode_prompts
 from attnpo.studies.inputs import Inputs
 from attnpo.training.settings import CallbackSettings
 
@@ -18,21 +20,25 @@ log = logging.getLogger(__name__)
 def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
     """Nothing; answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
 
-    Prompts that leave no room for an answer of ``settings.sample_tokens`` within lengths.max_length are passed over.
+    Only pairs that are trained on, and prompts that leave room for ``settings.sample_tokens`` within lengths.max_length
+    and the model's positions.
     """
     ground = inputs.ground
-    room = ground.cfg.lengths.max_length - settings.sample_tokens
-    fitting = {one.pair_id for one in inputs.examples["val"].examples if len(one.chosen.prompt_ids) <= room}
-    pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in fitting][: settings.samples]
+    trained = {example.pair_id for example in inputs.examples["val"].examples}
+    pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in trained]
+    limit = min(ground.cfg.lengths.max_length, context_length(policy.config) or ground.cfg.lengths.max_length)
+    encoded = encode_prompts(
+        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], ground.chat, settings.sample_tokens, limit
+    )
+    pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
         log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
         return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=ground.cfg.seed)
     reference = load_model(ground.model.path, dtype=ground.model.dtype, revision=ground.model.revision)
+    reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
-        name: HFGenerator(
-            model, ground.tokenizer, ground.chat.prompt_ids, end_ids=sorted(ground.chat.end_ids)
-        ).generate([pair.prompt for pair in pairs], sampling)
+        name: chat_generator(model, ground.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
     with path.open("w", encoding="utf-8") as file:

@@ -1,11 +1,12 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from attnpo.models.generate import HFGenerator
+from attnpo.models.generate import HFGenerator, Request, context_length
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Generator, Message, Sampling, UserError
 
@@ -54,6 +55,50 @@ def test_sampling_follows_the_seed_and_leaves_torchs_state(stories: Stories) -> 
     assert one != generator.generate(PROMPTS, Sampling(max_new_tokens=12, temperature=0.0))
 
 
+def test_a_draw_depends_on_seed_and_prompt_alone(stories: Stories) -> None:
+    """Batch size, order and company decide nothing; a prompt that stands there twice is drawn twice."""
+    sampling = Sampling(max_new_tokens=24, temperature=0.8, top_p=0.95, seed=4)
+    together = HFGenerator(*stories).generate(PROMPTS, sampling)
+    assert HFGenerator(*stories, batch_size=1).generate(PROMPTS, sampling) == together
+    assert HFGenerator(*stories, batch_size=2, token_budget=60).generate(PROMPTS[::-1], sampling) == together[::-1]
+    assert HFGenerator(*stories).generate(PROMPTS[1:2], sampling) == together[1:2]
+    twice = HFGenerator(*stories).generate([PROMPTS[0], PROMPTS[0]], sampling)
+    assert twice[0] == together[0] != twice[1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"), [(Sampling(max_new_tokens=1, temperature=1.7, top_k=4), 4), (Sampling(max_new_tokens=1), 512)]
+)
+def test_draws_follow_the_models_distribution(stories: Stories, sampling: Sampling, kept: int) -> None:
+    model, tokenizer, encode = stories
+    ids = tuple(encode(PROMPTS[0]))
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, -1] / sampling.temperature
+    values, tokens = logits.topk(kept)
+    expected = dict(zip(tokens.tolist(), values.softmax(dim=-1).tolist(), strict=True))
+    draws = 2000
+    generator = HFGenerator(model, tokenizer, encode, batch_size=draws)
+    answers = generator.answer([Request(ids, draw) for draw in range(draws)], sampling)
+    texts = [answer.text for answer in answers]
+    likely = [token for token in list(expected)[:4] if tokenizer.decode([token]) != ""]
+    assert len(likely) >= 3
+    for token in likely:
+        share, text = expected[token], tokenizer.decode([token])
+        spread = (share * (1 - share) / draws) ** 0.5
+        assert abs(texts.count(text) / draws - share) < 4 * spread + 1e-9, text
+    if kept == 4:
+        assert set(texts) == {tokenizer.decode([token]) for token in expected}
+
+
+def test_batches_keep_to_size_and_budget(stories: Stories) -> None:
+    requests = [Request([5] * length) for length in (3, 9, 1, 4, 4, 30)]
+    sampling = Sampling(max_new_tokens=6)
+    assert HFGenerator(*stories, batch_size=2).batches(requests, sampling) == [[5, 1], [3, 4], [0, 2]]
+    # 36 tokens: one prompt of 30 alone; at 15 tokens two fit; at 10 three do.
+    assert HFGenerator(*stories, token_budget=36).batches(requests, sampling) == [[5], [1, 3], [4, 0, 2]]
+    assert HFGenerator(*stories, token_budget=1).batches(requests[:2], sampling) == [[1], [0]]
+
+
 def test_the_folders_own_sampling_values_have_no_say(stories: Stories) -> None:
     model = stories[0]
     sampled, greedy = Sampling(max_new_tokens=12, seed=1), Sampling(max_new_tokens=12, temperature=0.0)
@@ -87,6 +132,15 @@ def test_new_tokens_are_counted_and_end_ids_end(stories: Stories) -> None:
     stopping = HFGenerator(*stories, end_ids=[wanted[1]])
     (one,) = stopping.generate(PROMPTS[:1], Sampling(max_new_tokens=9, temperature=0.0))
     assert one == tokenizer.decode(wanted[:1])
+    (ended,) = stopping.answer([Request(ids)], Sampling(max_new_tokens=9, temperature=0.0))
+    (cut,) = stopping.answer([Request(ids)], Sampling(max_new_tokens=1, temperature=0.0))
+    assert (ended.text, ended.tokens, ended.ended) == (one, 1, True)
+    assert (cut.text, cut.tokens, cut.ended) == (one, 1, False)
+
+
+def test_positions_are_those_of_the_config(stories: Stories) -> None:
+    assert context_length(stories[0].config) == 512
+    assert context_length(PretrainedConfig()) is None
 
 
 def test_mode_is_restored(stories: Stories) -> None:
@@ -96,17 +150,17 @@ def test_mode_is_restored(stories: Stories) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "message"),
+    ("setting", "message"),
     [
-        (Sampling(max_new_tokens=0), "max_new_tokens must be at least 1, got 0"),
-        (Sampling(temperature=-1.0), "temperature must be 0"),
-        (Sampling(top_p=0.0), r"top_p must be in \(0, 1\]"),
-        (Sampling(top_k=-1), "top_k must be 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -1}, "top_k must be 0"),
     ],
 )
-def test_settings_out_of_range(stories: Stories, sampling: Sampling, message: str) -> None:
+def test_settings_out_of_range(stories: Stories, setting: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        HFGenerator(*stories).generate(PROMPTS, sampling)
+        HFGenerator(*stories).generate(PROMPTS, Sampling(**setting))
 
 
 def test_empty_prompts_and_batches(stories: Stories) -> None:

@@ -114,23 +114,6 @@ def test_a_cached_reference_trains_like_a_live_one(first: tuple[World, Path, dic
         assert losses(tmp_path / "cached", name) == pytest.approx(losses(folder, name), rel=2e-6), name
 
 
-def test_a_resumed_run_ends_like_an_unbroken_one(first: tuple[World, Path, dict[str, Any]], tmp_path: Path) -> None:
-    """resume=auto in a folder that holds the state behind step 1 trains steps 2 and 3 alone."""
-    world, _, _ = first
-    shared = (
-        "trainer.validate_every=1",
-        "optimizer.schedule=constant",
-        "callbacks.samples=0",
-        "callbacks.report=false",
-    )
-    run(world.config(*shared, "trainer.max_steps=1"), tmp_path / "part")
-    assert torch.load(tmp_path / "part" / "last" / "state.ckpt", weights_only=True)["global_step"] == 1
-    result = run(world.config(*shared, "resume=auto"), tmp_path / "part")
-    run(world.config(*shared), tmp_path / "whole")
-    assert result["steps"] == 3 and "first/val/loss" not in result["metrics"]
-    assert losses(tmp_path / "part") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-
-
 def computed(cfg: DictConfig) -> int:
     """Pairs that the judge has to read for this configuration; they are in the store afterwards."""
     with judge_loads() as loaded:

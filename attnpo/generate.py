@@ -1,0 +1,25 @@
+"""``python -m attnpo.generate``: answers of a model to prompts, as JSON lines; repeated, it adds what is missing.
+
+Any number of processes may work on one file: under torchrun or SLURM every process takes its share of the prompts.
+"""
+
+import sys
+
+from omegaconf import DictConfig
+
+from attnpo.config import run_entry
+
+DESCRIPTION = "Answer prompts with a model (a folder, a run's best/ or last/, a hub name) into a JSONL file; resumable."
+EXAMPLE = "python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl sampling.temperature=0"
+
+
+def main(cfg: DictConfig) -> int:
+    """0; the path of the answers is printed."""
+    from attnpo.studies.answering import answer_prompts
+
+    sys.stdout.write(f"{answer_prompts(cfg)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: True))

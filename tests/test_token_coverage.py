@@ -1,0 +1,116 @@
+"""docs/token_coverage.md on a few dozen real responses per tokenizer: its bounds hold, and for the reason it gives."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from attnpo.schema import SIDES, PreferencePair
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.chat import ChatFormat
+from attnpo.text.judge_template import Assembly, JudgePrompts
+from experiments.benchmarks.token_coverage import (
+    IDS_STEP,
+    PLAIN,
+    Summary,
+    chat_format,
+    data_sets,
+    judge_options,
+    main,
+    match,
+    measure,
+    percent,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+PAIRS = 2  # of each file: 40 responses
+BOUND = re.compile(r"^\| (\w+) \| (\S+) \| (\w+) \| ([\d.]+) to ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$", re.MULTILINE)
+BOUNDS = BOUND.findall((ROOT / "docs" / "token_coverage.md").read_text(encoding="utf-8"))
+
+
+@cache
+def sample(folder: Path) -> list[PreferencePair]:
+    return [pair for pairs in data_sets(folder, PAIRS).values() for pair in pairs]
+
+
+@cache
+def chat_of(folder: Path, template: str) -> ChatFormat:
+    own = "" if template == "own" else f"@{template if template == PLAIN else ROOT / template}"
+    return chat_format(f"{folder}{own}")
+
+
+@cache
+def summaries(shared: Path, tokenizer: str, template: str) -> dict[tuple[str, Assembly, AlignMethod], Summary]:
+    """By option, assembly and method, for the options that the bounds name."""
+    chat = chat_of(shared / "models" / "tokenizers" / tokenizer, template)
+    named = {bound[2] for bound in BOUNDS}
+    judges = {option: rules for option, rules in judge_options().items() if named & set(option.split(", "))}
+    found, _ = measure(chat, sample(shared / "data"), judges)
+    return {(option, *key[1:]): one for key, one in found.items() for option in key[0].split(", ")}
+
+
+def test_the_bounds_name_every_tokenizer_and_both_ends() -> None:
+    assert {bound[0] for bound in BOUNDS} == {"edge_merge_2k", "gpt2", "mistral_v3"}
+    assert {"pairwise", "short"} < {bound[2] for bound in BOUNDS}
+    assert any(float(bound[4]) < 100 for bound in BOUNDS), "some way must lose something"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "template", "judge", "bounds"),
+    [pytest.param(*bound[:3], tuple(map(float, bound[3:])), id="-".join(bound[:3])) for bound in BOUNDS],
+)
+def test_coverage_lies_within_the_stated_bounds(
+    shared: Path, tokenizer: str, template: str, judge: str, bounds: tuple[float, float, float, float]
+) -> None:
+    found = summaries(shared, tokenizer, template)
+    paper = found[judge, Assembly.TEXT, AlignMethod.LEVENSHTEIN]
+    assert paper.responses >= 36
+    assert bounds[0] <= 100 * paper.mean <= bounds[1] + 1e-9
+    assert bounds[2] <= 100 * paper.last_lost <= bounds[3]
+    # Uniform weights lose what the judge's unmatched tokens carry: nothing where everything is matched.
+    assert (paper.lost < 1e-9) == (paper.complete == 1)
+    for key in ((Assembly.TEXT, AlignMethod.CHARACTERS), *((Assembly.IDS, method) for method in AlignMethod)):
+        exact = found[judge, *key]
+        assert exact.lowest == 1 and exact.lost < 1e-9, key
+    assert found[judge, Assembly.IDS, AlignMethod.LEVENSHTEIN].responses >= paper.responses // IDS_STEP
+
+
+def test_punctuation_before_a_line_break_is_what_is_lost(shared: Path) -> None:
+    """A tokenizer of Llama-3's kind: full stops merge with the break behind the answer, letters do not."""
+    chat = chat_of(shared / "models" / "tokenizers" / "edge_merge_2k", "own")
+    (rules,) = (rules for option, rules in judge_options().items() if "pairwise" in option.split(", "))
+    prompts = JudgePrompts(rules, chat)
+    lost: dict[str, list[bool]] = {"stop": [], "letter": []}
+    for pair in sample(shared / "data"):
+        first, _ = prompts.build(pair)
+        for side in SIDES:
+            text = pair.response(side).rstrip()
+            found = match(first, side, chat.encode(pair.prompt, pair.response(side)), AlignMethod.LEVENSHTEIN)
+            if found is not None and text.isascii():
+                assert (found.coverage == 1) == found.last, "nothing but the last token differs"
+                end = "stop" if text.endswith(".") else "letter" if text[-1].isalnum() else "other"
+                lost.setdefault(end, []).append(not found.last)
+    assert len(lost["stop"]) > 10 and all(lost["stop"])
+    assert len(lost["letter"]) >= 2 and not any(lost["letter"])
+
+
+def test_a_response_without_characters_is_left_out(shared: Path) -> None:
+    chat = chat_of(shared / "models" / "tokenizers" / "gpt2", PLAIN)
+    (rules,) = (rules for option, rules in judge_options().items() if "pairwise" in option.split(", "))
+    pair = PreferencePair.make([{"role": "user", "content": "why?"}], "", "so")
+    first, _ = JudgePrompts(rules, chat).build(pair)
+    assert match(first, "chosen", chat.encode(pair.prompt, ""), AlignMethod.LEVENSHTEIN) is None
+
+
+def test_the_command_prints_the_tables(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(shared / "data"), str(shared / "models" / "tokenizers" / "gpt2"), "--pairs", "1"])
+    text = capsys.readouterr().out
+    assert "### gpt2, text assembly" in text and "| llamafactory_demo zh | 4 | " in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in rows} == {7, 11}
+
+
+def test_a_share_is_rounded_to_all_or_nothing_only_where_it_is() -> None:
+    shown = [percent(share) for share in (1.0, 0.9999, 0.0, 0.0001, 0.925)]
+    assert shown == ["100.0 %", "99.990 %", "0.0 %", "0.010 %", "92.5 %"]
