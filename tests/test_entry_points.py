@@ -130,7 +130,7 @@ def test_fit_and_weigh_compose_the_same() -> None:
 
 # ------------------------------------------------------------------------------------------------ what a run says
 
-OURS = re.compile(r"\d\d:\d\d:\d\d \S")
+OURS = re.compile(r"\d\d:\d\d:\d\d +\S")
 
 
 @pytest.fixture(scope="module")

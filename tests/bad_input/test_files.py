@@ -46,7 +46,7 @@ def test_columns_of_the_wrong_type(attempts: Attempts, record: Record) -> None:
 @pytest.mark.parametrize(("case", "content"), [("empty file", b""), ("file of blank lines", b"\n \n\n")])
 def test_a_file_without_rows(attempts: Attempts, record: Record, case: str, content: bytes) -> None:
     message = attempts.weigh(world=attempts.content(content)).refused()
-    assert message.endswith("train.jsonl is empty; expected one preference pair per row")
+    assert message.endswith("train.jsonl is empty; expected one row per line")
     record(case, message, NOT_STARTED)
 
 

@@ -153,7 +153,7 @@ def test_responses_cut_to_nothing(attempts: Attempts, record: Record) -> None:
     """Whatever is dropped for its length alone until nothing is left ends in one error with the counts."""
     message = attempts.weigh("lengths.overlong=drop", "lengths.max_prompt_length=10", "lengths.max_length=11").refused()
     assert message.startswith(
-        f"none of {TRAIN} pairs can be trained on (dropped: prompt longer than lengths.max_prompt_length 10: {TRAIN} ("
+        f"train: none of {TRAIN} pairs can be trained on (dropped: prompt longer than lengths.max_prompt_length 10: {TRAIN} ("
     )
     record("all responses cut to nothing", message, "run not started")
 
@@ -238,7 +238,7 @@ def test_a_template_that_refuses_every_rows_roles(attempts: Attempts, record: Re
             row[side].insert(0, {"role": "system", "content": "be brief"})
     message = attempts.weigh(world=attempts.with_rows(rows)).refused()
     assert message.startswith(
-        f"none of {TRAIN} pairs can be trained on (dropped: the chat template refuses its turns: {TRAIN} ("
+        f"train: none of {TRAIN} pairs can be trained on (dropped: the chat template refuses its turns: {TRAIN} ("
     )
     record("roles the chat template refuses, everywhere", message, "run not started")
 
