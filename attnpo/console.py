@@ -141,8 +141,10 @@ def guarded(command: Callable[[], int]) -> int:
         if ending is None:
             raise
         status, line = ending
-        if leads() or status == 2:
+        if leads():
             sys.stderr.write(f"{line}\n")
+        elif status == 2:  # the first process may have had no trouble
+            sys.stderr.write(f"{line} (process {process()[0]})\n")
         return status
 
 

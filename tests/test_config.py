@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo import config
 from attnpo.schema import UserError
+from attnpo.studies import root as run_root
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = __name__
@@ -622,7 +623,8 @@ def composing(group: str, option: str) -> list[tuple[str, str]]:
     return found or [(root, f"+{group}={option}") for root in roots()]
 
 
-def test_every_shipped_configuration_composes_and_checks() -> None:
+def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_root, "find_spec", lambda package: package)  # peft and torchao are extras
     files = [path for path in config.CONFIG_DIR.rglob("*") if path.suffix in (".yaml", ".yml")]
     assert files
     checked = set()
@@ -650,3 +652,25 @@ def test_shipped_files_name_no_place_of_this_machine() -> None:
         if path.is_file():
             text = path.read_text(encoding="utf-8")
             assert str(Path.home()) + os.sep not in text and str(ROOT.parent) + os.sep not in text, path
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "/tmp/elsewhere"])
+def test_a_name_is_a_folder_below_output(name: str) -> None:
+    with pytest.raises(UserError, match="name: expected the name of a folder below `output`"):
+        config.check(config.compose("fit", [f"name='{name}'"]), complete=False)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("reference=chached", "reference=chached: expected one of live, cached, adapter_off"),
+        ("reference=adapter_off", "reference=adapter_off needs a fresh adapter"),
+        ("optimizer=adamw8bit", r"needs the package torchao, which is not installed: pip install 'attnpo\[opt8bit\]'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_the_configuration(
+    override: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    with pytest.raises(UserError, match=message):
+        config.check(config.compose("fit", [override]), complete=False)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from zlib import error as ZlibError
 
 from attnpo.schema import UserError
 
@@ -64,7 +65,7 @@ def read_lines(files: Iterable[Path], path: str) -> Lines:
 def _rows(file: Path, path: str) -> Iterator[dict[str, Any]]:
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, ZlibError) as error:
         raise UserError(f"data.path={path}: {file.name} cannot be read ({error}); write or copy it again") from error
     text = content.decode("utf-8-sig", errors="surrogateescape")
     whole = _parsed(text) if text.lstrip().startswith("[") else None

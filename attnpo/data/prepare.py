@@ -8,13 +8,15 @@ from dataclasses import dataclass, field, replace
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.text.chat import ChatFormat, RefusedText, truncate
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
 from attnpo.weights.base import WeightSource
+from attnpo.weights.capture import Unreadable
 from attnpo.weights.pipeline import TrainingWeights, training_weights
 
 log = logging.getLogger(__name__)
 
-UNREADABLE = "dropped: the judge cannot be shown both responses (its log has the reason)"
+UNREADABLE = "dropped: the judge cannot be shown both responses"
+APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
 
 @dataclass
@@ -61,8 +63,9 @@ def encode_pair(
 
     A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
     """
-    encoded, cut_prompt, cut_sides, special = {}, False, [], []
+    encoded, cut_prompt, cut_sides, special, apart = {}, False, [], [], []
     for side in SIDES:
+        merged = chat.counts[NOT_A_PREFIX]
         try:
             whole = chat.encode(pair.prompt, pair.response(side))
         except RefusedText as problem:
@@ -72,6 +75,8 @@ def encode_pair(
                 log.warning("dropped, and so are others like it: %s", tally.words[event])
             tally.add(event, pair.pair_id)
             return None
+        if chat.counts[NOT_A_PREFIX] > merged:
+            apart.append(side)
         encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length)
         if chat.special_inside(encoded[side], pair.response(side)):
             special.append(side)
@@ -93,6 +98,8 @@ def encode_pair(
         tally.add(f"cut: {side} response at lengths.max_length {rules.max_length}", pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
+    for side in apart:
+        tally.add(f"{side} response {APART}", pair.pair_id)
     return encoded
 
 
@@ -164,7 +171,7 @@ def prepare_examples(
         pair_id = pair.pair_id
         found = captured.get(pair_id)
         if found is not None and not found.rounds:
-            tally.add(UNREADABLE, pair_id)
+            tally.add(f"{UNREADABLE}: {found.reason}" if isinstance(found, Unreadable) else UNREADABLE, pair_id)
             continue
         weights = training_weights(source, found, sides, align.method, layers=layers, pair_id=pair_id)
         content += sum(weights.content)

@@ -116,8 +116,6 @@ def log_inputs(inputs: Inputs) -> None:
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)
-    for event, count in inputs.ground.chat.counts.items():
-        log.info("%s: %d", event, count)
     if statistics.get("judge_prompts", {}).get("cut"):
         log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
     verdicts = inputs.weighed.verdicts

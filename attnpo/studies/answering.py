@@ -4,6 +4,7 @@ The rules are a light component; everything that loads a model is imported where
 """
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -170,7 +171,10 @@ def output_path(cfg: DictConfig) -> Path:
         return Path(str(cfg.output)).expanduser()
     model, data = Path(str(cfg.model.path)), Path(str(cfg.data.path))
     # RUN/best and organisation/model: the last part alone does not say which.
-    named = "-".join([*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]])
+    parts = [*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
+    if not data.expanduser().is_file():
+        parts.append(str(cfg.data.split))
+    named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", str(cfg.data.rows))])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 

@@ -1,7 +1,8 @@
-"""Whether a run fits its device: estimates of training and of the passes before it, told before any model is loaded."""
+"""Whether a run fits its device: estimates of training and of the judge pass, told before any model is loaded."""
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
@@ -74,8 +75,12 @@ def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig
 def alternatives(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
     """The same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
-    for option in groups().get("hardware", []):
-        other = compose("fit", [*given, f"hardware={option}"])
+    folder = None if cfg.composed.get("config_dir") is None else Path(cfg.composed.config_dir)
+    for option in groups(folder).get("hardware", []):
+        try:
+            other = compose("fit", [*given, f"hardware={option}"], folder)
+        except UserError:  # its keys contradict those given
+            continue
         other.model.path = spec.path
         if planned_processes(other) <= max(1, torch.cuda.device_count()):
             yield f"hardware={option}", training_estimate(other, build(other.model), config)

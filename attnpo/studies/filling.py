@@ -9,7 +9,7 @@ from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
 from attnpo.studies.budget import log_budget
 from attnpo.studies.inputs import encode, lay_ground, process, read_pairs, weigh
-from attnpo.studies.policies import check_policy_config, load_start
+from attnpo.studies.policies import load_start
 from attnpo.studies.reference import fill_reference
 from attnpo.weights.sources.uniform import Uniform
 
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 def fill_store(cfg: DictConfig) -> None:
     """Nothing; puts this process's share of captured weights and reference log-probabilities into the store."""
-    check_policy_config(cfg)
     ground = lay_ground(cfg)
     log_budget(ground)
     cfg = ground.cfg

@@ -6,6 +6,7 @@ And where the store is, which all runs share. Light: known before anything heavy
 import os
 import time
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from omegaconf import DictConfig
 
@@ -25,8 +26,35 @@ def run_folder(cfg: DictConfig) -> Path:
     """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
 
     Raises:
-        UserError: ``resume=auto`` or a job of several processes without a name, which would not meet in one folder.
+        UserError: ``resume=auto`` or a job of several processes without a name, which would not meet in one folder;
+            a path that cannot be.
     """
+    folder = _named(cfg)
+    try:
+        folder.exists()
+    except OSError as problem:  # a name that is too long, a folder that may not be looked into
+        raise _unusable(folder, problem) from problem
+    return folder
+
+
+def make_folder(folder: Path) -> None:
+    """Nothing; makes the folder of a run or study, with its parents. UserError when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder, prefix="."):
+            pass
+    except OSError as problem:
+        raise _unusable(folder, problem) from problem
+
+
+def _unusable(folder: Path, problem: OSError) -> UserError:
+    return UserError(
+        f"output=: the folder {folder} must be one that can be made and written into, but: {problem.strerror}; give "
+        "output= a folder that can (and name= a short plain name)"
+    )
+
+
+def _named(cfg: DictConfig) -> Path:
     output = Path(str(cfg.output))
     if cfg.name is not None:
         return output / str(cfg.name)

@@ -17,7 +17,7 @@ from attnpo.config import build
 from attnpo.console import process as process
 from attnpo.console import world_size as world_size
 from attnpo.data.base import PairSet
-from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, encode_pairs, prepare_examples
 from attnpo.data.rules import BatchPlan
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -38,6 +38,7 @@ from attnpo.weights.capture import (
     ensure_captured,
     estimate_bytes,
     layer_column,
+    unreadable_pairs,
     weights_key,
 )
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
@@ -143,7 +144,8 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     """The run's weight source with everything it captured for the pairs of ``encoded``; computes what the store lacks.
 
     ``shard`` (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
-    it, missing rows in a job of several processes are refused: they would be computed by every process.
+    it, missing rows in a job of several processes are refused: they would be computed by every process. Logs the pairs
+    that the judge cannot be shown. UserError when it can be shown none of them, whichever process stored that.
     """
     cfg = ground.cfg
     source: WeightSource = build(cfg.weights)
@@ -155,11 +157,11 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     source = source.resolve(depth)
     layers = source.capture_layers(depth)
     wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
-    if shard is not None:
-        wanted = wanted[shard[0] :: shard[1]]
+    share = wanted if shard is None else wanted[shard[0] :: shard[1]]
     key = weights_key(source, room.fingerprint(), room.prompts)
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if room.judge.verdict else [])]
-    _log_stored(ground.store.table(WEIGHTS, key), {pair.pair_id for pair in wanted}, encoded, columns, len(layers))
+    table = ground.store.table(WEIGHTS, key)
+    _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, len(layers))
 
     def tools() -> Any:
         if shard is None and world_size() > 1:
@@ -171,10 +173,11 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
         return replace(room.tools(device_of(cfg)), progress=_progress)
 
     captured, report = ensure_captured(
-        wanted, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=room.judge.verdict
+        share, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=room.judge.verdict
     )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
+    _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns)
     verdicts = judge_statistics(list(captured.values()), room.prompts.label_ids) if room.judge.verdict else None
     return Weighed(source, captured, report, verdicts, source.wanted(), depth, key)
 
@@ -196,6 +199,38 @@ def _log_stored(
     )
     difference = table.nearest_difference() if len(lacking) == len(wanted) else None
     log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
+
+
+def _log_unreadable(table: Table, wanted: list[str], columns: list[str]) -> None:
+    """Nothing; logs by reason which of the wanted pairs the judge cannot be shown, as far as they are stored by now.
+
+    UserError when that is every pair: the last of several processes sees what all of them stored.
+    """
+    found = unreadable_pairs(table, wanted)
+    if not found:
+        return
+    first = next(iter(found.values()))
+    if len(found) == len(wanted):
+        raise UserError(
+            f"the judge can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: {first.story}"
+        )
+    tally = Tally()
+    for pair_id, pair in found.items():
+        tally.add(pair.reason, pair_id)
+        tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; the first: {pair.story}")
+    pending = len(table.missing(wanted, columns))
+    stored = f" ({pending} more are still with other processes)" if pending else ""
+    for reason, count in sorted(tally.counts.items()):
+        log.warning(
+            "%d of %d pairs%s cannot be judged and get no weights: %s: %s%s%s",
+            count,
+            len(wanted) - pending,
+            stored,
+            reason,
+            ", ".join(tally.first[reason]),
+            ", ..." if count > len(tally.first[reason]) else "",
+            tally.words[reason],
+        )
 
 
 def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:

@@ -1,7 +1,7 @@
 """Report pages and figures of runs and studies, drawn from results already on disk or at hand."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,9 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             [
                 KeyValues(
                     {
-                        f"{part}: {name}": _cell(value)
+                        f"{part}: {name}": value
                         for part, values in result["inputs"].items()
-                        for name, value in values.items()
+                        for name, value in _leaves(values)
                     }
                 )
             ],
@@ -101,10 +101,16 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
     log.info("report: %s", folder / REPORT)
 
 
-def _cell(value: Any) -> Cell:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {count}" for name, count in value.items()) or "none"
-    return value if isinstance(value, str | float | int | bool) or value is None else str(value)
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Cell]]:
+    """Dotted names and values below a mapping."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name} ")
+        else:
+            yield (
+                f"{prefix}{name}",
+                value if isinstance(value, str | float | int | bool) or value is None else str(value),
+            )
 
 
 def study_figures(outcome: Outcome, spots: Sequence[Spot]) -> list[Image]:

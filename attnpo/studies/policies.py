@@ -1,16 +1,12 @@
 """Which models a run holds: the policy it trains, with adapters or without, and the reference it is held against."""
 
-from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
 from attnpo.models.loading import load_model
-from attnpo.models.lora import AdapterOff, add_lora, require_peft
+from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import UserError
 from attnpo.studies.inputs import Ground
 from attnpo.training.module import frozen
-
-REFERENCES = ("live", "cached", "adapter_off")
 
 
 def load_start(ground: Ground) -> PreTrainedModel:
@@ -30,29 +26,6 @@ def load_policy(ground: Ground) -> ScoredLM:
     if ground.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable()
     return policy
-
-
-def check_reference(ground: Ground) -> None:
-    """Nothing; refuses what ``check_policy_config`` refuses. Loads nothing."""
-    check_policy_config(ground.cfg)
-
-
-def check_policy_config(cfg: DictConfig) -> None:
-    """Nothing; reads the composed config alone, so that it can come before data and judge.
-
-    Raises ``UserError`` for a kind of reference that does not exist, for ``adapter_off`` without an adapter, and for
-    adapters without peft.
-    """
-    if cfg.reference not in REFERENCES:
-        raise UserError(f"reference={cfg.reference}: expected one of {', '.join(REFERENCES)}")
-    has_lora = cfg.model.get("lora") is not None
-    if cfg.reference == "adapter_off" and not has_lora:
-        raise UserError(
-            "reference=adapter_off needs a fresh adapter, and model.lora is null: set model=lora, or reference=live or "
-            "cached"
-        )
-    if has_lora:
-        require_peft()
 
 
 def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM | None:

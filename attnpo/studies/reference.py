@@ -1,6 +1,7 @@
 """Cached reference: per-token float32 log-probabilities in the store, so that no second model is held."""
 
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,13 +14,15 @@ from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.inputs import Ground, device_of, reference_fingerprint, world_size
+from attnpo.studies.startup import log_store
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
 
-PAIRS_PER_FORWARD = 16
+TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 PAIRS_PER_SHARD = 1024
+BYTES_PER_TOKEN = 4
 
 
 def fill_reference(
@@ -36,7 +39,9 @@ def fill_reference(
     unique = {example.pair_id: example for made in sets.values() for example in made.examples}
     wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
     lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
-    log.info("reference log-probs: %d pairs from the store, %d to compute", len(wanted) - len(lacking), len(lacking))
+    tokens = sum(len(side.response_ids) for example in lacking for side in example.sides)
+    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
+    log_store("reference log-probs", len(wanted), len(lacking), difference, BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
             "reference log-probs are missing in the store and this job has several processes; fill the store first "
@@ -45,10 +50,14 @@ def fill_reference(
     pad_id = int(ground.tokenizer.pad_token_id or 0)
     if lacking:
         model.to(device_of(ground.cfg))
+    began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = lacking[start : start + PAIRS_PER_SHARD]
         with autocast(ground.cfg):
             store_logps(table, dict(score_examples(model, chunk, pad_id)))
+        done = start + len(chunk)
+        pace = done / (time.perf_counter() - began)
+        log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
     return table
 
 
@@ -75,8 +84,7 @@ def score_examples(model: ScoredLM, examples: Sequence[TrainingExample], pad_id:
     device = next(model.parameters()).device
     ordered = sorted(examples, key=lambda example: example.longest)
     with torch.no_grad():
-        for start in range(0, len(ordered), PAIRS_PER_FORWARD):
-            chunk = ordered[start : start + PAIRS_PER_FORWARD]
+        for chunk in within_budget(ordered):
             rows = [side for example in chunk for side in example.sides]
             inputs, ids, mask = padded([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
             logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
@@ -84,3 +92,15 @@ def score_examples(model: ScoredLM, examples: Sequence[TrainingExample], pad_id:
                 counts = [len(side.response_ids) for side in example.sides]
                 yield example.pair_id, (logps[2 * i, : counts[0]].clone(), logps[2 * i + 1, : counts[1]].clone())
     model.train(was_training)
+
+
+def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
+    """Examples, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens (one pair at least)."""
+    batch: list[TrainingExample] = []
+    for example in ordered:
+        if batch and 2 * (len(batch) + 1) * example.longest > TOKENS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch

@@ -4,6 +4,7 @@ Named by ``_target_`` at the top of ``configs/fit.yaml``; built only to be check
 """
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ from attnpo.studies.judging import Judge
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
 from attnpo.weights.base import WeightSource
+
+REFERENCES = ("live", "cached", "adapter_off")
 
 
 @runtime_checkable
@@ -55,6 +58,29 @@ def require_reader(source: WeightSource, objective: PreferenceObjective) -> None
         )
 
 
+def require_name(name: str | None) -> None:
+    """Nothing; raises UserError for a name that is no folder of its own below ``output``."""
+    if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
+        raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
+
+
+def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
+    """Nothing; raises UserError for a kind of reference that does not exist or cannot be, and for absent packages."""
+    if reference not in REFERENCES:
+        raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
+    if reference == "adapter_off" and model.lora is None:
+        raise UserError(
+            "reference=adapter_off needs a fresh adapter, and model.lora is null: set model=lora, or reference=live or "
+            "cached"
+        )
+    for wanted, package, extra, key in (
+        (model.lora is not None, "peft", "lora", "model.lora"),
+        (optimizer.moments == "8bit", "torchao", "opt8bit", "optimizer.moments=8bit"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise UserError(f"{key} needs the package {package}, which is not installed: pip install 'attnpo[{extra}]'")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One run, or the study built from it; a field per key of ``configs/fit.yaml``, where each is explained."""
@@ -90,6 +116,8 @@ class RunConfig:
             raise UserError(f"seeds: expected at least 1, or null to leave it to the study, got {self.seeds}")
         if self.seed < 0:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
+        require_name(self.name)
+        require_parts(self.reference, self.model, self.optimizer)
         if self.study is None:  # a study's arms may choose both anew
             require_reader(self.weights, self.objective)
 

@@ -13,9 +13,9 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
+from torch.distributed.tensor import DTensor
 
 from attnpo.config import build, plain
-from attnpo.config import save as save_config
 from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
@@ -26,27 +26,31 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.studies.account import example_statistics, log_inputs, versions
 from attnpo.studies.budget import log_budget
+from attnpo.studies.folders import make_folder
 from attnpo.studies.inputs import Inputs, device_of, inputs_on, lay_ground
-from attnpo.studies.policies import check_policy_config, check_reference, load_policy, load_reference, load_start
+from attnpo.studies.policies import load_policy, load_reference, load_start
 from attnpo.studies.publish import make_exporter, publish_run
 from attnpo.studies.reference import fill_reference, with_reference
 from attnpo.studies.resume import (
     RESULT,
     check_contents,
-    clear,
+    check_folder,
     contents_of,
     find_resume,
     finished,
+    keep_last,
     numbers_of,
+    prepare_folder,
     tidy_checkpoints,
+    write_config,
 )
+from attnpo.studies.root import require_parts
 from attnpo.studies.samples import write_samples
 from attnpo.training.continuation import Continuation
-from attnpo.training.folders import read_account
 from attnpo.training.gather import WholePolicy
 from attnpo.training.interruption import Interruption
 from attnpo.training.loggers import check_tracker, open_loggers
-from attnpo.training.metrics_file import cut_metrics, merge_metrics
+from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import (
@@ -78,11 +82,11 @@ class Trained:
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.ground.cfg
-    check_reference(inputs.ground)
     settings: TrainerSettings = build(cfg.trainer)
     callbacks: CallbackSettings = build(cfg.callbacks)
     plan: BatchPlan = build(cfg.batch)
     objective: PreferenceObjective = build(cfg.objective)
+    require_parts(cfg.reference, inputs.ground.model, build(cfg.optimizer))
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -111,11 +115,28 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
+        return replace(trained, policy=restored(inputs, resume), reference=None)
     if not gathered.state:  # not sharded, or not the first process
         return trained
     whole = load_start(inputs.ground)
     whole.load_state_dict(gathered.state)
     return replace(trained, policy=ScoredLM(whole), reference=None)
+
+
+def sharded(policy: ScoredLM) -> bool:
+    """Whether the weights of a policy lie spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+
+
+def restored(inputs: Inputs, resume: Path) -> ScoredLM:
+    """The whole policy of a checkpoint, without a trainer."""
+    saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    policy = load_policy(inputs.ground)
+    policy.load_state_dict(
+        {name.removeprefix("policy."): value for name, value in saved.items() if name.startswith("policy.")}
+    )
+    return policy
 
 
 def _datamodule(inputs: Inputs, examples: Mapping[str, list[TrainingExample]], plan: BatchPlan) -> PreferenceDataModule:
@@ -154,7 +175,8 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     """The result of one run as plain data, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
-    writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result.
+    writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result;
+    a run that was killed behind its last step is scored and reported then.
 
     Raises:
         Interrupted: a signal ended the training; what there is is saved.
@@ -166,8 +188,10 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     if before is not None:
         return before if leads else {}
     check_tracker(build(cfg.logger))
-    check_policy_config(cfg)
     resume = find_resume(cfg, folder)
+    check_folder(folder, resume)
+    if leads:
+        make_folder(folder)
     ground = lay_ground(cfg)
     log_budget(ground)
     inputs = inputs_on(ground)
@@ -175,8 +199,8 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     if resume is not None:
         check_contents(inputs, resume)
     if leads:
-        save_config(cfg, folder / "config.yaml")
-        _prepare_folder(folder, resume)
+        prepare_folder(folder, resume)
+        write_config(cfg, folder)
     log_inputs(inputs)
     with open_loggers(build(cfg.logger), folder, plain(cfg)) as loggers:
         trained = train(inputs, folder, loggers, resume)
@@ -184,6 +208,9 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             return {}
         merge_metrics(folder)
         tidy_checkpoints(folder)
+        callbacks: CallbackSettings = build(cfg.callbacks)
+        if callbacks.checkpoints:
+            keep_last(folder, resume)
         trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
         result: dict[str, Any] = {
             "seed": cfg.seed,
@@ -194,27 +221,18 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
             "versions": versions(),
             "truth": score_truth(inputs, trained),
         }
-        callbacks: CallbackSettings = build(cfg.callbacks)
         if callbacks.samples:
             write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
         result["seconds"]["all"] = round(time.perf_counter() - began, 2)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        part.replace(folder / RESULT)
         if callbacks.report:
             from attnpo.studies.pages import write_run_report
 
             write_run_report(inputs, result, callbacks, folder)
         publish_run(loggers, inputs, result, callbacks, folder)
+    part.replace(folder / RESULT)  # the last of all: a run that has it is finished
     return result
-
-
-def _prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Nothing; leaves of earlier sessions what this one goes on with."""
-    if resume is None:
-        clear(folder)
-    elif "step" in (account := read_account(resume.parent)):
-        cut_metrics(folder, account["step"])
 
 
 def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:

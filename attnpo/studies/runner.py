@@ -18,6 +18,7 @@ from attnpo.config import build, check, compose, plain
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
+from attnpo.studies.folders import make_folder
 from attnpo.studies.grid import Arm, Point, Study, expand_arms, grid_record, make_points
 from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
 from attnpo.studies.publish import study_overrides
@@ -159,7 +160,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
             f"study {study.name}: resume={cfg.resume} is for single runs; finished points are reused anyway"
         )
     began = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     seeds = [cfg.seed + i for i in range(cfg.seeds if cfg.seeds is not None else study.seeds)]
     facts = {seed: judge_once(cfg, study, seed) for seed in seeds}
     arms = expand_arms(study, facts[seeds[0]]["depth"])

@@ -3,7 +3,7 @@
 import logging
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,20 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger
+from safetensors import SafetensorError
 
 from attnpo.schema import UserError
+from attnpo.training.continuation import KEY
 from attnpo.training.export import Exporter
-from attnpo.training.folders import STATE, read_account, replaced, write_account
+from attnpo.training.folders import STATE, newest, read_account, replaced, write_account
 from attnpo.training.interruption import validation_follows
 from attnpo.training.metrics_file import merge_metrics
 
 log = logging.getLogger(__name__)
+
+VALIDATED = "attnpo_validated"  # in a state: whether it was saved behind the validation of its step
+# How a file that cannot be written shows: torch's writer raises RuntimeError, the export's an error of its own.
+DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 class StraightIO(TorchCheckpointIO):
@@ -48,8 +54,43 @@ class CheckpointFolder(L.Callback):
         """One key per folder."""
         return f"{type(self).__name__}[{self.folder.name}]"
 
-    def save(self, trainer: L.Trainer, *, export: bool, **facts: Any) -> None:
-        """Nothing; replaces the folder (a collective: every rank must call it)."""
+    def save(
+        self,
+        trainer: L.Trainer,
+        *,
+        export: bool,
+        metrics: Mapping[str, Any] | None = None,
+        state: Path | None = None,
+        **facts: Any,
+    ) -> None:
+        """Nothing; replaces the folder (a collective: every rank must call it).
+
+        ``metrics`` (by default what is logged) go into the export's model card; ``state`` is a file that holds the
+        state already, to be copied. Only the first rank writes; where it
+        fails, the others wait for it in a collective until the launcher ends them or the connection to it is lost.
+
+        Raises:
+            UserError: (first rank) the folder cannot be written; it holds what it held before.
+        """
+        try:
+            self._save(trainer, export, trainer.callback_metrics if metrics is None else metrics, state, facts)
+        except DISK_ERRORS as problem:
+            if not trainer.is_global_zero:
+                raise
+            log.debug("saving %s failed", self.folder, exc_info=True)
+            raise UserError(unsaved(self.folder, trainer.global_step, problem)) from problem
+        trainer.strategy.barrier(f"save {self.folder.name}")
+        if export and trainer.is_global_zero:
+            log.info("%s holds the policy of optimiser step %d", self.folder, trainer.global_step)
+
+    def _save(
+        self,
+        trainer: L.Trainer,
+        export: bool,
+        metrics: Mapping[str, Any],
+        state: Path | None,
+        facts: Mapping[str, Any],
+    ) -> None:
         module: Any = trainer.lightning_module
         with ExitStack() as stack:
             new = self.folder
@@ -57,22 +98,23 @@ class CheckpointFolder(L.Callback):
                 flush_metrics(trainer, self.folder.parent)
                 new = stack.enter_context(replaced(self.folder))
             new = trainer.strategy.broadcast(new)
-            trainer.save_checkpoint(new / STATE, weights_only=False)
+            if state is None:
+                trainer.save_checkpoint(new / STATE, weights_only=False)
+            elif trainer.is_global_zero:
+                shutil.copyfile(state, new / STATE)
             if export:
-                metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+                values = {name: float(value) for name, value in metrics.items()}
                 step = trainer.global_step
-                self.exporter.export(module.policy.model, new, write=trainer.is_global_zero, metrics=metrics, step=step)
+                self.exporter.export(module.policy.model, new, write=trainer.is_global_zero, metrics=values, step=step)
             if trainer.is_global_zero:
                 write_account(new, {"step": trainer.global_step, **facts, **self.account})
-        trainer.strategy.barrier(f"save {self.folder.name}")
-        if export and trainer.is_global_zero:
-            log.info("%s holds the policy of optimiser step %d", self.folder, trainer.global_step)
 
 
 class BestCheckpoint(CheckpointFolder):
     """Keeps the policy with the lowest (or highest) value of ``monitor``, exported with each improvement.
 
-    A resumed run goes on from the value that lies in the folder, so a worse policy never takes its place.
+    A resumed run goes on from the value that lies in the folder, so a worse policy never takes its place. A run that
+    ended behind a validation, with the state to go on from saved and this folder not, makes up for it when resumed.
     """
 
     def __init__(
@@ -86,27 +128,77 @@ class BestCheckpoint(CheckpointFolder):
         super().__init__(folder, exporter, account)
         self.monitor, self.mode = monitor, mode
         self.best: float | None = None
+        self._validated = -1  # the step that was validated last
+        self._owed: dict[str, float] = {}  # metrics of a resumed state's validation, until they are compared
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Nothing; notes in the state whether it has been validated."""
+        checkpoint[VALIDATED] = self._validated == trainer.global_step
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Nothing; takes up the folder's value and the metrics of the state.
+
+        Raises:
+            UserError: the state's run never logged the monitor.
+        """
+        saved = checkpoint.get(KEY, {})
+        metrics = saved.get("metrics", {})
+        self._check({*metrics, *saved.get("first", {})})
+        self.best = read_account(self.folder).get(self.monitor)
+        if checkpoint.get(VALIDATED, False):
+            self._validated, self._owed = checkpoint["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; a resumed run takes up the folder's value."""
-        if trainer.ckpt_path is not None:
-            self.best = read_account(self.folder).get(self.monitor)
+        """Nothing; saves a resumed state that is the best so far and was not saved as such."""
+        owed, self._owed = self._owed, {}
+        if self.monitor in owed and trainer.ckpt_path is not None:
+            # A copy: counters and random states are not in their places before the first step.
+            self._compare(trainer, owed, Path(trainer.ckpt_path))
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; does the same where no step was left, so that training never started.
+
+        Shards cannot be gathered any more at this moment; a warning says so.
+        """
+        if self._owed and getattr(pl_module, "sharded", False):
+            log.warning("no step is left to train: %s is not compared with the last step's policy", self.folder)
+            self._owed = {}
+        self.on_train_start(trainer, pl_module)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; notes the step."""
+        if trainer.state.fn == "fit":
+            self._validated = trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing; saves where the monitored value is the best so far.
 
         Raises:
-            UserError: the monitor was never logged.
+            UserError: the monitor was never logged; known from the validation before training on.
         """
         if trainer.state.fn != "fit":
+            self._check(trainer.callback_metrics)
             return
         if self.monitor not in trainer.callback_metrics:
-            names = ", ".join(sorted(name for name in trainer.callback_metrics if name.startswith("val/")))
-            raise UserError(f"callbacks.monitor={self.monitor} is not a logged metric; there are: {names}")
-        value = float(trainer.callback_metrics[self.monitor])
+            raise UserError(self._unknown(trainer.callback_metrics))
+        self._compare(trainer, trainer.callback_metrics)
+
+    def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Any], state: Path | None = None) -> None:
+        value = float(metrics[self.monitor])
         if trainer.strategy.reduce_boolean_decision(self._better(value)):
-            self.save(trainer, export=True, **{self.monitor: value})
+            self.save(trainer, export=True, metrics=metrics, state=state, **{self.monitor: value})
             self.best = value
+
+    def _check(self, names: Iterable[str]) -> None:
+        """Nothing; refuses the monitor if ``names`` are of a validation without it. Training's come with its steps."""
+        found = set(names)
+        validated = any(name.startswith("val/") for name in found)
+        if validated and self.monitor not in found and not self.monitor.startswith("train/"):
+            raise UserError(self._unknown(found))
+
+    def _unknown(self, names: Iterable[str]) -> str:
+        listed = ", ".join(sorted(name for name in names if name.startswith("val/")))
+        return f"callbacks.monitor={self.monitor} is not a logged metric; there are: {listed}"
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
@@ -167,6 +259,20 @@ class LastCheckpoint(CheckpointFolder):
         if self._whole != trainer.global_step:
             self.save(trainer, export=True)
             self._whole = trainer.global_step
+
+
+def unsaved(folder: Path, step: int, problem: Exception) -> str:
+    """What to tell the user when ``folder`` could not be saved behind ``step``, in one line."""
+    lines = str(problem).strip().splitlines() or [type(problem).__name__]
+    place = next(path for path in folder.parents if path.is_dir())
+    free = shutil.disk_usage(place).free
+    saved = newest(folder.parent, ("last", "best"))
+    stands = "nothing is saved yet" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
+    advice = "start again" if saved is None else "go on with resume=auto"
+    return (
+        f"cannot save optimiser step {step} to {folder} ({lines[0].strip()}); {free} bytes ({free / 2**30:.1f} GiB) "
+        f"are free there without the unfinished copy, which is removed; {stands}: make room, then {advice}"
+    )
 
 
 def log_row(trainer: L.Trainer) -> None:

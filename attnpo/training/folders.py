@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,15 +31,20 @@ def whole(folder: Path) -> Path:
 def replaced(folder: Path) -> Iterator[Path]:
     """An empty folder beside ``folder`` to write into; it takes the place of ``folder`` when the block ends well.
 
-    What was written is on the disk, not only in its cache, before it takes the place.
+    What was written is on the disk, not only in its cache, before it takes the place. When the block or the disk fails,
+    ``folder`` is as it was and the new one is gone.
     """
     tidy(folder)
     new, old = _beside(folder, "new"), _beside(folder, "old")
     new.mkdir(parents=True)
-    yield new
-    for path in sorted(new.rglob("*")):
-        _to_disk(path)
-    _to_disk(new)
+    try:
+        yield new
+        for path in sorted(new.rglob("*")):
+            _to_disk(path)
+        _to_disk(new)
+    except BaseException:  # from the first rename on, the new folder may be the only one: it stays
+        shutil.rmtree(new, ignore_errors=True)
+        raise
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -82,3 +87,10 @@ def read_account(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return account
+
+
+def newest(place: Path, names: Iterable[str]) -> tuple[int, Path] | None:
+    """Optimiser step and folder of the newest checkpoint in ``place``, the first of equals; None without any."""
+    found = [(read_account(place / name).get("step"), place / name) for name in names]
+    steps = [(int(step), folder) for step, folder in found if step is not None]
+    return max(steps, key=lambda each: each[0], default=None)

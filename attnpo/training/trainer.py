@@ -48,8 +48,9 @@ def make_callbacks(
     """
     callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption()]
     if settings.checkpoints:
-        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.mode, account))
+        # What a run goes on from comes first; a best/ that is missing behind it is made up for on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
+        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.mode, account))
     if trainer.progress:
         callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress())
     return callbacks

@@ -4,7 +4,6 @@ Every setting that changes a stored number is in the key; layer, heads, sink and
 one judge pass serves every study over them.
 """
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +15,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource, fingerprint_of
 from attnpo.weights.cache import Store, Table
-
-logger = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
 TOKENS = "tokens"
 VERDICTS = "verdicts"
+REFUSED = "refused"
 # Raised by hand with every change of the code that moves a stored number.
 CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
@@ -77,11 +76,22 @@ def layer_column(layer: int) -> str:
 # --------------------------------------------------------------------------------------------- captured weights
 
 
+@dataclass(frozen=True)
+class Unreadable(PairWeights):
+    """A pair that the judge cannot be shown: no rounds, but why.
+
+    ``reason`` is in words that fit every such pair, ``story`` is about this one.
+    """
+
+    reason: str
+    story: str
+
+
 def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[int]) -> None:
     """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
 
     A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower. A pair
-    without rounds, which the source could not read, is stored as that.
+    without rounds, which the source could not read, is stored as that; the reason has a column of its own.
     """
     rows = {}
     for pair in captured:
@@ -94,6 +104,8 @@ def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequen
         verdicts = _pack_verdicts(pair)
         if verdicts is not None:
             row[VERDICTS] = verdicts
+        if isinstance(pair, Unreadable):
+            row[REFUSED] = {"reason": pair.reason, "story": pair.story}
         rows[pair.pair_id] = row
     table.append(rows)
 
@@ -101,14 +113,27 @@ def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequen
 def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[int]) -> dict[str, PairWeights]:
     """The stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
 
-    UserError when a pair or a layer is missing.
+    What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
     """
     stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)])
     judged = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if VERDICTS in columns]
     verdicts = table.read(judged, [VERDICTS])
-    return {
+    captured = {
         pair_id: _unpack(pair_id, row, verdicts[pair_id][VERDICTS] if pair_id in verdicts else None, layers)
         for pair_id, row in stored.items()
+    }
+    return captured | unreadable_pairs(table, pair_ids)
+
+
+def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
+    """Those of ``pair_ids`` that are stored as pairs which the judge cannot be shown, in their order, with the reason.
+
+    Pairs that are not stored (yet) are no error.
+    """
+    known = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
+    return {
+        pair_id: Unreadable(pair_id, (), row[REFUSED]["reason"], row[REFUSED]["story"])
+        for pair_id, row in table.read(known, [REFUSED]).items()
     }
 
 
@@ -206,8 +231,9 @@ def ensure_captured(
     """Captured weights by pair id, computing what the store lacks.
 
     Missing pairs are captured ``chunk_pairs`` at a time and stored chunk by chunk, so an interrupted run goes on where
-    it stopped. ``make_tools`` (which loads the judge) is called only when something is missing. ``load_layers`` are
-    the layers to return, all of ``layers`` by default. ``verdicts``: pairs stored without verdicts count as missing.
+    it stopped. Pairs that the judge cannot be shown are stored as ``Unreadable``, also when there are no others.
+    ``make_tools`` (which loads the judge) is called only when something is missing. ``load_layers`` are the layers to
+    return, all of ``layers`` by default. ``verdicts``: pairs stored without verdicts count as missing.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -235,31 +261,15 @@ def _fill(
     if verdicts and not tools.verdict:
         raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
-    refused: dict[str, str] = {}
-    groups = _by_missing_layers(table, pairs, layers)
-    for group, absent in groups:
+    for group, absent in _by_missing_layers(table, pairs, layers):
         for start in range(0, len(group), chunk_pairs):
-            chunk, built = _readable(group[start : start + chunk_pairs], tools, refused)
-            captured = source.capture(chunk, built, absent) if chunk else []
-            store_captured(table, captured, absent)
+            chunk = group[start : start + chunk_pairs]
+            readable, built, unreadable = _readable(chunk, tools)
+            captured = source.capture(readable, built, absent) if readable else []
+            store_captured(table, [*captured, *unreadable], absent)
             done += len(chunk)
             if tools.progress is not None:
-                tools.progress(done + len(refused), len(pairs))
-    if not refused:
-        return
-    first = next(iter(refused.values()))
-    if not done:
-        raise UserError(f"the judge can be shown none of {len(pairs)} pairs; the first, {first}")
-    logger.warning(
-        "%d of %d pairs cannot be judged and get no weights: %s%s; %s",
-        len(refused),
-        len(pairs),
-        ", ".join(pair_id[:8] for pair_id in list(refused)[:3]),
-        ", ..." if len(refused) > 3 else "",
-        first,
-    )
-    for group, absent in groups:
-        store_captured(table, [PairWeights(pair.pair_id, ()) for pair in group if pair.pair_id in refused], absent)
+                tools.progress(done, len(pairs))
 
 
 @dataclass(frozen=True)
@@ -280,25 +290,29 @@ class _Built:
         return self.builder.fingerprint()
 
 
-def _readable(
-    pairs: Sequence[PreferencePair], tools: Tools, refused: dict[str, str]
-) -> tuple[list[PreferencePair], Tools]:
-    """The pairs a judge can be shown, and tools that hold their prompts; others go to ``refused`` with the reason."""
+def _readable(pairs: Sequence[PreferencePair], tools: Tools) -> tuple[list[PreferencePair], Tools, list[Unreadable]]:
+    """The pairs a judge can be shown, tools that hold their prompts, and the other pairs with the reason."""
     if tools.prompts is None:
-        return list(pairs), tools
-    rounds = {}
+        return list(pairs), tools, []
+    rounds, unreadable = {}, []
     for pair in pairs:
         try:
             built = tools.prompts.build(pair)
         except UserError as problem:
-            refused[pair.pair_id] = str(problem)
+            story = str(problem).removeprefix(f"pair {pair.pair_id}: ")
+            cause = problem if isinstance(problem, RefusedText) else problem.__cause__
+            unreadable.append(
+                Unreadable(pair.pair_id, (), cause.reason if isinstance(cause, RefusedText) else story, story)
+            )
             continue
         bare = [side for side in SIDES for prompt in built if prompt.spans[side][0] >= prompt.spans[side][1]]
         if bare:
-            refused[pair.pair_id] = f"pair {pair.pair_id}: the {bare[0]} response has no token in the judge's prompt"
+            story = f"the {bare[0]} response has no token in the judge's prompt"
+            unreadable.append(Unreadable(pair.pair_id, (), story, story))
         else:
             rounds[pair.pair_id] = built
-    return [pair for pair in pairs if pair.pair_id in rounds], replace(tools, prompts=_Built(tools.prompts, rounds))
+    readable = [pair for pair in pairs if pair.pair_id in rounds]
+    return readable, replace(tools, prompts=_Built(tools.prompts, rounds)), unreadable
 
 
 def _by_missing_layers(

@@ -3,6 +3,7 @@
 import gzip
 import json
 import shutil
+import zlib
 from typing import Any
 
 import pyarrow as pa
@@ -186,6 +187,29 @@ def test_parquet_that_is_none(attempts: Attempts, record: Record) -> None:
     message = attempts.weigh(world=parquet(attempts, b"PAR1 and then nothing")).refused()
     assert "train.parquet cannot be read as parquet" in message
     record("a file that is no Parquet", message, NOT_STARTED)
+
+
+def damaged(content: bytes) -> bytes:
+    """Compressed bytes of which eight are flipped in the middle, where zlib notices before the checksum does."""
+    for begin in range(len(content) // 2, len(content) - 16):
+        flipped = bytes(255 - byte for byte in content[begin : begin + 8])
+        broken = content[:begin] + flipped + content[begin + 8 :]
+        try:
+            gzip.decompress(broken)
+        except zlib.error:
+            return broken
+        except (OSError, EOFError):
+            continue
+    raise AssertionError("no damage that zlib notices")
+
+
+def test_compressed_rows_with_flipped_bytes(attempts: Attempts, record: Record) -> None:
+    """An error of zlib is neither an OSError nor an early end."""
+    content = damaged(gzip.compress(b"\n".join(lines(attempts))))
+    message = attempts.weigh(world=attempts.content(content, "train.jsonl.gz")).refused()
+    assert "train.jsonl.gz cannot be read (Error -3 while decompressing data: " in message
+    assert message.endswith("write or copy it again")
+    record("compressed rows with flipped bytes", message, NOT_STARTED)
 
 
 def test_compressed_rows_that_were_cut_off(attempts: Attempts, record: Record) -> None:

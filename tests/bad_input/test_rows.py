@@ -11,7 +11,7 @@ from attnpo.schema import PreferencePair
 from attnpo.text.chat import SENTINEL
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.studies.worlds import TRAIN, VAL, judge_loads
+from tests.studies.worlds import TRAIN, VAL, World, judge_loads
 
 KEPT = f"{TRAIN} rows read, {TRAIN} kept, 0 dropped"
 ONE_DROPPED = f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped"
@@ -53,16 +53,45 @@ def test_a_response_without_a_token_for_the_judge(attempts: Attempts, record: Re
     answer = attempts.fit(world=world)
     assert "empty response kept: 1 (row 0)" in answer.noted("rows read", "empty response")
     cannot = answer.noted("cannot be judged")
-    assert cannot.startswith(f"1 of {TRAIN + VAL} pairs cannot be judged and get no weights: {pair_id}; pair {pair_id}")
-    assert cannot.endswith("the chosen response has no token in the judge's prompt")
+    reason = "the chosen response has no token in the judge's prompt"
+    assert cannot == f"1 of {TRAIN + VAL} pairs cannot be judged and get no weights: {reason}: {pair_id}"
     message = answer.noted("dropped: the judge cannot be shown both responses")
-    assert counted(message) == 1 and pair_id in message
+    assert f"both responses: {reason}: 1 of {TRAIN}" in message and pair_id in message
     assert answer.noted("train:", "pairs of").startswith(f"train: {TRAIN - 1} pairs of {TRAIN} rows")
     record(case, message, f"1 of {TRAIN} pairs, counted")
     with judge_loads() as loaded:
         again = attempts.fit(world=world)
     assert loaded == [], "what the judge cannot read is stored as that"
     assert again.noted("dropped: the judge cannot be shown both responses") == message
+    assert again.noted("cannot be judged") == attempts.weigh(world=world).noted("cannot be judged") == cannot
+
+
+def test_a_pair_the_judge_cannot_read_beside_a_filled_store(attempts: Attempts) -> None:
+    """It alone is missing then, and costs itself only."""
+    world = attempts.on()
+    assert attempts.weigh(world=world).status == 0
+    added = World(world.model, attempts.saying(rejected=" ").data, world.store)
+    assert attempts.weigh(world=added).noted("cannot be judged").startswith(f"1 of {TRAIN + VAL} pairs cannot")
+    assert attempts.fit(world=added).noted("train:", "pairs of").startswith(f"train: {TRAIN - 1} pairs of {TRAIN}")
+
+
+def test_processes_whose_share_the_judge_cannot_read(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second pair is unreadable. Whoever comes behind reports for those who were there before."""
+    rows = deepcopy(attempts.rows)
+    for row in rows[::2]:
+        row["chosen"][-1]["content"] = ""
+    world = attempts.with_rows(rows)
+    sound = [json.dumps(attempts.rows[0]), json.dumps(attempts.rows[2])]
+    (world.data / "test.jsonl").write_text("\n".join(sound) + "\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    half, read = TRAIN // 2, TRAIN // 2 + 1
+    first = attempts.weigh(world=world).noted("cannot be judged")
+    assert first.startswith(f"{half} of {read} pairs ({read} more are still with other processes) cannot be judged")
+    monkeypatch.setenv("RANK", "1")
+    assert attempts.weigh(world=world).status == 0
+    monkeypatch.setenv("RANK", "0")
+    assert attempts.weigh(world=world).noted("cannot be judged").startswith(f"{half} of {TRAIN + 2} pairs cannot")
 
 
 def test_an_empty_response_without_a_judge_is_its_end_token(attempts: Attempts, record: Record) -> None:
@@ -82,6 +111,23 @@ def test_no_pair_that_the_judge_can_read(attempts: Attempts, record: Record) -> 
     assert message.startswith("the judge can be shown none of 4 pairs; the first, pair ")
     assert message.endswith("the rejected response has no token in the judge's prompt")
     record("every rejected response blank", message, "run not started")
+    with judge_loads() as loaded:
+        assert attempts.fit(world=world).refused() == message
+    assert loaded == [], "that none can be read is stored"
+
+
+def test_no_pair_that_the_judge_can_read_in_two_processes(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one has a share without a readable pair, which decides nothing; the last one knows."""
+    rows = deepcopy(attempts.rows[:4])
+    for row in rows:
+        row["rejected"][-1]["content"] = " "
+    world = attempts.with_rows(rows)
+    (world.data / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert attempts.weigh(world=world).noted("cannot be judged")
+    monkeypatch.setenv("RANK", "1")
+    assert attempts.weigh(world=world).refused().startswith("the judge can be shown none of 4 pairs; the first, pair ")
 
 
 HOSTILE = {
@@ -153,7 +199,8 @@ def test_responses_cut_to_nothing(attempts: Attempts, record: Record) -> None:
     """Whatever is dropped for its length alone until nothing is left ends in one error with the counts."""
     message = attempts.weigh("lengths.overlong=drop", "lengths.max_prompt_length=10", "lengths.max_length=11").refused()
     assert message.startswith(
-        f"train: none of {TRAIN} pairs can be trained on (dropped: prompt longer than lengths.max_prompt_length 10: {TRAIN} ("
+        f"train: none of {TRAIN} pairs can be trained on (dropped: prompt longer than lengths.max_prompt_length 10: "
+        f"{TRAIN} ("
     )
     record("all responses cut to nothing", message, "run not started")
 

@@ -70,11 +70,11 @@ def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -
 
 
 def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:
-    """Known only after the first validation; the answer lists the names there are."""
+    """Known from the validation before training; the answer lists the names there are."""
     message = attempts.fit("callbacks=default", "callbacks.monitor=val/los").refused()
     assert message.startswith("callbacks.monitor=val/los is not a logged metric; there are: ")
     assert "val/loss" in message and "val/rewards/margins" in message
-    record("callbacks.monitor=val/los", message, "one validation")
+    record("callbacks.monitor=val/los", message, "the validation before training")
 
 
 TESTBED = {

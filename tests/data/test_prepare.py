@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from attnpo.data.prepare import (
+    APART,
+    UNREADABLE,
     EncodedSet,
     ExampleSet,
     Tally,
@@ -18,6 +20,7 @@ from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, R
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
+from attnpo.weights.capture import Unreadable
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
 
@@ -157,6 +160,38 @@ def test_a_pair_without_any_weighted_token_counts_for_nothing(chat: ChatFormat) 
     }
     assert (made.read, made.dropped) == (3, 0)
     assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.lines()[1]
+
+
+def test_pairs_the_judge_could_not_be_shown_are_counted_by_reason(chat: ChatFormat) -> None:
+    pairs = [make_pair(4, 8, shift=i) for i in range(4)]
+    encoded = encode_pairs(pairs, chat, LengthRules(200, 100))
+    rows: dict[str, PairWeights] = {
+        pair.pair_id: Unreadable(pair.pair_id, (), reason, "its story")
+        for pair, reason in zip(pairs, ("too long", "odd", "too long"), strict=False)
+    }
+    rows[pairs[3].pair_id] = captured(pairs[3], encoded.encoded[3], {"chosen": 4, "rejected": 8})
+    made = prepare_examples(encoded, Attention(layer=1).resolve(1), rows, AlignRules(), layers=(1,))
+    assert made.tally.first == {
+        f"{UNREADABLE}: too long": [pairs[0].pair_id[:8], pairs[2].pair_id[:8]],
+        f"{UNREADABLE}: odd": [pairs[1].pair_id[:8]],
+    }
+    assert (made.tally.counts.total(), made.dropped, len(made.examples)) == (3, 3, 1)
+
+
+def test_a_response_that_is_tokenised_on_its_own_is_counted_with_its_pair() -> None:
+    """The template's prompt ends in the middle of a word; the pair is kept."""
+    tokenizer = build_tokenizer(GRAMMAR)
+    split = ChatFormat(tokenizer)
+    template = str(tokenizer.chat_template)
+    tokenizer.chat_template = template.replace("'<assistant> '", "'<assistant>'").replace(
+        "<assistant>", "<assistant> x"
+    )
+    merged = ChatFormat(tokenizer)
+    pair = make_pair(2, 3)
+    assert encode_pairs([pair], split, LengthRules(200, 100)).tally.counts == Counter()
+    found = encode_pairs([pair], merged, LengthRules(200, 100))
+    assert found.pairs == [pair]
+    assert found.tally.first == {f"{side} response {APART}": [pair.pair_id[:8]] for side in SIDES}
 
 
 def test_missing_weights_are_an_error(chat: ChatFormat) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from attnpo.config import build, check
 from attnpo.models.loading import load_model
@@ -17,7 +16,7 @@ from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
 from attnpo.studies.inputs import lay_ground
-from attnpo.studies.policies import check_policy_config, check_reference, load_policy, load_reference
+from attnpo.studies.policies import load_policy, load_reference
 from attnpo.studies.run import run
 from attnpo.training.metrics_file import read_metrics
 from tests.studies.worlds import World, build_world
@@ -95,14 +94,12 @@ def test_cached_log_probs_are_the_bases_to_the_bit(world: World, tmp_path: Path)
 def test_what_the_settings_build(world: World) -> None:
     ground = lay_ground(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
     assert ground.model.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
-    check_reference(ground)
     policy = load_policy(ground)
     assert has_adapters(policy.model)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
     assert isinstance(load_reference(ground, policy), AdapterOff)
     live = lay_ground(world.config(*LORA, "reference=live"))
-    check_reference(live)
     copy = load_reference(live, policy)
     assert copy is not None and not has_adapters(copy.model)
     base = load_model(world.model).state_dict()
@@ -115,19 +112,16 @@ def test_what_the_settings_build(world: World) -> None:
 def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
     cfg = world.config("reference=adapter_off")
     with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
-        check_policy_config(cfg)
-    with pytest.raises(UserError, match="needs a fresh adapter"):
-        check_reference(lay_ground(cfg))
+        check(cfg)
     with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, adapter_off"):
-        check_policy_config(world.config("reference=adapter"))
-    check_policy_config(OmegaConf.create({"reference": "live", "model": {"path": "of a config without the key"}}))
+        check(world.config("reference=adapter"))
 
 
 def test_adapters_without_peft_are_refused_before_anything_loads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    check_policy_config(world.config())
+    check(world.config())
     with pytest.raises(UserError, match=r"pip install 'attnpo\[lora\]'"):
-        check_policy_config(world.config(*LORA))
+        check(world.config(*LORA))
 
 
 def test_wrong_settings_are_named_under_their_keys(world: World) -> None:

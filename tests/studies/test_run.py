@@ -293,7 +293,7 @@ def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
     cfg = compose("fit", ["setting=real_smoke", "resume=auto"])
     assert find_resume(cfg, tmp_path) is None
     (tmp_path / "last").mkdir()
-    (tmp_path / "last" / "state.ckpt").write_bytes(b"x")
+    torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
     assert find_resume(cfg, tmp_path) == tmp_path / "last" / "state.ckpt"
     by_folder = compose("fit", ["setting=real_smoke", f"resume={tmp_path / 'last'}"])
     assert find_resume(by_folder, tmp_path / "elsewhere") == tmp_path / "last" / "state.ckpt"

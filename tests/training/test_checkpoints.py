@@ -1,7 +1,12 @@
 """Checkpoint folders: what is in them, which step they are, and that a run goes on from them."""
 
-from collections.abc import Callable
+import re
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,10 +19,11 @@ from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training import checkpoints
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
-from attnpo.training.continuation import Continuation
+from attnpo.training.continuation import KEY, Continuation
 from attnpo.training.export import Exporter
 from attnpo.training.folders import STATE, read_account, replaced, tidy, whole
-from attnpo.training.settings import CallbackSettings
+from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.training.trainer import make_callbacks
 from tests.training.tiny import make_data, make_examples, make_module
 
 Fit = Callable[..., list[dict[str, float]]]
@@ -45,7 +51,7 @@ class Remember(L.Callback):
 def folders(place: Path, tokenizer: PreTrainedTokenizerFast, mode: str = "min") -> tuple[L.Callback, ...]:
     exporter = Exporter(tokenizer)
     best = BestCheckpoint(place / "best", exporter, "val/loss", mode)
-    return Continuation(), best, LastCheckpoint(place / "last", exporter)
+    return Continuation(), LastCheckpoint(place / "last", exporter), best
 
 
 def by_step(rows: list[dict[str, float]], name: str) -> dict[int, float]:
@@ -103,10 +109,67 @@ def test_the_state_holds_the_policy_alone(fit: Fit, tmp_path: Path, tokenizer: P
     assert 3 * size < (tmp_path / "last" / "state.ckpt").stat().st_size < 3.7 * size
 
 
-def test_a_monitor_that_is_not_logged_is_refused(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    callback = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
-    with pytest.raises(UserError, match=r"callbacks\.monitor=val/acuracy .* val/loss, .*val/rewards/accuracies"):
-        fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(callback,))
+class Steps(L.Callback):
+    """How many optimiser steps were begun."""
+
+    begun = 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        self.begun = trainer.global_step + 1
+
+
+UNKNOWN = r"callbacks\.monitor=val/acuracy is not .* val/loss, .*val/rewards/accuracies"
+
+
+def test_a_monitor_that_is_not_logged_is_refused_before_the_first_step(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    best, steps = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy"), Steps()
+    with pytest.raises(UserError, match=UNKNOWN):
+        fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(best, steps))
+    assert steps.begun == 0
+
+
+@pytest.mark.parametrize("validate_every", [1, 100], ids=["validated", "never validated"])
+def test_a_monitor_that_a_resumed_run_never_logged_is_refused_before_its_first_step(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, validate_every: int
+) -> None:
+    """Names come from the last validation, or from the one before training."""
+    data, past, steps = make_examples(20), Continuation(), Steps()
+    past.first = {} if validate_every == 1 else {"val/loss": 0.7, "val/rewards/accuracies": 0.5}
+    last = LastCheckpoint(tmp_path / "last", Exporter(tokenizer), every=1)
+    keep = Keep(tmp_path / "last" / STATE, tmp_path / "2.ckpt", 2)
+    arguments: dict[str, object] = {"epochs": 1, "validate_every": validate_every}
+    fit(make_module(3), make_data(data, PLAN), steps=3, callbacks=(past, last, keep), **arguments)
+    best = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "val/acuracy")
+    callbacks = (Continuation(), best, steps)
+    with pytest.raises(UserError, match=UNKNOWN):
+        fit(
+            make_module(3),
+            make_data(data, PLAN),
+            steps=3,
+            callbacks=callbacks,
+            resume=tmp_path / "2.ckpt",
+            **arguments,
+        )
+    assert steps.begun == 0
+
+
+class Keep(L.Callback):
+    """Copies the state that lies there when step ``step`` is over."""
+
+    def __init__(self, state: Path, to: Path, step: int) -> None:
+        self.state, self.to, self.step = state, to, step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        if trainer.global_step == self.step:
+            shutil.copy(self.state, self.to)
+
+
+def test_a_training_value_can_be_the_monitor(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    best = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "train/loss")
+    fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), best))
+    assert set(read_account(tmp_path / "best")) == {"step", "train/loss"}
 
 
 def test_a_run_goes_on_from_its_last_folder(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -199,15 +262,111 @@ def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: 
     assert torch.load(tmp_path / "best" / STATE, weights_only=True)["global_step"] == before["step"]
 
 
-def test_a_save_that_fails_leaves_the_one_before(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    class Full(Exporter):
-        def export(self, *arguments: object, **named: object) -> None:
-            raise OSError(28, "No space left on device")
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """A disk that is full within any file beyond ``size`` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
+
+class Full(Exporter):
+    """The disk is full from the first weights it writes."""
+
+    def export(self, *arguments: Any, **named: Any) -> None:
+        with files_up_to(10_000):
+            super().export(*arguments, **named)
+
+
+class FullAt(L.Callback):
+    """The disk is full while the states of a step are written."""
+
+    def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.step, self.now, save = step, -1, torch.save
+
+        def limited(*arguments: Any, **named: Any) -> None:
+            with files_up_to(10_000) if self.now == self.step else nullcontext():
+                save(*arguments, **named)
+
+        monkeypatch.setattr(torch, "save", limited)
+
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: object) -> None:
+        self.now = trainer.global_step
+
+
+def test_an_export_that_fails_leaves_the_save_before(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """At the end of training: one line that names path, free space and what there is to go on from."""
     last = LastCheckpoint(tmp_path / "last", Full(tokenizer), every=1)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError) as refused:
         fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), last))
+    said = str(refused.value)
+    assert "\n" not in said and said.startswith(f"cannot save optimiser step 3 to {tmp_path / 'last'} (")
+    assert f"saved last is step 2, in {tmp_path / 'last'}: make room, then go on with resume=auto" in said
+    assert int(said.partition(" bytes (")[0].rpartition(" ")[2]) > 0 and "too large" in said
     assert torch.load(tmp_path / "last" / STATE, weights_only=True)["global_step"] == 2
+    assert [path.name for path in tmp_path.glob("last*")] == ["last"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_state_that_cannot_be_written_is_told(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """torch says so with a RuntimeError of many lines."""
+    callbacks = (FullAt(step, monkeypatch), *folders(tmp_path, tokenizer))
+    stands = "nothing is saved yet: " if step == 1 else f"saved last is step 1, in {tmp_path / 'last'}: "
+    with pytest.raises(UserError, match=re.escape(stands)) as refused:
+        fit(
+            make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, validate_every=1, callbacks=callbacks
+        )
+    assert isinstance(refused.value.__cause__, RuntimeError) and "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("*.new")) and (tmp_path / "last").exists() == (step == 2)
+
+
+@pytest.mark.parametrize("step", [2, 5], ids=["mid-run", "last step"])
+def test_a_best_that_could_not_be_saved_is_made_up_for(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, step: int
+) -> None:
+    """No room for ``best/`` behind a step that ``last/`` has already: the resumed run ends like an unbroken one."""
+    examples, arguments = make_examples(40), {"steps": 5, "epochs": 1, "validate_every": 1}
+
+    class FullBest(Exporter):
+        def export(self, *given: Any, **named: Any) -> None:
+            with files_up_to(10_000) if named["step"] == step else nullcontext():
+                super().export(*given, **named)
+
+    def run(place: Path, exporter: Exporter, resume: Path | None = None) -> None:
+        best = BestCheckpoint(place / "best", exporter)
+        last = LastCheckpoint(place / "last", Exporter(tokenizer))
+        data = make_data(examples, PLAN)
+        module = make_module(5, lr=1e-3)  # every step is better than those before
+        fit(module, data, callbacks=(Continuation(), last, best), resume=resume, **arguments)
+
+    run(tmp_path / "all", Exporter(tokenizer))
+    with pytest.raises(UserError, match=f"cannot save optimiser step {step} to .*saved last is step {step}, in .*last"):
+        run(tmp_path / "part", FullBest(tokenizer))
+    stand = torch.load(tmp_path / "part" / "last" / STATE, weights_only=True)
+    assert stand["global_step"] == step
+    before = read_account(tmp_path / "part" / "best")["step"]
+    assert before < step and not (tmp_path / "part" / "best.new").exists()
+    run(tmp_path / "part", Exporter(tokenizer), tmp_path / "part" / "last" / STATE)
+    for name in ("best", "last"):
+        mine, theirs = (tmp_path / place / name for place in ("part", "all"))
+        assert read_account(mine) == read_account(theirs) and read_account(mine)["step"] >= step
+        assert (mine / "model.safetensors").read_bytes() == (theirs / "model.safetensors").read_bytes()
+        states = [torch.load(folder / STATE, weights_only=True) for folder in (mine, theirs)]
+        assert states[0]["PreferenceDataModule"] == states[1]["PreferenceDataModule"]
+        assert states[0][KEY]["metrics"].keys() == states[1][KEY]["metrics"].keys()
+
+
+def test_a_state_is_saved_before_its_policy_is_compared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    made = make_callbacks(CallbackSettings(), TrainerSettings(progress=False), tmp_path, Exporter(tokenizer))
+    kinds = [type(callback) for callback in made]
+    assert kinds.index(LastCheckpoint) < kinds.index(BestCheckpoint)
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.schema import PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.schema import JudgePrompt, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.text.chat import RefusedText
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store, Table
 from attnpo.weights.capture import (
+    REFUSED,
     CaptureReport,
+    Unreadable,
     ensure_captured,
     estimate_bytes,
     load_captured,
@@ -20,6 +23,7 @@ from attnpo.weights.capture import (
     reference_key,
     store_captured,
     store_logps,
+    unreadable_pairs,
     weights_key,
 )
 from attnpo.weights.sources.attention import Attention
@@ -27,6 +31,19 @@ from tests.weights.fakes import FakeJudge, FakePrompts, make_pair
 
 PAIRS = [make_pair(number, "some words of an answer", "few") for number in range(7)]
 LAYERS = (1, 2, 3, 4)
+
+
+class Choosy(FakePrompts):
+    """Prompts of all pairs but those whose question is in ``refuses``: for its text, or (odd numbers) as too long."""
+
+    refuses: tuple[int, ...] = ()
+
+    def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
+        number = int(pair.prompt[0]["content"].removeprefix("question "))
+        if number not in self.refuses:
+            return super().build(pair)
+        problem = UserError("no room") if number % 2 else RefusedText("its text is odd", f"odd at character {number}")
+        raise UserError(f"pair {pair.pair_id}: {problem}") from problem
 
 
 @dataclass
@@ -37,11 +54,14 @@ class Bench:
     judge: FakeJudge = field(default_factory=FakeJudge)
     made: int = 0
     verdict: bool = True
+    refuses: tuple[int, ...] = ()
     progress: list[tuple[int, int]] = field(default_factory=list)
 
     def tools(self) -> Tools:
         self.made += 1
-        return Tools(self.judge, FakePrompts(), self.verdict, lambda done, total: self.progress.append((done, total)))
+        prompts = Choosy()
+        prompts.refuses = self.refuses
+        return Tools(self.judge, prompts, self.verdict, lambda done, total: self.progress.append((done, total)))
 
     def run(
         self, pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, **options: Any
@@ -144,6 +164,59 @@ def test_an_interrupted_capture_goes_on_where_it_stopped(bench: Bench) -> None:
     assert (report.hits, report.computed) == (4, 3)
     assert bench.judge.calls == [(4, LAYERS), (2, LAYERS)]
     assert all(same(captured[one.pair_id], one) for one in fresh_capture(PAIRS))
+
+
+def reasons(captured: dict[str, PairWeights]) -> list[tuple[str, str] | None]:
+    """Why a pair has no rounds, in the order of the pairs; None for those that have some."""
+    return [(pair.reason, pair.story) if isinstance(pair, Unreadable) else None for pair in captured.values()]
+
+
+def test_pairs_the_judge_cannot_be_shown_are_stored_with_the_reason(bench: Bench) -> None:
+    bench.refuses = (1, 4)
+    why = [None, ("no room", "no room"), None, None, ("its text is odd", "odd at character 4"), None, None]
+    captured, report = bench.run(PAIRS, chunk_pairs=3)
+    assert (reasons(captured), report.computed, bench.progress) == (why, 7, [(3, 7), (6, 7), (7, 7)])
+    again, report = bench.run(PAIRS, verdicts=True)
+    assert (reasons(again), report.hits, bench.made) == (why, 7, 1)
+    assert all(same(again[one.pair_id], one) for one in fresh_capture([PAIRS[0], PAIRS[6]]))
+
+
+def test_unreadable_pairs_alone_do_not_block_a_store(bench: Bench) -> None:
+    """One unreadable pair beside a filled store, or a share of unreadable pairs only, is stored like any other."""
+    bench.run(PAIRS[:3])
+    bench.refuses = (3, 4)
+    bench.judge.calls.clear()
+    captured, report = bench.run(PAIRS[:5], chunk_pairs=1)
+    assert (report.hits, report.computed, bench.judge.calls) == (3, 2, [])
+    assert [why is None for why in reasons(captured)] == [True, True, True, False, False]
+    assert bench.run(PAIRS[:5])[1].hits == 5
+    assert reasons(bench.run(PAIRS[3:5])[0]) == [("no room", "no room"), ("its text is odd", "odd at character 4")]
+
+
+def test_unreadable_pairs_of_an_interrupted_capture_are_kept(bench: Bench) -> None:
+    """They are stored with their own chunk, so that what is left to do is what comes behind."""
+    bench.refuses, bench.judge.fail_at = (0, 1), 1
+    with pytest.raises(KeyboardInterrupt):
+        bench.run(PAIRS, chunk_pairs=3)
+    table = Store(bench.root).table("weights", weights_key(Attention(), FakeJudge(), FakePrompts()))
+    assert list(unreadable_pairs(table, [pair.pair_id for pair in PAIRS])) == [pair.pair_id for pair in PAIRS[:2]]
+    bench.judge = FakeJudge()
+    assert bench.run(PAIRS)[1].hits == 3
+
+
+def test_rows_of_readable_pairs_have_no_further_column(tmp_path: Path) -> None:
+    table = a_table(tmp_path)
+    store_captured(table, [*fresh_capture(PAIRS[:1]), Unreadable(PAIRS[1].pair_id, (), "why", "how")], LAYERS)
+    usual = {"tokens", "verdicts", "L01", "L02", "L03", "L04"}
+    present = table.columns_present([pair.pair_id for pair in PAIRS[:3]])
+    assert list(present.values()) == [usual, {*usual, REFUSED}, set()]
+
+
+def test_an_empty_row_without_a_reason_is_still_read(tmp_path: Path) -> None:
+    """As stores before this column have them."""
+    store_captured(a_table(tmp_path), [PairWeights(PAIRS[0].pair_id, ())], LAYERS)
+    back = load_captured(a_table(tmp_path), [PAIRS[0].pair_id], LAYERS)
+    assert back == {PAIRS[0].pair_id: PairWeights(PAIRS[0].pair_id, ())}
 
 
 def test_only_missing_layers_are_computed(bench: Bench) -> None:
