@@ -79,7 +79,7 @@ def test_coverage_lies_within_the_stated_bounds(
 def test_punctuation_before_a_line_break_is_what_is_lost(shared: Path) -> None:
     """A tokenizer of Llama-3's kind: full stops merge with the break behind the answer, letters do not."""
     chat = chat_of(shared / "models" / "tokenizers" / "edge_merge_2k", "own")
-    (rules,) = (rules for option, rules in judge_options().items() if "pairwise" in option.split(", "))
+    (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
     prompts = JudgePrompts(rules, chat)
     lost: dict[str, list[bool]] = {"stop": [], "letter": []}
     for pair in sample(shared / "data"):
@@ -97,7 +97,7 @@ def test_punctuation_before_a_line_break_is_what_is_lost(shared: Path) -> None:
 
 def test_a_response_without_characters_is_left_out(shared: Path) -> None:
     chat = chat_of(shared / "models" / "tokenizers" / "gpt2", PLAIN)
-    (rules,) = (rules for option, rules in judge_options().items() if "pairwise" in option.split(", "))
+    (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
     pair = PreferencePair.make([{"role": "user", "content": "why?"}], "", "so")
     first, _ = JudgePrompts(rules, chat).build(pair)
     assert match(first, "chosen", chat.encode(pair.prompt, ""), AlignMethod.LEVENSHTEIN) is None

@@ -172,7 +172,7 @@ def output_path(cfg: DictConfig) -> Path:
     model, data = Path(str(cfg.model.path)), Path(str(cfg.data.path))
     # RUN/best and organisation/model: the last part alone does not say which.
     parts = [*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
-    if not data.expanduser().is_file():
+    if not data.suffix:  # a folder or a hub name, which hold several splits
         parts.append(str(cfg.data.split))
     named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", str(cfg.data.rows))])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"

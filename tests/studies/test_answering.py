@@ -126,6 +126,10 @@ def test_a_runs_folder_gives_the_answers_its_samples_have(world: World, tmp_path
 def test_without_an_output_the_file_is_named_after_model_and_prompts(world: World) -> None:
     overrides = ["model.path=outputs/run-7/best", "data.path=sets/hard.v2.jsonl"]
     assert output_path(compose("generate", overrides)) == Path("outputs/answers-run-7-best-hard/answers.jsonl")
+    overrides = ["model.path=org/chat", "data.path=org/pairs", "data.split=val", "data.rows=100:300"]
+    assert output_path(compose("generate", overrides)) == Path(
+        "outputs/answers-org-chat-pairs-val-100_300/answers.jsonl"
+    )
     overrides = ["model.path=./m", "data.path=org/set"]
     assert output_path(compose("generate", overrides)) == Path("outputs/answers-m-set/answers.jsonl")
 

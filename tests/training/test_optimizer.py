@@ -13,6 +13,7 @@ from attnpo.config import build, check, compose
 from attnpo.data.rules import BatchPlan
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
+from attnpo.studies import root
 from attnpo.training.optimizer import Optimizer, all_on_gpu
 from tests.training.tiny import make_data, make_examples, make_module
 
@@ -148,7 +149,8 @@ def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: li
         Optimizer(moments="4bit")
 
 
-def test_the_config_reaches_it() -> None:
+def test_the_config_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root, "find_spec", lambda package: package)  # torchao is an extra
     cfg = compose("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
     check(cfg, complete=False)
     assert build(cfg.optimizer) == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)
