@@ -127,11 +127,10 @@ def test_without_an_output_the_file_is_named_after_model_and_prompts(world: Worl
     overrides = ["model.path=outputs/run-7/best", "data.path=sets/hard.v2.jsonl"]
     assert output_path(compose("generate", overrides)) == Path("outputs/answers-run-7-best-hard/answers.jsonl")
     overrides = ["model.path=org/chat", "data.path=org/pairs", "data.split=val", "data.rows=100:300"]
-    assert output_path(compose("generate", overrides)) == Path(
-        "outputs/answers-org-chat-pairs-val-100_300/answers.jsonl"
-    )
+    named = output_path(compose("generate", overrides)).parent.name
+    assert named == "answers-org-chat-pairs-val-100_300", "another split or other rows are another file"
     overrides = ["model.path=./m", "data.path=org/set"]
-    assert output_path(compose("generate", overrides)) == Path("outputs/answers-m-set/answers.jsonl")
+    assert output_path(compose("generate", overrides)) == Path("outputs/answers-m-set-test/answers.jsonl")
 
 
 def test_what_cannot_be_answered_is_named_and_not_cut(world: World, tmp_path: Path) -> None:
