@@ -11,7 +11,8 @@ from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, U
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
 from attnpo.weights.base import WeightSource
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.pipeline import TrainingWeights, training_weights
+from attnpo.weights.pipeline import TrainingWeights, check_transforms, finished_weights, fitted, training_weights
+from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
 
@@ -150,12 +151,32 @@ def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: Lengt
     return replace(out, read=read)
 
 
+def fit_transforms(
+    transforms: Sequence[WeightTransform],
+    encoded: EncodedSet,
+    source: WeightSource,
+    captured: Mapping[str, PairWeights],
+    layers: tuple[int, ...] = (),
+) -> tuple[WeightTransform, ...]:
+    """The transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split)."""
+    check_transforms(source, transforms)
+    if not any(transform.needs_fit for transform in transforms):
+        return tuple(transforms)
+    finished = {}
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        found = captured.get(pair.pair_id)
+        if found is None or found.rounds:
+            finished[pair.pair_id] = finished_weights(source, found, sides, layers=layers, pair_id=pair.pair_id)
+    return fitted(transforms, finished)
+
+
 def prepare_examples(
     encoded: EncodedSet,
     source: WeightSource,
     captured: Mapping[str, PairWeights],
     align: AlignRules,
     layers: tuple[int, ...] = (),
+    transforms: Sequence[WeightTransform] = (),
 ) -> ExampleSet:
     """Training examples in their order, with the account of every cut and dropped pair.
 
@@ -164,6 +185,7 @@ def prepare_examples(
         source: a resolved weight source; ``captured`` holds its stored rows by pair id (empty if it needs none), a row
             for each of ``layers``. A pair that the source could not read has no rounds there and is dropped.
         align: how weights reach the training tokens, and the coverage a pair must have.
+        transforms: changes of the finished rows, fitted (``fit_transforms``).
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples, content, unmatched = [], 0, 0
@@ -173,7 +195,7 @@ def prepare_examples(
         if found is not None and not found.rounds:
             tally.add(f"{UNREADABLE}: {found.reason}" if isinstance(found, Unreadable) else UNREADABLE, pair_id)
             continue
-        weights = training_weights(source, found, sides, align.method, layers=layers, pair_id=pair_id)
+        weights = training_weights(source, found, sides, align.method, transforms, layers=layers, pair_id=pair_id)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:

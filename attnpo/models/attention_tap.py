@@ -10,11 +10,11 @@ What a call wants and what it found live in a ``Probe`` that travels in the call
 global state but the registered name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -135,6 +135,33 @@ class LayerAttention:
         return pulled
 
 
+@runtime_checkable
+class AttentionMap(Protocol):
+    """What rollout needs of a layer."""
+
+    def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
+        """The softmax row of each sequence's position ``last``, per query head."""
+        ...
+
+    def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
+        """``weights @ A`` for the head-mean attention map A."""
+        ...
+
+
+def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, "batch"]) -> Float[Tensor, "batch T"]:
+    """The row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
+
+    Each layer may be forgotten once it was used, so a generator that drops them keeps memory low.
+    """
+    layers = iter(layers)
+    first = next(layers).rows(last).mean(1)
+    # The deepest layer acts on a unit vector: its one row is all that is needed of it.
+    weights = (torch.zeros_like(first).scatter_(1, last[:, None], 1.0) + first) / 2
+    for layer in layers:
+        weights = (weights + layer.pull(weights)) / 2
+    return weights
+
+
 class Probe:
     """What one forward is asked for, and what it found.
 
@@ -175,14 +202,7 @@ class Probe:
     def rollout(self) -> Float[Tensor, "batch T"]:
         """The last position's row of the product of ``(I + A_l) / 2`` over all layers; frees the kept tensors."""
         self.require(self.kept, range(self.depth))
-        top = self.kept.pop(self.depth - 1)
-        first = top.rows(self.last).mean(1)
-        weights = torch.zeros_like(first).scatter_(1, self.last[:, None], 1.0)
-        # The deepest layer acts on a unit vector: its one row is all that is needed of it.
-        weights = (weights + first) / 2
-        for layer in range(self.depth - 2, -1, -1):
-            weights = (weights + self.kept.pop(layer).pull(weights)) / 2
-        return weights
+        return rolled((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
     def require(self, found: dict[int, Any], layers: Sequence[int]) -> None:
         """Nothing; raises ``UserError`` when a layer wanted gave no attention."""

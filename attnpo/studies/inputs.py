@@ -17,7 +17,7 @@ from attnpo.config import build
 from attnpo.console import process as process
 from attnpo.console import world_size as world_size
 from attnpo.data.base import PairSet
-from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, encode_pairs, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, encode_pairs, fit_transforms, prepare_examples
 from attnpo.data.rules import BatchPlan
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -279,9 +279,11 @@ def inputs_on(ground: Ground) -> Inputs:
     encoded = encode(ground, pairs)
     weighed = weigh(ground, encoded)
     align = build(ground.cfg.align)
+    source, captured, layers = weighed.source, weighed.captured, weighed.layers
+    chosen = [build(node) for node in ground.cfg.transforms.values()]
+    transforms = fit_transforms(chosen, encoded["train"], source, captured, layers)
     examples = {
-        split: prepare_examples(encoded[split], weighed.source, weighed.captured, align, layers=weighed.layers)
-        for split in SPLITS
+        split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
     }
     return Inputs(ground, pairs, weighed, examples)
 

@@ -18,6 +18,8 @@ from attnpo.studies.judging import Judge
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
 from attnpo.weights.base import WeightSource
+from attnpo.weights.pipeline import check_transforms
+from attnpo.weights.transforms import WeightTransform
 
 REFERENCES = ("live", "cached", "adapter_off")
 
@@ -108,6 +110,7 @@ class RunConfig:
     resume: str | None = None
     prepare: Preparer | None = None
     truth: Truth | None = None
+    transforms: dict[str, WeightTransform] = field(default_factory=dict)
     study: Study | None = None
     composed: dict[str, Any] = field(default_factory=dict)
 
@@ -118,8 +121,9 @@ class RunConfig:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
         require_name(self.name)
         require_parts(self.reference, self.model, self.optimizer)
-        if self.study is None:  # a study's arms may choose both anew
+        if self.study is None:  # a study's arms may choose them anew
             require_reader(self.weights, self.objective)
+            check_transforms(self.weights, list(self.transforms.values()))
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason.

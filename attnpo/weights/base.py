@@ -18,7 +18,6 @@ from attnpo.schema import (
     Kind,
     PairWeights,
     PreferencePair,
-    TokenWeights,
     UserError,
 )
 from attnpo.weights.postprocess import Postprocess
@@ -115,15 +114,6 @@ class NativeSource(WeightSource, Protocol):
 
     def weigh(self, pair_id: str, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """A weight for every training token of one response."""
-        ...
-
-
-@runtime_checkable
-class RowTransform(Protocol):
-    """A change of the selected raw rows of one response: a control, a mixture, a fitted profile."""
-
-    def __call__(self, rows: Sequence[TokenWeights], pair_id: str, side: str) -> list[TokenWeights]:
-        """As many entries as ``rows`` (one per round, each with one weight row), on the same tokens."""
         ...
 
 

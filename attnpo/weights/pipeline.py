@@ -1,4 +1,4 @@
-"""From stored rows to weights on the training tokens: select, transform, post-process, align, end of turn.
+"""From stored rows to weights on the training tokens: select, post-process, transform, align, end of turn.
 
 Kept weights are never rescaled after alignment: what has no partner on the training side (a token the tokenizers
 cut differently, the tail of a truncated response) is lost and shows as coverage (paper appendix on token matching).
@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, TokenWeights, UserError
 from attnpo.text.alignment import Aligned, AlignMethod, align
-from attnpo.weights.base import NativeSource, RowTransform, WeightSource
+from attnpo.weights.base import NativeSource, WeightSource
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, require_distribution
+from attnpo.weights.transforms import WeightRow, WeightTransform
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,18 @@ class TrainingWeights:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """One response's weights, combined and post-processed, still on the source's tokens.
+
+    ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones.
+    """
+
+    row: TokenWeights
+    weights: Float[Tensor, "n"]
+    realigned: bool
+
+
+@dataclass(frozen=True)
 class _Side:
     weights: Float[Tensor, "m"]
     length: float
@@ -50,7 +63,7 @@ def training_weights(
     captured: PairWeights | None,
     encoded: Mapping[str, EncodedResponse],
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
-    transforms: Sequence[RowTransform] = (),
+    transforms: Sequence[WeightTransform] = (),
     *,
     layers: tuple[int, ...] = (),
     pair_id: str = "",
@@ -58,20 +71,17 @@ def training_weights(
     """The weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
     ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing;
-    ``pair_id`` is then the name used in errors and by transforms. Raw rows are processed in float64 and returned in
-    their own type. UserError for rows that are not what the source's kind promises.
+    ``pair_id`` is then the name used in errors and by transforms, which come fitted. Raw rows are processed in float64
+    and returned in their own type. UserError for rows that are not what the source's kind promises.
     """
-    if source.postprocess is not None:
-        require_distribution(source.kind, source.signed)
-    if captured is not None:
-        captured, pair_id = source.select(captured, layers), captured.pair_id
-    sides = []
-    for side in SIDES:
-        rows = _raw_rows(source, captured, encoded[side], pair_id, side)
-        for transform in transforms:
-            rows = transform(rows, pair_id, side)
-        sides.append(_on_training_tokens(source, rows, encoded[side], align_method, f"pair {pair_id}, {side}"))
-    chosen, rejected = sides
+    pair_id = pair_id if captured is None else captured.pair_id
+    finished = finished_weights(source, captured, encoded, layers=layers, pair_id=pair_id)
+    for transform in transforms:
+        finished = transformed(transform, finished, pair_id)
+    chosen, rejected = (
+        _on_training_tokens(source, finished[side], encoded[side], align_method, f"pair {pair_id}, {side}")
+        for side in SIDES
+    )
     return TrainingWeights(
         chosen=chosen.weights,
         rejected=rejected.weights,
@@ -81,6 +91,76 @@ def training_weights(
         content=(chosen.content, rejected.content),
         realigned=chosen.realigned + rejected.realigned,
     )
+
+
+def finished_weights(
+    source: WeightSource,
+    captured: PairWeights | None,
+    encoded: Mapping[str, EncodedResponse],
+    *,
+    layers: tuple[int, ...] = (),
+    pair_id: str = "",
+) -> dict[str, Finished]:
+    """Both responses' weights on the source's tokens, before transforms and alignment."""
+    if source.postprocess is not None:
+        require_distribution(source.kind, source.signed)
+    if captured is not None:
+        captured, pair_id = source.select(captured, layers), captured.pair_id
+    finished = {}
+    for side in SIDES:
+        where = f"pair {pair_id}, {side}"
+        rows = _raw_rows(source, captured, encoded[side], pair_id, side)
+        if not rows:
+            raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
+        rows, realigned = _same_tokens(rows)
+        weights = _finish(source, [row.weights[0].double() for row in rows], where)
+        finished[side] = Finished(rows[0], weights, realigned)
+    return finished
+
+
+def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, WeightRow]:
+    """What a transform sees of a pair."""
+    counts = {side: finished[side].weights.numel() for side in SIDES}
+    return {
+        side: WeightRow(finished[side].weights, finished[side].row.token_ids, pair_id, side, counts[other])
+        for side, other in zip(SIDES, SIDES[::-1], strict=True)
+    }
+
+
+def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pair_id: str) -> dict[str, Finished]:
+    """Both responses' weights after ``transform``. UserError naming the pair when it gives no finite numbers."""
+    changed = {}
+    for side, row in weight_rows(finished, pair_id).items():
+        weights = transform(row)
+        check_finite(weights, f"pair {pair_id}, {side}, after {type(transform).__name__}")
+        changed[side] = replace(finished[side], weights=weights)
+    return changed
+
+
+def fitted(
+    transforms: Sequence[WeightTransform], finished: Mapping[str, Mapping[str, Finished]]
+) -> tuple[WeightTransform, ...]:
+    """The transforms, each fitted on the training rows (by pair id) as those before it leave them."""
+    done: list[WeightTransform] = []
+    pending: Mapping[str, Mapping[str, Finished]] = finished
+    for place, transform in enumerate(transforms):
+        if transform.needs_fit:
+            rows = [row for pair_id, sides in pending.items() for row in weight_rows(sides, pair_id).values()]
+            transform = transform.fit(rows)
+        done.append(transform)
+        if any(later.needs_fit for later in transforms[place + 1 :]):
+            pending = {pair_id: transformed(transform, sides, pair_id) for pair_id, sides in pending.items()}
+    return tuple(done)
+
+
+def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
+    """Nothing; refuses transforms of anything but distributions: totals and mixtures mean nothing for factors."""
+    if transforms and (source.kind is not Kind.DISTRIBUTION or source.signed):
+        names = ", ".join(type(transform).__name__ for transform in transforms)
+        raise UserError(
+            f"transforms ({names}) work on distributions over the response; {type(source).__name__} gives "
+            f"{'signed rows' if source.signed else 'factors'}: remove them, or choose another source"
+        )
 
 
 def _raw_rows(
@@ -99,14 +179,9 @@ def _raw_rows(
 
 
 def _on_training_tokens(
-    source: WeightSource, rows: list[TokenWeights], encoded: EncodedResponse, method: AlignMethod, where: str
+    source: WeightSource, finished: Finished, encoded: EncodedResponse, method: AlignMethod, where: str
 ) -> _Side:
-    if not rows:
-        raise UserError(f"{where}: expected at least one round of captured weights, got none; capture the pair again")
-    rows, realigned = _same_tokens(rows)
-    base, dtype = rows[0], rows[0].weights.dtype
-    raw = [row.weights[0].double() for row in rows]
-    weights = _finish(source, raw, where)
+    base, weights, dtype = finished.row, finished.weights, finished.row.weights.dtype
     holds = torch.tensor([end > start for start, end in encoded.offsets], dtype=torch.bool)
     if source.tokens == "train":
         _require_same_ids(base, encoded, where)
@@ -125,7 +200,7 @@ def _on_training_tokens(
         coverage=found / content if content else 1.0,
         unmatched=content - found,
         content=content,
-        realigned=realigned,
+        realigned=finished.realigned,
     )
 
 

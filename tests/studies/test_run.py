@@ -320,3 +320,15 @@ def test_wandb_offline_needs_no_account(
         assert len(list((tmp_path / name / "wandb").glob("offline-run-*/*.wandb"))) == 1
         assert len(losses(tmp_path / name)) == 3
     wandb.teardown()
+
+
+@pytest.mark.parametrize("transform", ["cross_pair", "token_profile", "[mixture,shuffled]"])
+def test_a_control_changes_the_weights_and_nothing_else(world: World, tmp_path: Path, transform: str) -> None:
+    """The same pairs and lengths with other weights of the same total."""
+    plain, changed = (
+        make_inputs(world.config(*more)).examples["train"].examples for more in ((), (f"transform={transform}",))
+    )
+    assert [one.pair_id for one in plain] == [one.pair_id for one in changed]
+    assert any(not torch.equal(a.weights[0], b.weights[0]) for a, b in zip(plain, changed, strict=True))
+    for one, other in zip(plain, changed, strict=True):
+        assert one.lengths == other.lengths and one.coverage == other.coverage

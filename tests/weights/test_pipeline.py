@@ -1,6 +1,6 @@
 """From stored rows to training tokens, worked out by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from attnpo.schema import EncodedResponse, Kind, PairWeights, Round, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
-from attnpo.weights.pipeline import training_weights
+from attnpo.weights.pipeline import check_transforms, finished_weights, fitted, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.transforms import PositionProfile, WeightRow
 
 EOS = 99
 PLAIN = Postprocess(sink_tokens=0)
@@ -120,17 +121,58 @@ def test_uniform_times_its_length_is_one_on_every_token(chosen: int, rejected: i
     assert (found.content, found.unmatched) == ((chosen, rejected), (0, 0))
 
 
-def test_transforms_see_selected_raw_rows_with_pair_and_side() -> None:
-    seen = []
+@dataclass(frozen=True)
+class Reverse:
+    """Turns rows round and remembers whose they were."""
 
-    def reverse(rows: Sequence[TokenWeights], pair_id: str, side: str) -> list[TokenWeights]:
-        seen.append((pair_id, side, [row.weights.shape[0] for row in rows]))
-        return [replace(row, weights=row.weights.flip(-1)) for row in rows]
+    seen: list[tuple[str, str, int]]
 
+    needs_fit: ClassVar[bool] = False
+
+    def fit(self, rows: Iterable[WeightRow]) -> "Reverse":
+        return self
+
+    def __call__(self, row: WeightRow) -> torch.Tensor:
+        self.seen.append((row.pair_id, row.side, row.other))
+        return row.weights.flip(-1)
+
+
+def test_transforms_see_finished_rows_with_pair_and_side() -> None:
+    reverse = Reverse([])
     stored = captured([[9.0, 9.0, 9.0], [3.0, 1.0, 0.0]], [[9.0, 9.0, 9.0], [3.0, 1.0, 0.0]])
     found = training_weights(Attention(2, postprocess=PLAIN), stored, BOTH, transforms=[reverse], layers=(1, 2))
     torch.testing.assert_close(found.chosen, torch.tensor([0.0, 0.25, 0.75, 0.0], dtype=torch.float64))
-    assert seen == [("p1", "chosen", [1, 1]), ("p1", "rejected", [1, 1])]
+    assert reverse.seen == [("p1", "chosen", 1), ("p1", "rejected", 3)]
+
+
+def test_each_transform_is_fitted_on_what_those_before_it_leave() -> None:
+    """A profile fitted behind a reversal is the reversed profile."""
+    source = Attention(1, postprocess=PLAIN)
+    stored = captured([[3.0, 1.0, 0.0]], [[3.0, 1.0, 0.0]])
+    finished = {"p1": finished_weights(source, stored, BOTH, layers=(1,))}
+    for before, expected in (((), [0.75, 0.25, 0.0]), ((Reverse([]),), [0.0, 0.25, 0.75])):
+        *_, profile = fitted([*before, PositionProfile(3)], finished)
+        assert isinstance(profile, PositionProfile)
+        # The rejected response is a single token, which spreads evenly.
+        assert list(profile.profile) == pytest.approx([(value + 1 / 3) / 2 for value in expected])
+
+
+def test_transforms_of_factors_are_refused() -> None:
+    check_transforms(Attention(1), [Reverse([])])
+    check_transforms(Native(), [])
+    with pytest.raises(UserError, match=r"transforms \(Reverse\) work on distributions .* Native gives factors"):
+        check_transforms(Native(), [Reverse([])])
+
+
+def test_a_transform_that_breaks_a_row_is_named_with_the_pair() -> None:
+    @dataclass(frozen=True)
+    class Broken(Reverse):
+        def __call__(self, row: WeightRow) -> torch.Tensor:
+            return row.weights / 0
+
+    stored = captured([[3.0, 1.0, 0.0]], [[3.0, 1.0, 0.0]])
+    with pytest.raises(UserError, match="pair p1, chosen, after Broken"):
+        training_weights(Attention(1), stored, BOTH, transforms=[Broken([])], layers=(1,))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])

@@ -16,8 +16,14 @@ import torch
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import SIDES, JudgeReading, Message, PairWeights, PreferencePair, UserError
 from attnpo.studies.conformance.folder import ROUNDS, GivenCuts, Golden, Recorder, answer_of, is_cut, preference
-from attnpo.studies.conformance.records import PRODUCT_ERRORS, Absent, Check, Comparison, Item, built
-from attnpo.studies.conformance.weights import attention_source, moved, on_training_tokens, unit_items
+from attnpo.studies.conformance.records import PRODUCT_ERRORS, Absent, Check, Comparison, Item, built, has_option
+from attnpo.studies.conformance.weights import (
+    attention_source,
+    moved,
+    on_training_tokens,
+    rollout_source,
+    unit_items,
+)
 from attnpo.studies.judging import JudgeRoom
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
@@ -65,7 +71,9 @@ def items(path: Path) -> Iterator[Item]:
         if f"{pair['index']:02d}/all_layers/cr/rows_per_head" in golden.expected:
             yield Check(PREFIX + "rows_per_head", f"{label} all layers", partial(study.heads, pair))
         for source in golden.sources:
-            if not re.fullmatch(r"L\d+", source):
+            if source == "rollout" and has_option("weights", source):
+                yield Check(PREFIX + source, label, partial(study.rollout, pair))
+            elif not re.fullmatch(r"L\d+", source):
                 yield Absent(PREFIX + source, label, "weights", source)
     for index, case in enumerate(golden.span_cases):
         yield Check(f"{PREFIX}span_cases", f"{index:02d}", partial(study.span_case, case))
@@ -78,6 +86,7 @@ class Extraction:
     def __init__(self, golden: Golden) -> None:
         self.golden = golden
         self._sources: dict[tuple[int | str, int], WeightSource] = {}
+        self._passes: dict[str, dict[int, Judged] | Exception] = {}
 
     @cached_property
     def chat(self) -> ChatFormat:
@@ -117,23 +126,36 @@ class Extraction:
     def source(self, layer: int | str, sink: int) -> WeightSource:
         """The attention source of one layer as the authors' code has it (each round normalised first)."""
         if (layer, sink) not in self._sources:
-            self._sources[layer, sink] = attention_source(
-                layer, self.depth, round_order="normalize_then_mean", sink_tokens=sink, sink_min_length=5
-            )
+            self._sources[layer, sink] = attention_source(layer, self.depth, **self._rules(sink))
         return self._sources[layer, sink]
+
+    @staticmethod
+    def _rules(sink: int) -> dict[str, Any]:
+        return {"round_order": "normalize_then_mean", "sink_tokens": sink, "sink_min_length": 5}
 
     @property
     def judged(self) -> dict[int, Judged]:
-        """What the source captured and what the judge read, by the pairs' index; all pairs in one call."""
-        if isinstance(self._outcome, Exception):
-            raise self._outcome
-        return self._outcome
+        """What the attention source captured and what the judge read, by the pairs' index; all pairs in one call."""
+        return self._pass(self.source("last", 1))
 
-    @cached_property
-    def _outcome(self) -> dict[int, Judged] | Exception:
+    @property
+    def rolled(self) -> dict[int, Judged]:
+        """The same of the rollout source."""
+        return self._pass(rollout_source(**self._rules(1)))
+
+    def _pass(self, source: WeightSource) -> dict[int, Judged]:
+        kind = type(source).__name__
+        if kind not in self._passes:
+            self._passes[kind] = self._outcome(source)
+        outcome = self._passes[kind]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _outcome(self, source: WeightSource) -> dict[int, Judged] | Exception:
         # An error is kept like a result: every record that needs the pass fails with it, and the pass runs once.
         try:
-            source, pairs = self.source("last", 1), [preference(pair) for pair in self.golden.pairs]
+            pairs = [preference(pair) for pair in self.golden.pairs]
             captured = source.capture(pairs, self.tools, source.capture_layers(self.depth))
         except PRODUCT_ERRORS as error:
             return error
@@ -298,19 +320,43 @@ class Extraction:
     def weights(self, pair: dict[str, Any], found: Comparison) -> None:
         """Nothing; compares each round normalised, their mean, and the mean with the sink rule, on the judge's ids."""
         captured, _ = self.judged[pair["index"]]
-        ids = {side: captured.rounds[0].side(side).token_ids.tolist() for side in SIDES}
         for layer in self.golden.layers:
-            plain, fixed = self.source(layer, 0), self.source(layer, 1)
-            quantities = [
-                (order, plain, replace(captured, rounds=(item,)))
-                for order, item in zip(ROUNDS, captured.rounds, strict=True)
-            ]
-            for name, source, rounds in [*quantities, ("mean", plain, captured), ("fixed", fixed, captured)]:
-                ours = on_training_tokens(source, rounds, ids, self.layers)
-                for side in SIDES:
-                    key = f"L{layer:02d}/{name}/{side}"
-                    target = self.golden.value(pair, key)
-                    found.numbers(key, getattr(ours, side), target, atol=WEIGHT_TOLERANCE)
+            sources = self.source(layer, 0), self.source(layer, 1)
+            self._combined(f"L{layer:02d}", sources, captured, self.layers, pair, found)
+
+    def rollout(self, pair: dict[str, Any], found: Comparison) -> None:
+        """Nothing; compares the rollout rows of both rounds and the weights that follow from them."""
+        captured, readings = self.rolled[pair["index"]]
+        for order, reading in zip(ROUNDS, readings, strict=True):
+            if reading.rollout is None:
+                found.mismatch(f"rollout/{order}/row: the judge gave none")
+                continue
+            key = f"rollout/{order}/row"
+            found.numbers(key, reading.rollout, self.golden.value(pair, key), atol=ROW_TOLERANCE)
+        sources = rollout_source(**self._rules(0)), rollout_source(**self._rules(1))
+        self._combined("rollout", sources, captured, sources[0].capture_layers(self.depth), pair, found)
+
+    def _combined(
+        self,
+        name: str,
+        sources: tuple[WeightSource, WeightSource],
+        captured: PairWeights,
+        layers: tuple[int, ...],
+        pair: dict[str, Any],
+        found: Comparison,
+    ) -> None:
+        """Nothing; compares one source's rounds, their mean, and (second of ``sources``) that with the sink rule."""
+        ids = {side: captured.rounds[0].side(side).token_ids.tolist() for side in SIDES}
+        plain, fixed = sources
+        quantities = [
+            (order, plain, replace(captured, rounds=(item,)))
+            for order, item in zip(ROUNDS, captured.rounds, strict=True)
+        ]
+        for what, source, rounds in [*quantities, ("mean", plain, captured), ("fixed", fixed, captured)]:
+            ours = on_training_tokens(source, rounds, ids, layers)
+            for side in SIDES:
+                key = f"{name}/{what}/{side}"
+                found.numbers(key, getattr(ours, side), self.golden.value(pair, key), atol=WEIGHT_TOLERANCE)
 
     def aligned(self, pair: dict[str, Any], found: Comparison) -> None:
         """Nothing; compares the last layer's weights on the completion's ids, times the judge's token count."""

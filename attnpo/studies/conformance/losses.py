@@ -34,7 +34,7 @@ OBJECTIVES = {"twdpo_len_norm": ObjectiveRule("twdpo", {"length_scale": False})}
 # name -> option of configs/weights it belongs to, and what compares it (None: nobody yet).
 WEIGHT_RULES: dict[str, tuple[str, Callable[[dict[str, Any], Comparison], None] | None]] = {
     "attnpo_weights_layer": ("attention", weights.layer_record),
-    "attnpo_weights_rollout": ("rollout", None),
+    "attnpo_weights_rollout": ("rollout", weights.rollout_record),
     "attnpo_align": ("attention", weights.align_record),
 }
 

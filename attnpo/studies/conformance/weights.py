@@ -1,13 +1,15 @@
 """Records of weight rules: rounds, normalisation, sink rule and alignment on given numbers, in float64."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from attnpo.models.attention_tap import rolled
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.studies.conformance.records import Check, Comparison, Item, as_double, built
 from attnpo.text.alignment import AlignMethod, align
@@ -23,6 +25,13 @@ EDITED = (
 )
 ZERO_MASS = "the reference divides by zero; here the remaining mass is shared equally, which was checked"
 BAD_LENGTHS = "the reference ignores weights that do not fit their tokens; here they are refused, which was checked"
+
+
+def rollout_source(**postprocess: Any) -> WeightSource:
+    """The source of ``weights=rollout`` with the given post-processing."""
+    values = {f"postprocess__{key}": value for key, value in postprocess.items()}
+    source: WeightSource = built("weights", ["weights=rollout"], **values)
+    return source
 
 
 def attention_source(layer: int | str = 1, depth: int = 1, **postprocess: Any) -> WeightSource:
@@ -64,21 +73,66 @@ def _row(ids: Sequence[int], weights: Float[Tensor, "n"]) -> TokenWeights:
 
 def layer_record(record: dict[str, Any], found: Comparison) -> None:
     """Nothing; compares the weights of one layer, from per-head rows of two rounds: both orders, with and without K."""
-    inputs, expected, rtol = record["inputs"], record["expected"], float(record["rtol"])
+    inputs = record["inputs"]
     rounds = []
     for number in (1, 2):
         heads = {side: as_double(inputs[f"round{number}_{side}_attention_per_head"]) for side in SIDES}
         rows = {side: _row(list(range(heads[side].shape[1])), heads[side].mean(0)) for side in SIDES}
         rounds.append(Round(number == 1, rows["chosen"], rows["rejected"]))
-    captured = PairWeights("golden", tuple(rounds))
-    ids = {side: rounds[0].side(side).token_ids.tolist() for side in SIDES}
+    compare_combined(PairWeights("golden", tuple(rounds)), attention_source, (1,), record, found)
+
+
+def rollout_record(record: dict[str, Any], found: Comparison) -> None:
+    """Nothing; compares rollout from whole head-mean maps of two rounds: the product's last row, and the weights."""
+    inputs, expected, rtol = record["inputs"], record["expected"], float(record["rtol"])
+    rounds = []
+    for number in (1, 2):
+        maps = as_double(inputs[f"round{number}_attention_head_mean_per_layer"])
+        last = torch.tensor([maps.shape[-1] - 1])
+        row = rolled((GivenMap(layer) for layer in maps.flip(0)), last)[0]
+        found.numbers(f"round{number}_last_row", row, expected[f"round{number}_last_row"], rtol=rtol, atol=EXACT)
+        spans = {side: slice(*inputs[f"round{number}_{side}_span"]) for side in SIDES}
+        sides = {side: _row(list(range(spans[side].stop - spans[side].start)), row[spans[side]]) for side in SIDES}
+        rounds.append(Round(number == 1, sides["chosen"], sides["rejected"]))
+    compare_combined(PairWeights("golden", tuple(rounds)), rollout_source, (0,), record, found, ROUND_ROWS)
+
+
+ROUND_ROWS = ("round1_last_row", "round2_last_row")
+
+
+@dataclass(frozen=True)
+class GivenMap:
+    """A layer whose head-mean attention is known as a whole."""
+
+    map: Float[Tensor, "T T"]
+
+    def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
+        """The rows of ``last`` as those of a single head."""
+        return self.map[last][:, None]
+
+    def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
+        """``weights`` times the map."""
+        return weights @ self.map
+
+
+def compare_combined(
+    captured: PairWeights,
+    make: Callable[..., WeightSource],
+    layers: tuple[int, ...],
+    record: dict[str, Any],
+    found: Comparison,
+    compared_before: Sequence[str] = (),
+) -> None:
+    """Nothing; compares the two rounds combined in both orders, with and without the sink rule."""
+    expected, rtol = record["expected"], float(record["rtol"])
+    ids = {side: captured.rounds[0].side(side).token_ids.tolist() for side in SIDES}
     sinks = {"": 0, "_sink_fixed": int(record["hyperparameters"]["K"])}
     shortest = int(record["hyperparameters"]["K_min_len"])
-    compared = set()
+    compared = set(compared_before)
     for order_name, order in ORDERS.items():
         for suffix, first in sinks.items():
-            source = attention_source(round_order=order, sink_tokens=first, sink_min_length=shortest)
-            weights = on_training_tokens(source, captured, ids, (1,))
+            source = make(round_order=order, sink_tokens=first, sink_min_length=shortest)
+            weights = on_training_tokens(source, captured, ids, layers)
             for side in SIDES:
                 name = f"{side}_{order_name}{suffix}"
                 found.numbers(name, getattr(weights, side), expected[name], rtol=rtol, atol=EXACT)

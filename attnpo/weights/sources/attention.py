@@ -4,21 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-import torch
-
-from attnpo.schema import (
-    SIDES,
-    JudgePrompt,
-    JudgeReading,
-    Kind,
-    PairWeights,
-    PreferencePair,
-    Round,
-    TokenWeights,
-    UserError,
-)
+from attnpo.schema import Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.weights.base import Tools, resolve_layer
 from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.spans import cut_round
 
 STORE_LAYERS = ("all", "selected")
 
@@ -80,7 +69,7 @@ class Attention:
             verdict=tools.verdict,
             label_ids=tools.prompts.label_ids if tools.verdict else None,
         )
-        cut = iter([_cut(prompt, reading) for prompt, reading in zip(prompts, readings, strict=True)])
+        cut = iter([cut_round(prompt, read.rows, read) for prompt, read in zip(prompts, readings, strict=True)])
         return [PairWeights(pair.pair_id, (next(cut), next(cut))) for pair in pairs]
 
     def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
@@ -102,29 +91,3 @@ class Attention:
                 replace(item, chosen=one_row(item.chosen), rejected=one_row(item.rejected)) for item in captured.rounds
             ),
         )
-
-
-def _cut(prompt: JudgePrompt, reading: JudgeReading) -> Round:
-    """The spans of both responses cut out of the rows of one prompt."""
-    sides = {}
-    for side in SIDES:
-        start, end = prompt.spans[side]
-        if not 0 <= start < end <= reading.rows.shape[-1]:
-            raise UserError(
-                f"pair {prompt.pair_id}, {side}: expected a judge span inside {reading.rows.shape[-1]} tokens, got "
-                f"[{start}, {end}); raise judge.max_length or drop the pair"
-            )
-        sides[side] = TokenWeights(
-            token_ids=torch.tensor(prompt.input_ids[start:end], dtype=torch.long),
-            offsets=torch.tensor(prompt.offsets[side], dtype=torch.long).reshape(-1, 2),
-            weights=reading.rows[:, start:end].detach().to("cpu", torch.float32).contiguous(),
-        )
-    logits = None if reading.verdict_logits is None else reading.verdict_logits.detach().to("cpu", torch.float32)
-    return Round(
-        chosen_is_a=prompt.chosen_is_a,
-        chosen=sides["chosen"],
-        rejected=sides["rejected"],
-        verdict_logits=logits,
-        verdict_token=None if reading.verdict_token is None else int(reading.verdict_token),
-        cut=prompt.cut,
-    )

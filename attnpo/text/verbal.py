@@ -1,0 +1,191 @@
+"""Verbalised importance: what a model is asked, how its answer is read, and where the parts stand in the response.
+
+Owns the reading of free text and nothing else: no model, no tokens. The paper names the method (partition the
+response, score each part 1 to 5) without wording or parser; both are ours.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+LOWEST, HIGHEST = 1, 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a response as the model quoted it, with its score."""
+
+    text: str
+    score: float
+
+
+@dataclass(frozen=True)
+class ScoredSpan:
+    """Characters ``start`` to ``end`` (half open) of the response and their score."""
+
+    start: int
+    end: int
+    score: float
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What could be used of one answer: spans in order, and what could not, counted by reason."""
+
+    spans: list[ScoredSpan]
+    problems: Counter[str] = field(default_factory=Counter)
+
+    def covered(self, length: int) -> float:
+        """Share of the response's ``length`` characters with a score."""
+        return sum(span.end - span.start for span in self.spans) / max(1, length)
+
+
+NO_PARTS = "no part with a score found"
+OUT_OF_SCALE = f"score outside {LOWEST} to {HIGHEST}"
+NOT_IN_RESPONSE = "part is not in the response"
+EMPTY_PART = "part without text"
+
+
+def read_answer(answer: str, response: str) -> Reading:
+    """The scored spans of ``response`` that ``answer`` names.
+
+    Understood: a JSON list of objects or pairs (in a code fence, cut off at the end, with trailing commas), or lines
+    and table rows that hold a part and a score. A part may be quoted with other blanks, quotation marks or case; one
+    that stands several times takes the first free place behind the part before it.
+    """
+    problems: Counter[str] = Counter()
+    parts = list(_usable(_parts(answer), problems))
+    spans = _locate(parts, response, problems)
+    if not spans and not problems:
+        problems[NO_PARTS] += 1
+    return Reading(spans, problems)
+
+
+def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[Part]:
+    for text, score in parts:
+        if not text.strip():
+            problems[EMPTY_PART] += 1
+        elif score is None or not LOWEST <= score <= HIGHEST:
+            problems[OUT_OF_SCALE] += 1
+        else:
+            yield Part(text.strip(), score)
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+_OBJECT = re.compile(r"\{[^{}]*\}|\[\s*\"(?:[^\"\\]|\\.)*\"\s*,\s*[^\[\]]*?\]", re.DOTALL)
+_SCORE = r"(?P<score>-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(?P<of>\d+))?"
+_PART_THEN_SCORE = re.compile(
+    rf"^\W{{0,3}}(?:\d+[.)]\s+)?(?P<text>.+?)\s*(?:\||->|=>|\u2192|:|\u2014|\u2013|\t|-|\(|\[|=)\s*\**(?:score\s*[:=]?\s*)?{_SCORE}\**\s*[\])|.]*\s*$",
+    re.IGNORECASE,
+)
+_SCORE_THEN_PART = re.compile(
+    rf"^\s*[-*]?\s*[\[(|]?\s*(?:score\s*[:=]?\s*)?{_SCORE}\s*[\])|:.\-\u2013\u2014\t]+\s*(?P<text>\S.*?)\s*\|?\s*$",
+    re.IGNORECASE,
+)
+_TEXT_KEYS = ("part", "text", "segment", "phrase", "sentence", "span", "content")
+_SCORE_KEYS = ("score", "rating", "importance", "value", "weight")
+
+
+def _parts(answer: str) -> list[tuple[str, float | None]]:
+    """Parts and scores as written, in order; a score that is no number is None."""
+    found = [item for match in _OBJECT.finditer(answer) if (item := _from_json(match[0])) is not None]
+    return found or [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
+
+
+def _from_json(text: str) -> tuple[str, float | None] | None:
+    try:
+        value = json.loads(re.sub(r",\s*([}\]])", r"\1", text), strict=False)
+    except ValueError:
+        return None
+    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
+        return value[0], _number(value[1])
+    if not isinstance(value, dict):
+        return None
+    lowered = {str(key).lower(): item for key, item in value.items()}
+    part = next((lowered[key] for key in _TEXT_KEYS if isinstance(lowered.get(key), str)), None)
+    score = next((lowered[key] for key in _SCORE_KEYS if key in lowered), None)
+    if part is None and score is None and len(value) == 1:  # {"the part": 4}
+        (part, score), *_ = value.items()
+    return None if part is None else (part, _number(score))
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    match = re.fullmatch(rf"\s*{_SCORE}\s*", value) if isinstance(value, str) else None
+    return None if match is None else _scaled(match)
+
+
+def _scaled(match: re.Match[str]) -> float | None:
+    """The number, unless it is one of another scale ("8/10")."""
+    return None if match["of"] not in (None, str(HIGHEST)) else float(match["score"])
+
+
+def _from_line(line: str) -> tuple[str, float | None] | None:
+    match = _PART_THEN_SCORE.match(line) or _SCORE_THEN_PART.match(line)
+    return None if match is None else (_unquoted(match["text"]), _scaled(match))
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip().strip("|").strip().removeprefix("**").removesuffix("**")
+    for left, right in (('"', '"'), ("'", "'"), ("“", "”"), ("«", "»"), ("`", "`")):
+        if len(text) > 1 and text.startswith(left) and text.endswith(right):
+            return text[1:-1]
+    return text
+
+
+# ------------------------------------------------------------------------------------------------ locating
+
+_SAME = str.maketrans({"\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2013": "-", "\u2014": "-"})
+
+
+def _folded(text: str) -> tuple[str, list[int]]:
+    """Text without differences of blanks, quotation marks and case, and where each character of it comes from."""
+    letters: list[str] = []
+    places: list[int] = []
+    for place, letter in enumerate(text):
+        if letter.isspace():
+            if letters and letters[-1] != " ":
+                letters.append(" ")
+                places.append(place)
+            continue
+        for folded in letter.translate(_SAME).casefold():
+            letters.append(folded)
+            places.append(place)
+    return "".join(letters), places
+
+
+def _locate(parts: Sequence[Part], response: str, problems: Counter[str]) -> list[ScoredSpan]:
+    """Where the parts stand, without overlap, in order of their place."""
+    text, places = _folded(response)
+    taken = [False] * len(text)
+    spans, cursor = [], 0
+    for part in parts:
+        wanted = _folded(part.text)[0].strip()
+        start = next(
+            (place for place in _occurrences(text, wanted, cursor) if not any(taken[place : place + len(wanted)])), None
+        )
+        if start is None:
+            problems[NOT_IN_RESPONSE] += 1
+            continue
+        end = start + len(wanted)
+        taken[start:end] = [True] * len(wanted)
+        cursor = end
+        spans.append(ScoredSpan(places[start], places[end - 1] + 1, part.score))
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _occurrences(text: str, wanted: str, cursor: int) -> Iterator[int]:
+    """Places of ``wanted`` behind the cursor, then those before it."""
+    if not wanted:
+        return
+    for begin, stop in ((cursor, len(text)), (0, cursor + len(wanted) - 1)):
+        place = text.find(wanted, begin, stop)
+        while place >= 0:
+            yield place
+            place = text.find(wanted, place + 1, stop)

@@ -1,0 +1,295 @@
+"""Changes of finished weight rows on the source's tokens: the controls of a weight study, mixtures, fitted profiles.
+
+Owns what happens between a source's own post-processing and the alignment onto training tokens. A transform maps the
+row of one response to a row of the same length; those that are *fitted* first see the rows of the training split.
+Randomness depends on (seed, pair id, side) alone, so that a row is the same in every run and every order.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnpo.schema import SIDES, UserError, digest
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """Finished weights of one response on its n source tokens; ``other`` is the other side's count."""
+
+    weights: Float[Tensor, "n"]
+    token_ids: Int[Tensor, "n"]
+    pair_id: str
+    side: str
+    other: int
+
+
+@runtime_checkable
+class WeightTransform(Protocol):
+    """A change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none)."""
+
+    @property
+    def needs_fit(self) -> bool:
+        """Whether ``fit`` must come before the first row."""
+        ...
+
+    def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
+        """The transform with what it learnt from ``rows``."""
+        ...
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The new weights of ``row``, on the same tokens."""
+        ...
+
+
+class _Pure:
+    """A transform without anything to learn."""
+
+    @property
+    def needs_fit(self) -> bool:
+        """No."""
+        return False
+
+    def fit(self, rows: Iterable[WeightRow]) -> "_Pure":
+        """Itself."""
+        return self
+
+
+def _generator(seed: int, row: WeightRow) -> torch.Generator:
+    return torch.Generator().manual_seed(int(digest([seed, row.pair_id, row.side])[:15], 16))
+
+
+def _same_total(new: Float[Tensor, "n"], old: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """``new`` rescaled to the sum of ``old``; uniform when ``new`` holds nothing."""
+    total = new.sum()
+    if total == 0:
+        return torch.full_like(old, float(old.sum()) / max(1, old.numel()))
+    return new * (old.sum() / total)
+
+
+@dataclass(frozen=True)
+class UniformOnSupport(_Pure):
+    """Every source token alike: what is left of a source is that end-of-turn and unmatched tokens get nothing."""
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row's mean everywhere."""
+        return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
+
+
+@dataclass(frozen=True)
+class Shuffled(_Pure):
+    """The same weights on randomly exchanged tokens: keeps sharpness and length, destroys placement."""
+
+    seed: int = 0
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row, permuted."""
+        return row.weights[torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))]
+
+
+@dataclass(frozen=True)
+class Inverse(_Pure):
+    """The largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round."""
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row with its values handed out in reverse order of size; equal weights keep their order."""
+        order = torch.argsort(row.weights, stable=True)
+        out = torch.empty_like(row.weights)
+        out[order] = row.weights[order].flip(0)
+        return out
+
+
+@dataclass(frozen=True)
+class Mixture(_Pure):
+    """``(1 - share) / n + share * w``: a floor under every token."""
+
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise UserError(f"transform Mixture: share must lie in [0, 1], got {self.share}")
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row mixed with its mean."""
+        return (1 - self.share) * row.weights.mean() + self.share * row.weights
+
+
+@dataclass(frozen=True)
+class Sharpness(_Pure):
+    """``w ** tau`` at the same total: tau 0 is uniform on the support, 1 the row itself, above 1 sharper."""
+
+    tau: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.tau < 0:
+            raise UserError(f"transform Sharpness: tau must be at least 0, got {self.tau}")
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The sharpened row; zeros stay zeros."""
+        scaled = row.weights / row.weights.max().clamp(min=torch.finfo(row.weights.dtype).tiny)
+        powered = torch.where(row.weights > 0, scaled**self.tau, torch.zeros_like(scaled))
+        return _same_total(powered, row.weights)
+
+
+@dataclass(frozen=True)
+class OneSide(_Pure):
+    """The weights on one side of the pair, the mean on the other: which response do they matter on?"""
+
+    side: str = "chosen"
+
+    def __post_init__(self) -> None:
+        if self.side not in SIDES:
+            raise UserError(f"transform OneSide: side must be one of {', '.join(SIDES)}, got {self.side!r}")
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row as it is on ``side``, its mean on the other."""
+        return row.weights if row.side == self.side else UniformOnSupport()(row)
+
+
+@dataclass(frozen=True)
+class TailCut(_Pure):
+    """Weights behind the shorter response's length times ``alpha``, not rescaled (LD-DPO's rule; 0 cuts the tail)."""
+
+    alpha: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"transform TailCut: alpha must lie in [0, 1], got {self.alpha}")
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row with its tail scaled."""
+        kept = torch.arange(row.weights.numel()) < row.other
+        return torch.where(kept, row.weights, self.alpha * row.weights)
+
+
+# --------------------------------------------------------------------------------------------- fitted
+
+
+def resample(weights: Float[Tensor, "k"], length: int) -> Float[Tensor, "n"]:
+    """The mass of ``weights`` over relative position, spread on ``length`` tokens; the total is kept.
+
+    Token i of n covers the stretch [i/n, (i+1)/n) of the response; within one token the mass is even.
+    """
+    total = torch.cat([weights.new_zeros(1), weights.cumsum(0)])
+    edges = torch.linspace(0, weights.numel(), length + 1, dtype=weights.dtype)
+    low = edges.floor().long().clamp(max=weights.numel() - 1)
+    at_edges = total[low] + (edges - low) * weights[low]
+    return at_edges.diff()
+
+
+def _require_fit(fitted: bool, transform: object) -> None:
+    if not fitted:
+        raise ValueError(f"{type(transform).__name__} must be fitted on training rows before it is used")
+
+
+@dataclass(frozen=True)
+class CrossPair:
+    """Another answer's weights, resampled to this one's length: keeps position profile and smoothness, not content.
+
+    The donor is a row of the same side of another training pair, drawn by (seed, pair id, side).
+    """
+
+    seed: int = 0
+    pool: tuple[tuple[str, str, Float[Tensor, "_"]], ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def needs_fit(self) -> bool:
+        """Yes."""
+        return True
+
+    def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
+        """A copy that holds the training rows, ordered by pair id and side."""
+        pool = sorted(
+            ((row.pair_id, row.side, row.weights) for row in rows if row.weights.numel()), key=lambda item: item[:2]
+        )
+        return replace(self, pool=tuple(pool))
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """A donor's weights on this row's tokens, at this row's total."""
+        _require_fit(bool(self.pool), self)
+        donors = [weights for pair_id, side, weights in self.pool if side == row.side and pair_id != row.pair_id]
+        if not donors:
+            raise UserError("transform CrossPair needs at least two training pairs")
+        place = int(torch.randint(len(donors), (1,), generator=_generator(self.seed, row)))
+        return _same_total(resample(donors[place].to(row.weights.dtype), row.weights.numel()), row.weights)
+
+
+@dataclass(frozen=True)
+class PositionProfile:
+    """The training set's mean mass per relative position (``bins`` of them): are the weights a rule of position?"""
+
+    bins: int = 20
+    profile: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise UserError(f"transform PositionProfile: bins must be at least 1, got {self.bins}")
+
+    @property
+    def needs_fit(self) -> bool:
+        """Yes."""
+        return True
+
+    def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
+        """A copy with the mean mass of each bin over all rows, each row counted alike."""
+        masses = [resample(_normal(row.weights), self.bins) for row in rows if row.weights.numel()]
+        if not masses:
+            raise UserError("transform PositionProfile has no training row to be fitted on")
+        return replace(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The profile on this row's tokens, at this row's total."""
+        _require_fit(bool(self.profile), self)
+        profile = torch.tensor(self.profile, dtype=row.weights.dtype)
+        return _same_total(resample(profile, row.weights.numel()), row.weights)
+
+
+@dataclass(frozen=True)
+class TokenProfile:
+    """The training set's mean of ``n * w`` per token id: are the weights a list of words?
+
+    Ids never seen count 1, the mean of all. With ``position`` the word's factor is multiplied by the position profile.
+    """
+
+    position: bool = False
+    bins: int = 20
+    factors: dict[int, float] = field(default_factory=dict, repr=False)
+    places: PositionProfile | None = field(default=None, repr=False)
+
+    @property
+    def needs_fit(self) -> bool:
+        """Yes."""
+        return True
+
+    def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
+        """A copy with the mean factor of every token id among the training rows."""
+        kept: Sequence[WeightRow] = [row for row in rows if row.weights.numel()]
+        sums: defaultdict[int, float] = defaultdict(float)
+        counts: defaultdict[int, int] = defaultdict(int)
+        for row in kept:
+            scaled = _normal(row.weights) * row.weights.numel()
+            for token, value in zip(row.token_ids.tolist(), scaled.tolist(), strict=True):
+                sums[token] += value
+                counts[token] += 1
+        if not sums:
+            raise UserError("transform TokenProfile has no training row to be fitted on")
+        places = PositionProfile(self.bins).fit(kept) if self.position else None
+        return replace(self, factors={token: sums[token] / counts[token] for token in sums}, places=places)
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The factors of this row's words, at this row's total."""
+        _require_fit(bool(self.factors), self)
+        words = [self.factors.get(token, 1.0) for token in row.token_ids.tolist()]
+        new = torch.tensor(words, dtype=row.weights.dtype)
+        if self.places is not None:
+            new = new * self.places(row)
+        return _same_total(new, row.weights)
+
+
+def _normal(weights: Float[Tensor, "k"]) -> Float[Tensor, "k"]:
+    total = weights.sum()
+    return weights / total if total != 0 else torch.full_like(weights, 1.0 / weights.numel())

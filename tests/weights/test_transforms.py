@@ -1,0 +1,146 @@
+"""What each control keeps and destroys, on rows with known values."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from attnpo.schema import UserError
+from attnpo.weights.transforms import (
+    CrossPair,
+    Inverse,
+    Mixture,
+    OneSide,
+    PositionProfile,
+    Sharpness,
+    Shuffled,
+    TailCut,
+    TokenProfile,
+    UniformOnSupport,
+    WeightRow,
+    WeightTransform,
+    resample,
+)
+
+
+def row(values: list[float], ids: list[int] | None = None, pair: str = "p", side: str = "chosen") -> WeightRow:
+    weights = torch.tensor(values, dtype=torch.float64)
+    tokens = torch.tensor(ids if ids is not None else range(len(values)), dtype=torch.long)
+    return WeightRow(weights, tokens, pair, side, 3)
+
+
+def random_rows(count: int, seed: int = 0) -> list[WeightRow]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        length = int(torch.randint(1, 12, (1,), generator=generator))
+        values = torch.rand(length, generator=generator, dtype=torch.float64)
+        ids = torch.randint(0, 9, (length,), generator=generator)
+        made.append(WeightRow(values / values.sum(), ids, f"pair{i // 2}", ("chosen", "rejected")[i % 2], 5))
+    return made
+
+
+TRANSFORMS: list[WeightTransform] = [
+    UniformOnSupport(),
+    Shuffled(),
+    Inverse(),
+    Mixture(0.3),
+    Sharpness(2.0),
+    OneSide("rejected"),
+    CrossPair(),
+    PositionProfile(),
+    TokenProfile(),
+    TokenProfile(position=True),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda item: type(item).__name__)
+def test_total_and_length_are_kept_and_nothing_is_negative(transform: WeightTransform) -> None:
+    rows = random_rows(40)
+    fitted = transform.fit(rows)
+    assert transform.needs_fit == (fitted is not transform)
+    for one in rows:
+        new = fitted(one)
+        assert new.shape == one.weights.shape and new.dtype == one.weights.dtype
+        assert float(new.sum()) == pytest.approx(1.0, abs=1e-12)
+        assert bool((new >= 0).all())
+
+
+def test_shuffled_keeps_the_values_and_depends_on_seed_pair_and_side_alone() -> None:
+    values = [0.4, 0.3, 0.15, 0.1, 0.05]
+    first = Shuffled(1)(row(values))
+    assert Counter(first.tolist()) == Counter(values)
+    assert torch.equal(first, Shuffled(1)(row(values)))
+    others = [Shuffled(2)(row(values)), Shuffled(1)(row(values, pair="q")), Shuffled(1)(row(values, side="rejected"))]
+    assert any(not torch.equal(first, other) for other in others)
+
+
+def test_inverse_hands_the_values_out_the_other_way_round() -> None:
+    assert Inverse()(row([0.5, 0.1, 0.3, 0.1])).tolist() == [0.1, 0.5, 0.1, 0.3]
+
+
+def test_mixture_sharpness_and_tail_are_the_formulas() -> None:
+    values = [0.5, 0.25, 0.25, 0.0]
+    assert Mixture(0.2)(row(values)).tolist() == pytest.approx([0.3, 0.25, 0.25, 0.2])
+    assert Sharpness(2.0)(row(values)).tolist() == pytest.approx([4 / 6, 1 / 6, 1 / 6, 0.0])
+    assert Sharpness(0.0)(row(values)).tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 0.0])
+    assert TailCut(0.5)(row([0.2] * 5)).tolist() == pytest.approx([0.2, 0.2, 0.2, 0.1, 0.1])
+
+
+def test_one_side_leaves_the_other_flat() -> None:
+    values = [0.7, 0.2, 0.1]
+    assert OneSide("chosen")(row(values)).tolist() == values
+    assert OneSide("chosen")(row(values, side="rejected")).tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_resampling_moves_mass_without_losing_any() -> None:
+    weights = torch.tensor([0.6, 0.4], dtype=torch.float64)
+    assert resample(weights, 4).tolist() == pytest.approx([0.3, 0.3, 0.2, 0.2])
+    assert resample(weights, 1).tolist() == pytest.approx([1.0])
+    assert resample(weights, 3).tolist() == pytest.approx([0.4, 0.2 + 0.4 / 3, 0.8 / 3])
+
+
+def test_cross_pair_never_uses_the_row_s_own_pair_and_keeps_the_side() -> None:
+    rows = [
+        row([1.0, 0.0], pair="a"),
+        row([0.0, 1.0], pair="b"),
+        row([0.5, 0.5], pair="a", side="rejected"),
+        row([0.25, 0.75], pair="b", side="rejected"),
+    ]
+    fitted = CrossPair().fit(rows)
+    assert fitted(row([0.9, 0.1], pair="a")).tolist() == [0.0, 1.0]
+    assert fitted(row([0.9, 0.1], pair="b", side="rejected")).tolist() == [0.5, 0.5]
+    with pytest.raises(UserError, match="at least two training pairs"):
+        CrossPair().fit(rows[:1])(row([1.0], pair="a"))
+
+
+def test_profiles_recover_the_rule_that_made_the_weights() -> None:
+    """Weights that are a function of position (or of the word) are reproduced; the other profile cannot."""
+    ids = [[3, 1, 2, 1], [1, 2, 3, 3], [2, 2, 1, 3]]
+    by_place = [row([0.4, 0.3, 0.2, 0.1], one, pair=str(i)) for i, one in enumerate(ids)]
+    assert PositionProfile(4).fit(by_place)(by_place[1]).tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    factor = {1: 1.0, 2: 3.0, 3: 5.0}
+    totals = [sum(factor[token] for token in one) for one in ids]
+    by_word = [
+        row([factor[token] / total for token in one], one, pair=str(i))
+        for i, (one, total) in enumerate(zip(ids, totals, strict=True))
+    ]
+    fitted = TokenProfile().fit(by_word)
+    new = fitted(by_word[0])
+    assert new[1] == new[3] and float(new[0]) > float(new[2]) > float(new[1])
+    assert not torch.allclose(PositionProfile(4).fit(by_word)(by_word[0]), by_word[0].weights)
+    assert fitted(row([0.5, 0.5], [77, 78])).tolist() == pytest.approx([0.5, 0.5])
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    for make in (
+        lambda: Mixture(1.5),
+        lambda: Sharpness(-1.0),
+        lambda: OneSide("left"),
+        lambda: TailCut(2.0),
+        lambda: PositionProfile(0),
+    ):
+        with pytest.raises(UserError, match="transform "):
+            make()
+    with pytest.raises(ValueError, match="must be fitted"):
+        PositionProfile()(row([1.0]))
