@@ -11,10 +11,11 @@ from attnpo.config import build
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import length_percentiles
 from attnpo.data.rules import BatchPlan
-from attnpo.studies.inputs import SPLITS, Inputs
+from attnpo.studies.inputs import Inputs
 from attnpo.studies.startup import log_memory as log_memory
 from attnpo.studies.startup import planned_processes
 from attnpo.studies.startup import versions as versions
+from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 
 log = logging.getLogger(__name__)

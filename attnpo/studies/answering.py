@@ -126,8 +126,8 @@ def answer_prompts(cfg: DictConfig) -> Path:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
             or sampling.
     """
+    from attnpo.console import process
     from attnpo.models.generate import Request
-    from attnpo.studies.inputs import process
 
     rules: AnswerRules = build(cfg.answers)
     sampling: Sampling = build(cfg.sampling)
@@ -234,7 +234,7 @@ def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, 
 
 def _load(cfg: DictConfig, model: ModelSpec) -> "PreTrainedModel":
     from attnpo.models.loading import load_model
-    from attnpo.studies.inputs import device_of
+    from attnpo.studies.ground import device_of
 
     loaded = load_model(
         model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PretrainedConfig
 from attnpo.config import build, compose, groups
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
-from attnpo.studies.inputs import Ground, device_of
+from attnpo.studies.ground import Ground, device_of
 from attnpo.studies.startup import log_memory, planned_processes
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
 

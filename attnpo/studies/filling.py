@@ -5,12 +5,15 @@ import logging
 from omegaconf import DictConfig
 
 from attnpo.config import build
+from attnpo.console import process
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
 from attnpo.studies.budget import log_budget
-from attnpo.studies.inputs import encode, lay_ground, process, read_pairs, weigh
+from attnpo.studies.ground import lay_ground
+from attnpo.studies.inputs import encode, read_pairs
 from attnpo.studies.policies import load_start
 from attnpo.studies.reference import fill_reference
+from attnpo.studies.weighing import weigh
 from attnpo.weights.sources.uniform import Uniform
 
 log = logging.getLogger(__name__)

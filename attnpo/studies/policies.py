@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
-from attnpo.studies.inputs import Ground
+from attnpo.studies.ground import Ground
 from attnpo.training.module import frozen
 
 

@@ -17,7 +17,8 @@ from attnpo.config import build, plain
 from attnpo.models.loading import weights_fingerprint
 from attnpo.studies.account import example_statistics, versions
 from attnpo.studies.folders import store_root
-from attnpo.studies.inputs import SPLITS, Inputs
+from attnpo.studies.inputs import Inputs
+from attnpo.studies.weighing import SPLITS
 from attnpo.training.export import Exporter
 from attnpo.training.loggers import TrackedRun, trackers
 from attnpo.training.settings import CallbackSettings

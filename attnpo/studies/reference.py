@@ -8,12 +8,13 @@ from dataclasses import replace
 import torch
 from omegaconf import DictConfig
 
+from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
-from attnpo.studies.inputs import Ground, device_of, reference_fingerprint, world_size
+from attnpo.studies.ground import Ground, device_of, reference_fingerprint
 from attnpo.studies.startup import log_store
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps

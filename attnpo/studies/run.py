@@ -27,7 +27,8 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.studies.account import example_statistics, log_inputs, versions
 from attnpo.studies.budget import log_budget
 from attnpo.studies.folders import make_folder
-from attnpo.studies.inputs import Inputs, device_of, inputs_on, lay_ground
+from attnpo.studies.ground import device_of, lay_ground
+from attnpo.studies.inputs import Inputs, inputs_on
 from attnpo.studies.policies import load_policy, load_reference, load_start
 from attnpo.studies.publish import make_exporter, publish_run
 from attnpo.studies.reference import fill_reference, with_reference

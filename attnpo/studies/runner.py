@@ -15,15 +15,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import build, check, compose, plain
+from attnpo.console import world_size
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
 from attnpo.studies.folders import make_folder
 from attnpo.studies.grid import Arm, Point, Study, expand_arms, grid_record, make_points
-from attnpo.studies.inputs import encode, lay_ground, read_pairs, weigh, world_size
+from attnpo.studies.ground import lay_ground
+from attnpo.studies.inputs import encode, read_pairs
 from attnpo.studies.publish import study_overrides
 from attnpo.studies.resume import RESULT
 from attnpo.studies.run import run
+from attnpo.studies.weighing import weigh
 
 log = logging.getLogger(__name__)
 

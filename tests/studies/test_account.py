@@ -13,7 +13,8 @@ from attnpo.schema import UserError
 from attnpo.studies import startup
 from attnpo.studies.account import example_statistics, log_inputs, token_percentiles, versions
 from attnpo.studies.folders import store_root
-from attnpo.studies.inputs import lay_ground, make_inputs
+from attnpo.studies.ground import lay_ground
+from attnpo.studies.inputs import make_inputs
 from attnpo.studies.startup import announce, config_lines, in_bytes, log_memory, log_store, opening, planned_processes
 from tests.studies.worlds import TRAIN, VAL, World, build_world, judge_loads
 

@@ -15,7 +15,7 @@ from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
-from attnpo.studies.inputs import lay_ground
+from attnpo.studies.ground import lay_ground
 from attnpo.studies.policies import load_policy, load_reference
 from attnpo.studies.run import run
 from attnpo.training.metrics_file import read_metrics

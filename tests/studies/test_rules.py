@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from attnpo.config import build
+from attnpo.console import process
 from attnpo.schema import UserError
-from attnpo.studies.inputs import lay_ground, make_inputs, process
+from attnpo.studies.ground import lay_ground
+from attnpo.studies.inputs import make_inputs
 from attnpo.studies.judging import JudgeRoom
 from attnpo.studies.runner import arm_config, check_user, execute, judge_once
 from attnpo.testbed.grammar import Grammar

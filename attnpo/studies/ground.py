@@ -1,0 +1,109 @@
+"""What every later step of a run stands on: model and data settled, store, tokenizer, chat format, the judge's room."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as quiet
+
+from attnpo.config import build
+from attnpo.models.loading import load_tokenizer, weights_fingerprint
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import UserError
+from attnpo.studies.folders import store_root
+from attnpo.studies.judging import JudgeRoom, read_template
+from attnpo.studies.root import require_reader
+from attnpo.studies.startup import log_model
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.base import WeightSource
+from attnpo.weights.cache import Store
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every later step stands on: a settled config and the objects that read text."""
+
+    cfg: DictConfig
+    store: Store
+    model: ModelSpec
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    prepared: dict[str, Any]
+
+
+def device_of(cfg: DictConfig) -> torch.device:
+    """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
+    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+    """The config with model and data paths known, and what ``prepare`` reports (empty without one).
+
+    A path given by hand is kept. UserError when a path is still missing.
+    """
+    cfg = cfg.copy()
+    report: dict[str, Any] = {}
+    if cfg.prepare is not None:
+        prepared = build(cfg.prepare).prepare(store_root(cfg) / "prepared")
+        report = {**prepared.report, "reused": prepared.reused}
+        for node, path in (("model", prepared.model_path), ("data", prepared.data_path)):
+            if OmegaConf.is_missing(cfg[node], "path"):
+                cfg[node].path = str(path)
+    lacking = [f"{node}.path" for node in ("model", "data") if OmegaConf.is_missing(cfg[node], "path")]
+    if lacking:
+        raise UserError(f"{' and '.join(lacking)} must be given, as in {lacking[0]}=FOLDER_OR_HUB_NAME")
+    return cfg, report
+
+
+def lay_ground(cfg: DictConfig) -> Ground:
+    """The settled config with store, model description, tokenizer and chat format.
+
+    Logs what the model is. Raises UserError for a judge or a layer that could not be read, before any data is.
+    """
+    # Model folders load and save in moments; their bars bury the log.
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    cfg, prepared = settle(cfg)
+    model: ModelSpec = build(cfg.model)
+    model = replace(model, chat_template=read_template(model.chat_template))
+    tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
+    log_model(model)
+    ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    source: WeightSource = build(cfg.weights)
+    if "judge" in source.requires:
+        require_reader(source, build(cfg.objective))
+        source.resolve(judge_room(ground).num_layers)
+    return ground
+
+
+def judge_room(ground: Ground) -> JudgeRoom:
+    """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+    room = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat)
+    check_tokenizers(ground, room)
+    return room
+
+
+def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
+    """Nothing; refuses to match tokens of two vocabularies by their ids."""
+    if room.judge.path is None or build(ground.cfg.align).method is not AlignMethod.LEVENSHTEIN:
+        return
+    if room.tokenizer.get_vocab() != ground.tokenizer.get_vocab():
+        raise UserError(
+            f"judge.path={room.path} has another vocabulary than {ground.model.path}: token ids cannot be matched; set "
+            "align.method=characters (and objective.length_from=train)"
+        )
+
+
+def reference_fingerprint(ground: Ground) -> dict[str, Any]:
+    """What identifies the reference's numbers: weights, number format, attention kernel family."""
+    return {
+        "weights": weights_fingerprint(ground.model.path, ground.model.revision),
+        "dtype": ground.model.dtype,
+        "kernel": ground.model.attn_implementation,
+        "precision": ground.cfg.trainer.precision,
+    }
