@@ -11,7 +11,7 @@ EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 
 def main(cfg: DictConfig) -> int:
-    """0 when everything ran; 1 when a point of a study failed.
+    """0 when everything ran; 1 when a point, a world or an analysis of a study failed.
 
     Raises:
         Interrupted: a signal ended training; what there is is saved.
@@ -39,7 +39,7 @@ def main(cfg: DictConfig) -> int:
         raise
     finish_study(outcome)
     publish_study(cfg, outcome)
-    return 1 if outcome.failed else 0
+    return 1 if outcome.failed or outcome.unmeasured else 0
 
 
 if __name__ == "__main__":

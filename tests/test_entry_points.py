@@ -38,7 +38,7 @@ def imported(errors: str) -> set[str]:
 
 
 def test_there_are_entry_points() -> None:
-    assert {"fit", "weigh", "generate"} <= set(ENTRY_POINTS)
+    assert {"fit", "weigh", "generate", "report"} <= set(ENTRY_POINTS)
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
@@ -75,7 +75,7 @@ def test_an_error_costs_little_more_than_importing_torch() -> None:
 
 def test_help_lists_groups_and_an_example() -> None:
     text = start("attnpo.fit", "--help").stdout
-    for line in ("setting=", "weights=attention | rollout | uniform", "experiment=layer_sweep", "example:"):
+    for line in ("setting=", "weights=attention | rollout | ", "experiment=layer_sweep", "example:"):
         assert line in text
 
 
@@ -83,7 +83,7 @@ def test_help_lists_groups_and_an_example() -> None:
     ("override", "message"),
     [
         ("weights.layr=2", "did you mean weights.layer?"),
-        ("weights=attension", "Available options in 'weights': attention, rollout, uniform"),
+        ("weights=attension", "Available options in 'weights': attention, rollout, "),
         ("weights.layer=2.5", "weights.layer: expected int or str, got 2.5"),
         ("optimizer.lr=fast", "optimizer.lr: expected float, got 'fast'"),
         ("trainer.validate_every=0", "trainer.validate_every must be at least 1"),
@@ -101,9 +101,10 @@ def test_a_wrong_word_is_refused_before_anything_heavy_is_loaded(override: str, 
     assert loaded & set(SLOW_PACKAGES) == set()
 
 
-@pytest.mark.parametrize("name", ["fit", "weigh"])
-def test_paths_that_must_be_given_are_asked_for(name: str) -> None:
-    done = start(f"attnpo.{name}", "setting=real_smoke")
+@pytest.mark.parametrize("command", ["fit", "weigh", "report weights"])
+def test_paths_that_must_be_given_are_asked_for(command: str) -> None:
+    name, *words = command.split()
+    done = start(f"attnpo.{name}", *words, "setting=real_smoke")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "model.path: required; give model.path=VALUE" in done.stderr
     assert "data.path: required; give data.path=VALUE" in done.stderr
@@ -235,3 +236,51 @@ def test_generate_asks_for_model_and_prompts() -> None:
     done = start("attnpo.generate")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "model.path: required" in done.stderr and "data.path: required" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...` or folders"),
+        (["study"], "report study: expected `weights`"),
+        (["weights", "outputs/run"], "report weights: expected GROUP=OPTION or KEY=VALUE behind it, got 'outputs/run'"),
+        (["weights", "layers=[1,1]"], "layers: expected each layer once, got 1 more than once"),
+        (["weights", "layers=most"], "layers: expected all or a list"),
+        (["weights", "printed=none.csv"], "printed=none.csv: expected a CSV file, there is none"),
+        (["weights", "weights.layr=1"], "did you mean weights.layer?"),
+    ],
+)
+def test_a_report_says_early_what_it_cannot_tell(words: list[str], message: str) -> None:
+    done = start("attnpo.report", *words, listing=True)
+    errors = "\n".join(line for line in done.stderr.splitlines() if not line.startswith("import time:"))
+    assert done.returncode == 2 and done.stdout == ""
+    assert errors.startswith("error: ") and message in errors
+    assert imported(done.stderr) & set(SLOW_PACKAGES) == set()
+
+
+def test_a_report_of_folders_prints_their_tables(tmp_path: Path) -> None:
+    """By what the folder holds; a key that only weights read is said to have no effect."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "table.md").write_text("| arm | n |\n| --- | ---: |\n| uniform | 0.25 |\n\n- one note\n")
+    done = start("attnpo.report", str(tmp_path / "s"), f"output={tmp_path}", "name=r", "min_count=3")
+    assert done.returncode == 0
+    assert "uniform" in done.stdout and "0.25" in done.stdout and "one note" in done.stdout
+    assert "warning: min_count has no effect: finished folders are read as they are" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "r").iterdir()) == [
+        "report.html",
+        "report.json",
+        "study.csv",
+        "study.md",
+    ]
+
+
+def test_a_report_of_weights_prints_tables_and_logs_beside_them(world: World, tmp_path: Path) -> None:
+    """Tables on the output, lines of ours on the error stream; a report of a missing folder is one line."""
+    done = start("attnpo.report", "weights", *world.overrides("layers=[1,2]", f"output={tmp_path}", "name=r"))
+    assert done.returncode == 0
+    assert "attention L1" in done.stdout and "first token percent" in done.stdout
+    assert [line for line in done.stderr.splitlines() if not OURS.match(line)] == []
+    gone = start("attnpo.report", "run", str(tmp_path / "gone"))
+    assert (
+        gone.returncode == 2 and gone.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in gone.stderr
+    )

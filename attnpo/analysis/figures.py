@@ -22,6 +22,7 @@ DPI = 150
 # Okabe and Ito's palette, which stays distinct for colour-blind readers, in an order that starts with strong contrast.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours in another style
 _INK, _GRID = "#33363c", "#dfe2e7"
 _SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running mean
 
@@ -206,7 +207,8 @@ def layer_curve(
     lines = {name: value for name, value in (baselines or {}).items() if math.isfinite(value)}
     for number, (name, value) in enumerate(lines.items(), 1):
         colour = COLOURS[number % len(COLOURS)]
-        axes.axhline(value, color=colour, linewidth=1.3, linestyle="--", label=f"{name} ({value:.3g})")
+        style = STYLES[1 + number // len(COLOURS) % (len(STYLES) - 1)]
+        axes.axhline(value, color=colour, linewidth=1.3, linestyle=style, label=f"{name} ({value:.3g})")
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
     _legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, max(1, len(lines))))
     figure.tight_layout()
@@ -257,7 +259,7 @@ def frontier(
     _dress(axes, title, f"KL to the base, nats, root scale{note}", ylabel)
     for number, arm in enumerate(arms):
         line = sorted((point for point in kept if point.arm == arm), key=lambda point: point.kl)
-        _draw_arm(axes, arm, line, COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)])
+        _draw_arm(axes, arm, line, number)
     top = _root_axis(axes, max((point.kl for point in kept), default=1.0), limits)
     if base_reward is not None and math.isfinite(base_reward):
         axes.axhline(base_reward, color=_INK, linewidth=0.9, linestyle=":", label="base")
@@ -269,12 +271,15 @@ def frontier(
     return save(figure, path)
 
 
-def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], colour: str, marker: str) -> None:
+def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], number: int) -> None:
+    turn, place = divmod(number, len(COLOURS))
+    colour, marker, style = COLOURS[place], MARKERS[(place + 3 * turn) % len(MARKERS)], STYLES[turn % len(STYLES)]
     roots = [_root(point.kl) for point in line]
     rewards = [point.reward for point in line]
     chosen = ", ".join(point.label for point in line if point.best and point.label)
     name = f"{arm}\n(best: {chosen})" if chosen else arm
-    axes.plot(roots, rewards, color=colour, marker=marker, markersize=5, linewidth=1.3, alpha=0.9, label=name)
+    look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": style}
+    axes.plot(roots, rewards, markersize=5, linewidth=1.3, alpha=0.9, label=name, **look)
     for root, point in zip(roots, line, strict=True):
         if math.isfinite(point.low) and math.isfinite(point.high):
             axes.plot([root, root], [point.low, point.high], color=colour, linewidth=1.6, alpha=0.4)

@@ -27,7 +27,8 @@ class ResponseStats:
     ``tokens``: number of weights. ``length``: |y| as the source counts it. ``mass``: sum of the weights. ``effective``:
     effective number of weights, 1 / sum a^2. ``effective_share``: the same over ``tokens``; 1 for uniform weights.
     ``entropy``: in nats. ``std``: over the tokens of the row, ddof 0. ``top10_share``: share of the most weighted
-    tenth of the tokens (rounded up). ``sink``: shares of the first three tokens, 0 where there is none.
+    tenth of the tokens (rounded up). ``uniform``: the share of a token under uniform weights, 1 / tokens. ``sink``:
+    shares of the first three tokens, 0 where there is none.
     """
 
     tokens: float
@@ -39,6 +40,7 @@ class ResponseStats:
     max: float
     std: float
     top10_share: float
+    uniform: float
     sink: tuple[float, float, float]
 
     @property
@@ -91,6 +93,7 @@ def response_statistics(weights: Float[Tensor, "m"], length: float | int | None 
         max=float(row.max()),
         std=float(row.std(correction=0)),
         top10_share=float(top.sum()),
+        uniform=1.0 / count,
         sink=(first[0], first[1], first[2]),
     )
 
@@ -109,6 +112,8 @@ def statistics_rows(
 ) -> tuple[list[str], list[list[str | float | int]]]:
     """Columns and rows of the paper's statistics table (side, model, std, max, mean_length) and what goes beyond it.
 
+    Every number is the mean over responses of the response's own: std over its tokens, its largest weight, its |y|.
+    The paper does not spell this out; a maximum over all responses would be near 1, it prints 0.09 to 0.12.
     ``summaries``: (model, side, summary) in the order of the rows wanted.
     """
     columns = ["side", "model", "std", "max", "mean_length", "effective", "effective_share", "entropy", "top10_share"]
@@ -123,12 +128,16 @@ def statistics_rows(
 
 
 def sink_rows(summaries: Iterable[tuple[str, WeightSummary]]) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows of the paper's sink table: percent of the mass on the first, second and third token.
+    """Columns and rows of the paper's sink table (model, percent of the mass on the first, second and third token).
 
-    ``summaries``: (model, summary of rows before the sink rule).
+    ``summaries``: (model, summary of rows before the sink rule, both sides of all pairs). Beyond the paper:
+    ``uniform_percent``, what each of these tokens would get from uniform weights on responses of these lengths.
     """
-    columns = ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
-    return columns, [[model, *(100 * share for share in summary.mean.sink)] for model, summary in summaries]
+    columns = ["model", "first_token_percent", "second_token_percent", "third_token_percent", "uniform_percent"]
+    return columns, [
+        [model, *(100 * share for share in summary.mean.sink), 100 * summary.mean.uniform]
+        for model, summary in summaries
+    ]
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -156,9 +165,9 @@ class TokenMean:
 def token_means(rows: Iterable[WeightedRow], min_count: int = 1, *, by_relative: bool = True) -> list[TokenMean]:
     """Every token id met at least ``min_count`` times over all responses, the most weighted first.
 
-    ``by_relative`` orders by mean w * |y|, otherwise by mean weight as in the paper's table of top tokens (where a
-    token of short answers ranks high for that reason alone). Ties go to the smaller id. UserError when ids and
-    weights of a row differ in number or ``min_count`` is below 1.
+    ``by_relative`` orders by mean w * |y|, otherwise by mean weight as in the paper's table of top tokens (min_count
+    100; a token of short answers ranks high there for that reason alone). Each occurrence counts once, and ties go to
+    the smaller id. UserError when ids and weights of a row differ in number or ``min_count`` is below 1.
     """
     if min_count < 1:
         raise UserError(f"min_count: expected at least 1, got {min_count}")

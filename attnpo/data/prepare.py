@@ -9,14 +9,26 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
-from attnpo.weights.base import WeightSource
+from attnpo.weights.base import PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
-from attnpo.weights.pipeline import TrainingWeights, check_transforms, finished_weights, fitted, training_weights
+from attnpo.weights.layers import Row
+from attnpo.weights.pipeline import (
+    Finished,
+    TrainingWeights,
+    check_transforms,
+    finished_weights,
+    fitted,
+    training_weights,
+)
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
 
 UNREADABLE = "dropped: the judge cannot be shown both responses"
+UNASKED = "dropped: the verbalizer cannot be asked about both responses"
+DROPPED_FOR_COVERAGE = "dropped: coverage"
+UNCOVERED = f"{DROPPED_FOR_COVERAGE} below align.min_coverage"
+SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
 
@@ -34,6 +46,10 @@ class Tally:
         ids = self.first.setdefault(event, [])
         if len(ids) < 3:
             ids.append(pair_id[:8])
+
+    def total(self, opening: str) -> int:
+        """How many events there were whose name begins with ``opening``."""
+        return sum(count for event, count in self.counts.items() if event.startswith(opening))
 
     def lines(self) -> list[str]:
         """One line per event, e.g. ``dropped: response cut to nothing: 2 (3f2a..., 77b0...)``."""
@@ -156,18 +172,30 @@ def fit_transforms(
     encoded: EncodedSet,
     source: WeightSource,
     captured: Mapping[str, PairWeights],
-    layers: tuple[int, ...] = (),
+    layers: tuple[Row, ...] = (),
+    align: AlignRules | None = None,
 ) -> tuple[WeightTransform, ...]:
-    """The transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split)."""
+    """The transforms, those that learn from data fitted on the pairs of ``encoded`` (the training split).
+
+    Pairs about which the source said too little for ``align`` teach nothing: they will be dropped.
+    """
     check_transforms(source, transforms)
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
+    least = least_coverage(source, None if align is None else align.min_coverage)
     finished = {}
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         found = captured.get(pair.pair_id)
         if found is None or found.rounds:
-            finished[pair.pair_id] = finished_weights(source, found, sides, layers=layers, pair_id=pair.pair_id)
+            rows = finished_weights(source, found, sides, layers=layers, pair=pair)
+            if all(_said_enough(row, least) for row in rows.values()):
+                finished[pair.pair_id] = rows
     return fitted(transforms, finished)
+
+
+def _said_enough(row: Finished, least: float) -> bool:
+    share = 1.0 if row.said is None else float(row.said.double().mean())
+    return share > 0 and share >= least
 
 
 def prepare_examples(
@@ -175,7 +203,7 @@ def prepare_examples(
     source: WeightSource,
     captured: Mapping[str, PairWeights],
     align: AlignRules,
-    layers: tuple[int, ...] = (),
+    layers: tuple[Row, ...] = (),
     transforms: Sequence[WeightTransform] = (),
 ) -> ExampleSet:
     """Training examples in their order, with the account of every cut and dropped pair.
@@ -189,20 +217,27 @@ def prepare_examples(
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples, content, unmatched = [], 0, 0
+    least = least_coverage(source, align.min_coverage)
+    unreadable = UNREADABLE if "judge" in source.requires else UNASKED
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
         found = captured.get(pair_id)
         if found is not None and not found.rounds:
-            tally.add(f"{UNREADABLE}: {found.reason}" if isinstance(found, Unreadable) else UNREADABLE, pair_id)
+            tally.add(f"{unreadable}: {found.reason}" if isinstance(found, Unreadable) else unreadable, pair_id)
             continue
-        weights = training_weights(source, found, sides, align.method, transforms, layers=layers, pair_id=pair_id)
+        weights = training_weights(source, found, sides, align.method, transforms, layers=layers, pair=pair)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:
             tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
-        if min(weights.coverage) < align.min_coverage:
-            tally.add(f"dropped: coverage below align.min_coverage {align.min_coverage}", pair_id)
+        if isinstance(source, PartialSource) and min(weights.coverage) == 0:
+            tally.add(SILENT, pair_id)
             continue
+        if min(weights.coverage) < least:
+            tally.add(f"{UNCOVERED} {least:g}", pair_id)
+            continue
+        for side in weights.flat:
+            tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
         example = make_example(pair_id, sides, weights)
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):

@@ -39,14 +39,14 @@ class AlignRules:
     """How weights travel from the source's tokens to the training tokens, and the coverage a pair must reach.
 
     ``min_coverage`` is the least share of a response's content tokens with a partner; a pair with a side below it is
-    dropped and counted (paper: 0.9 for verbalised weights, no limit for attention).
+    dropped and counted. None: the source's own (paper: 0.9 for verbalised weights, no limit for attention).
     """
 
     method: AlignMethod = AlignMethod.LEVENSHTEIN
-    min_coverage: float = 0.0
+    min_coverage: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_coverage <= 1:
+        if self.min_coverage is not None and not 0 <= self.min_coverage <= 1:
             raise UserError(f"align.min_coverage must lie in [0, 1], got {self.min_coverage}")
 
 

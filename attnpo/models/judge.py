@@ -76,7 +76,8 @@ class CausalJudge:
 
         ``layers`` are 1-based and give the rows in the order asked. ``verdict`` runs the full depth and reads the arg
         max token and, when ``label_ids`` are given, their two logits; without it (and without rollout) the forward
-        stops in the deepest layer asked. Raises ``UserError`` for a layer out of range or an empty prompt.
+        stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty prompt, and
+        ``per_head`` of layers that differ in their number of heads.
         """
         self._check(prompts, layers)
         readings: dict[int, JudgeReading] = {}
@@ -156,6 +157,7 @@ def _readings(
     lengths: Sequence[int],
 ) -> list[JudgeReading]:
     probe.require(probe.rows, wanted)
+    _require_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
     rolled = probe.rollout().cpu() if probe.keep else None
     shape = (len(lengths), 0, max(lengths))
     rows = torch.stack([probe.rows[layer] for layer in wanted], 1).cpu() if wanted else torch.zeros(shape)
@@ -170,3 +172,16 @@ def _readings(
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
+    """Nothing; UserError for rows per head, by layer, when the layers differ in their number of heads."""
+    first: dict[int, int] = {}
+    for layer, found in rows.items():
+        first.setdefault(found.shape[1], layer)
+    if len(first) > 1:
+        (one, here), (two, there) = list(first.items())[:2]
+        raise UserError(
+            f"weights.heads: layer {here} of this judge has {one} query heads and layer {there} has {two}, so a head "
+            "has no fixed meaning; set weights.heads=[] (the mean over the heads of each layer) or take another judge"
+        )

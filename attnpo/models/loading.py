@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as library
 
 from attnpo.hub import hub, out_of_reach
@@ -125,12 +132,32 @@ def load_tokenizer(
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
     """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
+    return int(_text_config(path, revision).num_hidden_layers)
+
+
+def model_heads(path: str | Path, revision: str | None = None) -> int:
+    """Number of query heads in each layer of a model, read from its config alone.
+
+    Raises ``UserError`` when there is none to read, and when layers differ in it.
+    """
+    config = _text_config(path, revision)
+    counts = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads]
+    if len(set(counts)) > 1:
+        raise UserError(
+            f"weights.heads: the layers of {path} differ in their number of query heads "
+            f"({', '.join(map(str, counts))}), so a head has no fixed meaning; set weights.heads=[] (the mean over the "
+            "heads of each layer) or take another judge"
+        )
+    return int(counts[0])
+
+
+def _text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_config(source)
     with _loading("config of the model", path, revision):
-        config = AutoConfig.from_pretrained(source, revision=revision or "main").get_text_config()
-        return int(config.num_hidden_layers)
+        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision or "main").get_text_config()
+        return config
 
 
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:

@@ -9,14 +9,17 @@ import torch
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.config import build
 from attnpo.data.collate import TrainingExample
-from attnpo.data.prepare import length_percentiles
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE, length_percentiles
 from attnpo.data.rules import BatchPlan
+from attnpo.schema import UserError
+from attnpo.studies.auto_layer import CHOICE
 from attnpo.studies.inputs import Inputs
 from attnpo.studies.startup import log_memory as log_memory
 from attnpo.studies.startup import planned_processes
 from attnpo.studies.startup import versions as versions
 from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.weights.readings import AnswerStatistics
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +46,21 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "unmatched_share": round(made.unmatched_share, 5),
             "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
             "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
+            "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
             "lengths": length_percentiles(kept),
             "tokens": token_percentiles(kept),
         }
     weighed = inputs.weighed
     if weighed.report is not None:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
+    if weighed.report is not None and "judge" in weighed.source.requires:
         rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
         out["judge_prompts"] = {"read": len(rounds), "cut": sum(item.cut for item in rounds)}
+    if weighed.answers is not None:
+        lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
+        out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
+    if CHOICE in inputs.ground.prepared:
+        out[CHOICE] = inputs.ground.prepared[CHOICE]
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
     return out
@@ -112,7 +122,10 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
 
 
 def log_inputs(inputs: Inputs) -> None:
-    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained."""
+    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
+
+    UserError, when all of it is said, for a split with rows of which no pair is left.
+    """
     statistics = example_statistics(inputs)
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
@@ -129,10 +142,37 @@ def log_inputs(inputs: Inputs) -> None:
             100 * verdicts.consistency,
             100 * verdicts.other_tokens,
         )
+    if inputs.weighed.answers is not None:
+        for line in answer_lines(inputs.weighed.answers):
+            log.info("%s", line)
+    for split in SPLITS:
+        _require_examples(inputs, split)
     for line in plan_lines(inputs):
         log.info("%s", line)
     for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
         log.info("%s", line)
+
+
+def _require_examples(inputs: Inputs, split: str) -> None:
+    made = inputs.examples[split]
+    if made.read and not made.examples:
+        events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
+        raise UserError(
+            f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
+            "align.min_coverage, lengths) or the data"
+        )
+
+
+def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
+    """How well the answers about importance could be read, and what could not be used of them."""
+    yield (
+        f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
+        f"in all; {answers.coverage:.1%} of a response's tokens have a score, in the mean"
+    )
+    for reason, count in answers.problems.items():
+        yield f"verbalizer: {reason}: {count}"
+    if answers.lost:
+        yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
 
 
 def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:

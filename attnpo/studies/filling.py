@@ -8,6 +8,7 @@ from attnpo.config import build
 from attnpo.console import process
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
+from attnpo.studies.account import answer_lines
 from attnpo.studies.budget import log_budget
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import encode, read_pairs
@@ -29,8 +30,11 @@ def fill_store(cfg: DictConfig) -> None:
         for line in found.tally.lines():
             log.warning("%s: %s", split, line)
     shard = process()
-    if "judge" in build(cfg.weights).requires:
-        weigh(ground, encoded, shard=shard)
+    if build(cfg.weights).requires:
+        weighed = weigh(ground, encoded, shard=shard)
+        if weighed.answers is not None:
+            for line in answer_lines(weighed.answers):
+                log.info("%s", line)
     else:
         log.info("%s needs no judge: no weights to store", cfg.weights._target_.rpartition(".")[2])
     if cfg.reference != "cached":

@@ -4,6 +4,7 @@ And where the store is, which all runs share. Light: known before anything heavy
 """
 
 import os
+import shlex
 import time
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -26,15 +27,39 @@ def run_folder(cfg: DictConfig) -> Path:
     """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
 
     Raises:
-        UserError: ``resume=auto`` or a job of several processes without a name, which would not meet in one folder;
-            a path that cannot be.
+        UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
+            would not meet in one folder; a path that cannot be.
     """
+    require_one_process(cfg)
     folder = _named(cfg)
     try:
         folder.exists()
     except OSError as problem:  # a name that is too long, a folder that may not be looked into
         raise _unusable(folder, problem) from problem
     return folder
+
+
+def require_one_process(cfg: DictConfig) -> None:
+    """Nothing; raises UserError for a study in a job of several processes, naming what started them and what to do."""
+    if cfg.study is None or world_size() == 1:
+        return
+    name, instead = launcher()
+    given = shlex.join(str(override) for override in cfg.composed.get("overrides", []))
+    raise UserError(
+        f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
+        f"it as one process (`{instead}python -m attnpo.fit {given}`), or a single run under {name} with study=none"
+    )
+
+
+def launcher() -> tuple[str, str]:
+    """What started this job's processes, and what to put before a command that is to be one process there."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun", ""
+    if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" in os.environ:
+        return "SLURM (srun or sbatch --ntasks)", "srun --ntasks=1 "
+    if "LOCAL_RANK" in os.environ:
+        return "torchrun or its like (LOCAL_RANK is set)", ""
+    return "a launcher that sets WORLD_SIZE", "env -u WORLD_SIZE -u RANK "
 
 
 def make_folder(folder: Path) -> None:

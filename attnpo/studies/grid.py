@@ -1,14 +1,18 @@
-"""What a study varies: arms, one grid for all of them, seeds. Pure: overrides in, points out."""
+"""What a study varies: arms, grids, worlds, seeds. Pure: overrides in, points out."""
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnpo.schema import UserError
-from attnpo.weights.base import resolve_layer
+from attnpo.studies.analyses import StudyAnalysis
+from attnpo.weights.layers import distinct_layers
 
 log = logging.getLogger(__name__)
+
+ONLY = ""  # the name of the world of a study that has no worlds
 
 
 @dataclass(frozen=True)
@@ -23,16 +27,23 @@ class Grid:
         axes = [[f"optimizer.lr={value!r}" for value in self.lr], [f"objective.beta={value!r}" for value in self.beta]]
         return list(itertools.product(*(axis for axis in axes if axis)))
 
+    def __str__(self) -> str:
+        return f"lr {list(self.lr) or 'as set'}, beta {list(self.beta) or 'as set'}"
+
 
 @dataclass(frozen=True)
 class Study:
     """A study by its arms.
 
-    ``arms`` maps a name to the overrides that make it. ``layers`` splits the arm named ``layer_arm`` into one arm per
-    layer (numbers, "last", fractions of depth; those that coincide on a shallow model are merged and logged).
-    ``control`` is the arm the others are compared with. ``seeds`` are counted from the run's seed. ``kl_limit`` bounds
-    the KL to the base of the point that represents an arm. ``workers`` points run at a time on a CPU. ``shared`` are
-    overrides of every point. ``restart`` gives a repeated command a fresh folder instead of its finished points.
+    ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added behind them where the setting has a
+    known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
+    depth; those that coincide on a shallow model are merged and logged). ``control`` is the arm the others are compared
+    with; null compares none. ``grid`` is that of every arm but those in ``grids``, whose beta has another unit.
+    ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass and a
+    comparison of that world's own. ``analyses`` are measured once per world and seed. ``seeds`` are counted from the
+    run's seed. ``kl_limit`` bounds the KL to the base of the point that represents an arm; ``kl_levels`` are those at
+    which rewards are compared. ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point.
+    ``restart`` gives a repeated command a fresh folder instead of its finished points.
     """
 
     name: str
@@ -40,32 +51,71 @@ class Study:
     grid: Grid = field(default_factory=Grid)
     layers: tuple[int | str, ...] = ()
     layer_arm: str = "attention"
-    control: str = "uniform"
+    control: str | None = "uniform"
     seeds: int = 5
     kl_limit: float = 2.0
     workers: int = 2
     shared: tuple[str, ...] = ()
     restart: bool = False
     title: str = ""
+    truth_arms: dict[str, list[str]] = field(default_factory=dict)
+    grids: dict[str, Grid] = field(default_factory=dict)
+    worlds: dict[str, list[str]] = field(default_factory=dict)
+    analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
+    kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
 
     def __post_init__(self) -> None:
+        for problem in self._problems():
+            raise UserError(f"study {self.name}: {problem}")
+
+    def _problems(self) -> Iterator[str]:
+        names = ", ".join(self.arms)
         if not self.arms:
-            raise UserError(f"study {self.name}: study.arms is empty; give at least one arm")
+            yield "study.arms is empty; give at least one arm"
         if self.layers and self.layer_arm not in self.arms:
-            raise UserError(f"study {self.name}: study.layer_arm={self.layer_arm} is none of {', '.join(self.arms)}")
-        if self.control not in self.arms:
-            raise UserError(f"study {self.name}: study.control={self.control} is none of {', '.join(self.arms)}")
+            yield f"study.layer_arm={self.layer_arm} is none of {names}"
+        if self.control is not None and self.control not in self.arms:
+            yield f"study.control={self.control} is none of {names} (null compares no arm)"
+        if self.layers and self.control == self.layer_arm:
+            yield f"study.control={self.control} is split into layers by study.layers; choose another arm"
         if self.seeds < 1 or self.workers < 1:
-            raise UserError(f"study {self.name}: study.seeds and study.workers must be at least 1")
+            yield "study.seeds and study.workers must be at least 1"
+        twice = [name for name in self.truth_arms if name in self.arms]
+        if twice:
+            yield f"{', '.join(twice)} stands in study.arms and in study.truth_arms; give it once"
+        every = {**self.arms, **self.truth_arms}
+        unknown = [name for name in self.grids if name not in every]
+        if unknown:
+            yield f"study.grids has {', '.join(unknown)}, which is no arm; arms are {', '.join(every)}"
+        repeated = [str(layer) for layer, count in Counter(self.layers).items() if count > 1 and isinstance(layer, int)]
+        if repeated:
+            yield f"study.layers has {', '.join(repeated)} more than once; give each layer once"
+        if any(not level > 0 for level in self.kl_levels) or not self.kl_limit > 0:
+            yield "study.kl_limit and study.kl_levels must be above 0"
+
+    def arms_with(self, truth: bool) -> dict[str, list[str]]:
+        """The arms of a setting with a known truth or without one."""
+        return {**self.arms, **self.truth_arms} if truth else self.arms
+
+    def grid_of(self, arm: str) -> Grid:
+        """The grid of an arm of ``arms`` or ``truth_arms``."""
+        return self.grids.get(arm, self.grid)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: its name, the overrides that make it, and its layer when it stands for one."""
+    """One arm in one world: its name, the overrides that make it, its layer when it stands for one, its grid."""
 
     name: str
     overrides: tuple[str, ...]
     layer: int | None = None
+    world: str = ONLY
+    grid: Grid | None = None
+
+    @property
+    def label(self) -> str:
+        """The name for logs, with the world where there are several."""
+        return f"{self.world}: {self.name}" if self.world else self.name
 
 
 @dataclass(frozen=True)
@@ -79,40 +129,54 @@ class Point:
     @property
     def label(self) -> str:
         """A short name for logs."""
-        return f"{self.arm.name} {' '.join(self.values)} seed={self.seed}"
+        return f"{self.arm.label} {' '.join(self.values)} seed={self.seed}"
 
 
-def expand_arms(study: Study, num_layers: int) -> list[Arm]:
-    """The study's arms, the layer arm replaced by one per distinct layer of a model of ``num_layers`` layers."""
+def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: str = ONLY) -> list[Arm]:
+    """The study's arms in one world, the layer arm replaced by one per distinct layer of ``num_layers``.
+
+    ``truth``: whether the setting has a known truth.
+    """
     arms: list[Arm] = []
-    for name, overrides in study.arms.items():
+    for name, overrides in study.arms_with(truth).items():
+        grid = study.grid_of(name)
         if not study.layers or name != study.layer_arm:
-            arms.append(Arm(name, tuple(overrides)))
+            arms.append(Arm(name, tuple(overrides), None, world, grid))
             continue
-        named: dict[int, list[str]] = {}
-        for layer in study.layers:
-            named.setdefault(resolve_layer(layer, num_layers), []).append(str(layer))
-        for layer, names in sorted(named.items()):
-            if len(names) > 1:
-                log.info("layers %s are one and the same here: layer %d of %d", ", ".join(names), layer, num_layers)
-            arms.append(Arm(f"{name} L{layer}", (*overrides, f"weights.layer={layer}"), layer))
+        for layer in distinct_layers(study.layers, num_layers, "study.layers"):
+            arms.append(Arm(f"{name} L{layer}", (*overrides, f"weights.layer={layer}"), layer, world, grid))
     return arms
 
 
 def make_points(study: Study, arms: Sequence[Arm], seeds: Sequence[int]) -> list[Point]:
-    """Every arm at every grid point for every seed, seeds outermost so that early results cover all arms."""
-    return [Point(arm, values, seed) for seed, values, arm in itertools.product(seeds, study.grid.overrides(), arms)]
+    """Every arm at every point of its grid for every seed.
+
+    Seeds outermost so that early results cover all arms, then worlds, so that a process meets one base at a time.
+    """
+    points = []
+    worlds = dict.fromkeys(arm.world for arm in arms)
+    for seed, world in itertools.product(seeds, worlds):
+        mine = [
+            [Point(arm, values, seed) for values in (arm.grid or study.grid).overrides()]
+            for arm in arms
+            if arm.world == world
+        ]
+        points += [point for row in itertools.zip_longest(*mine) for point in row if point is not None]
+    return points
 
 
-def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: str | None) -> dict[str, object]:
+def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: object) -> dict[str, object]:
     """What is fixed before an arm is run, the same for any number of seeds; its digest stands under every table.
 
     ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
-    true reward, None elsewhere.
+    true reward (by world where there are several), None elsewhere.
     """
+    own = {name: {"lr": list(grid.lr), "beta": list(grid.beta)} for name, grid in study.grids.items()}
     return {
         "grid": {"lr": list(study.grid.lr), "beta": list(study.grid.beta)},
+        **({"grids": own} if own else {}),
         "arms": dict(arms),
         "kl_limit": study.kl_limit,
+        "kl_levels": list(study.kl_levels),
         "world": world,
     }

@@ -1,8 +1,11 @@
 """What every later step of a run stands on: model and data settled, store, tokenizer, chat format, the judge's room."""
 
+import logging
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +16,7 @@ from attnpo.config import build
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
+from attnpo.studies.auto_layer import wants_auto
 from attnpo.studies.folders import store_root
 from attnpo.studies.judging import JudgeRoom, read_template
 from attnpo.studies.root import require_reader
@@ -21,6 +25,17 @@ from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import WeightSource
 from attnpo.weights.cache import Store
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class JudgePreparer(Protocol):
+    """A ``prepare`` component that can also build another model to judge."""
+
+    def prepare_judge(self, root: Path) -> Any:
+        """Where it is (``path``), what was measured (``report``), whether it was there already (``reused``)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ def device_of(cfg: DictConfig) -> torch.device:
 
 
 def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
-    """The config with model and data paths known, and what ``prepare`` reports (empty without one).
+    """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
 
     A path given by hand is kept. UserError when a path is still missing.
     """
@@ -58,7 +73,31 @@ def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
     lacking = [f"{node}.path" for node in ("model", "data") if OmegaConf.is_missing(cfg[node], "path")]
     if lacking:
         raise UserError(f"{' and '.join(lacking)} must be given, as in {lacking[0]}=FOLDER_OR_HUB_NAME")
-    return cfg, report
+    cfg, judge = settle_judge(cfg)
+    return cfg, {**report, "second": judge} if judge else report
+
+
+def settle_judge(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+    """The config with the path of a judge that is another model, and what ``prepare`` reports of one it built for it.
+
+    Nothing is built (and the report is empty) for weights without a judge, for the own model and for a path that is
+    given. UserError when another model is meant, none is named and ``prepare`` has none.
+    """
+    if not cfg.judge.get("other", False) or cfg.judge.path is not None or "judge" not in build(cfg.weights).requires:
+        return cfg, {}
+    preparer = None if cfg.prepare is None else build(cfg.prepare)
+    if not isinstance(preparer, JudgePreparer):
+        raise UserError(
+            "judge=other reads another model, and other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
+            "(setting=testbed builds one of its own)"
+        )
+    try:
+        made = preparer.prepare_judge(store_root(cfg) / "prepared")
+    except UserError as error:
+        raise UserError(f"judge=other, and other_judge.path is null: {error}, or set other_judge.path") from error
+    cfg = cfg.copy()
+    cfg.other_judge.path = cfg.judge.path = str(made.path)
+    return cfg, {**made.report, "reused": made.reused}
 
 
 def lay_ground(cfg: DictConfig) -> Ground:
@@ -77,26 +116,40 @@ def lay_ground(cfg: DictConfig) -> Ground:
     source: WeightSource = build(cfg.weights)
     if "judge" in source.requires:
         require_reader(source, build(cfg.objective))
-        source.resolve(judge_room(ground).num_layers)
+        room = judge_room(ground)
+        if not wants_auto(cfg):
+            source.resolve(room.num_layers)
     return ground
 
 
 def judge_room(ground: Ground) -> JudgeRoom:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
-    room = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat)
+    room = JudgeRoom(build(settle_judge(ground.cfg)[0].judge), ground.model, ground.chat)
     check_tokenizers(ground, room)
     return room
 
 
 def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
-    """Nothing; refuses to match tokens of two vocabularies by their ids."""
-    if room.judge.path is None or build(ground.cfg.align).method is not AlignMethod.LEVENSHTEIN:
+    """Nothing; refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+    if room.judge.path is None or room.tokenizer.get_vocab() == ground.tokenizer.get_vocab():
         return
-    if room.tokenizer.get_vocab() != ground.tokenizer.get_vocab():
+    if build(ground.cfg.align).method is AlignMethod.LEVENSHTEIN:
         raise UserError(
             f"judge.path={room.path} has another vocabulary than {ground.model.path}: token ids cannot be matched; set "
             "align.method=characters (and objective.length_from=train)"
         )
+    if ground.cfg.objective.get("length_from") == "source":
+        _warn_of_lengths(room.path, ground.model.path)
+
+
+@cache
+def _warn_of_lengths(judge: str, model: str) -> None:
+    log.warning(
+        "objective.length_from=source: |y| counts the tokens of %s, another vocabulary than that of %s, so the scale "
+        "differs from training tokens; objective.length_from=train counts those",
+        judge,
+        model,
+    )
 
 
 def reference_fingerprint(ground: Ground) -> dict[str, Any]:

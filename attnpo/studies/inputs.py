@@ -1,20 +1,32 @@
 """From a composed config to training examples: pairs read and encoded, weights captured, examples made.
 
-Shared by ``fit``, ``weigh`` and ``report``; nothing here loads the policy.
+Shared by ``fit``, ``weigh`` and ``report``; nothing here loads the policy. The points of a study share most of it: what
+a process has read and weighed for one of them it need not read again (``remembering``).
 """
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from attnpo.config import build
+from attnpo.config import build, plain
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
 from attnpo.data.rules import BatchPlan
-from attnpo.schema import UserError
+from attnpo.schema import UserError, digest
+from attnpo.studies.auto_layer import settle_layer
 from attnpo.studies.ground import Ground, lay_ground
 from attnpo.studies.startup import planned_processes
 from attnpo.studies.weighing import SPLITS, Weighed, weigh
+
+log = logging.getLogger(__name__)
+
+Texts = tuple[dict[str, PairSet], dict[str, EncodedSet]]
+Made = tuple[Weighed, dict[str, ExampleSet]]
+Some = TypeVar("Some")
 
 
 @dataclass(frozen=True)
@@ -54,14 +66,93 @@ def inputs_on(ground: Ground) -> Inputs:
     """The same on ground that is laid already."""
     plan: BatchPlan = build(ground.cfg.batch)
     plan.accumulation(planned_processes(ground.cfg))  # refuses what cannot be split evenly
+    pairs, encoded = _memory.recall(lambda: _of_texts(ground), lambda: _read(ground))
+    ground = settle_layer(ground, encoded)
+    weighed, examples = _memory.recall(lambda: _of_weights(ground), lambda: _weigh(ground, encoded))
+    return Inputs(ground, pairs, weighed, examples)
+
+
+def _read(ground: Ground) -> Texts:
     pairs = read_pairs(ground)
-    encoded = encode(ground, pairs)
+    return pairs, encode(ground, pairs)
+
+
+def _weigh(ground: Ground, encoded: dict[str, EncodedSet]) -> Made:
     weighed = weigh(ground, encoded)
     align = build(ground.cfg.align)
     source, captured, layers = weighed.source, weighed.captured, weighed.layers
     chosen = [build(node) for node in ground.cfg.transforms.values()]
-    transforms = fit_transforms(chosen, encoded["train"], source, captured, layers)
+    transforms = fit_transforms(chosen, encoded["train"], source, captured, layers, align)
     examples = {
         split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
     }
-    return Inputs(ground, pairs, weighed, examples)
+    return weighed, examples
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+# What touches neither the pairs nor their weights; any other key of a config may. Of the objective only its class is
+# looked at, which must read weights.
+APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
+         "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
+KEPT = 32  # more than a study has arms
+ROOM = 4096  # sets with more pairs than a laptop's study are not kept
+
+
+class _Memory:
+    """What was made for a key, while open; the one used longest ago gives way."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.kept: dict[str, Any] = {}
+
+    def recall(self, key: Callable[[], dict[str, Any]], make: Callable[[], Some]) -> Some:
+        """What ``make`` gives, or gave for the same ``key``."""
+        if not self.open:
+            return make()
+        name = digest(key())
+        if name in self.kept:
+            log.info("%s: as for an earlier point of this process", key()["what"])
+        found: Some = self.kept.pop(name) if name in self.kept else make()
+        if _size(found) <= ROOM:
+            self.kept[name] = found
+        if len(self.kept) > KEPT:
+            del self.kept[next(iter(self.kept))]
+        return found
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """A context in which inputs are kept in memory for further runs of this process; ``forget`` lets go of them.
+
+    What the paths of the configs hold must not change meanwhile.
+    """
+    before, _memory.open = _memory.open, True
+    try:
+        yield
+    finally:
+        _memory.open = before
+
+
+def forget() -> None:
+    """Nothing; lets go of all inputs kept in memory."""
+    _memory.kept.clear()
+
+
+def _size(made: Any) -> int:
+    """The pairs in what is to be kept."""
+    return sum(found.read for found in made[1].values())
+
+
+def _of_texts(ground: Ground) -> dict[str, Any]:
+    values = plain(ground.cfg)
+    return {"what": "pairs", **{name: values[name] for name in ("data", "model", "lengths")}}
+
+
+def _of_weights(ground: Ground) -> dict[str, Any]:
+    values = plain(ground.cfg)
+    kept = {name: value for name, value in values.items() if name not in APART}
+    return {"what": "weights", **kept, "objective": values["objective"]["_target_"]}

@@ -8,10 +8,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from attnpo.schema import UserError
 
@@ -98,7 +99,7 @@ def hierarchical_bootstrap(
     mean = float(scores.mean())
     if seeds == 1 and width == 1:
         return Interval(mean, math.nan, math.nan, level, "no interval: one seed, one prompt", 1, 1)
-    means = _resampled_means(scores, draws, np.random.default_rng(seed), prompts)
+    means = _resampled_means(scores, draws, seed, prompts)
     tail = _tail(level, _freedom(scores)) if expand else (1 - level) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return Interval(mean, float(low), float(high), level, _method(seeds, width, expand), seeds, width)
@@ -145,11 +146,13 @@ def seed_interval(values: Scores, *, level: float = 0.95, draws: int = 10_000, s
     return Interval(mean, mean - half, mean + half, level, f"Student t over {seeds} seeds", seeds, width)
 
 
-def _resampled_means(
-    scores: Scores, draws: int, random: np.random.Generator, prompts: Prompts
-) -> Float[np.ndarray, "draws"]:
+def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, "draws"]:
     """Means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
     seeds, width = scores.shape
+    if prompts is Prompts.SHARED and draws * width <= _DRAWS_AT_ONCE:
+        chosen, drawn = _shared_draws(seeds, width, draws, seed)
+        return np.asarray(((chosen @ scores) * drawn).sum(axis=1) / (seeds * width), dtype=np.float64)
+    random = np.random.default_rng(seed)
     per_draw = width if prompts is Prompts.SHARED else seeds * width
     chunk = max(1, _DRAWS_AT_ONCE // per_draw)
     even_seeds, even_prompts = np.full(seeds, 1 / seeds), np.full(width, 1 / width)
@@ -165,6 +168,16 @@ def _resampled_means(
             sums = np.einsum("bsp,sp->b", nested, scores, optimize=True)
         out.append(sums / (seeds * width))
     return np.concatenate(out)
+
+
+@lru_cache(maxsize=4)
+def _shared_draws(
+    seeds: int, width: int, draws: int, seed: int
+) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
+    """The counts of ``draws`` resamples: they depend on no score, and a study asks for the same ones at every point."""
+    random = np.random.default_rng(seed)
+    chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
+    return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
 
 
 def _freedom(scores: Scores) -> int:

@@ -1,10 +1,15 @@
-"""The judge as a component of a run: its prompts' rules, its model, and how it is loaded only when needed."""
+"""The judge as a component of a run: its prompts' rules, its model, and how it is loaded only when needed.
+
+The setting's other judge is described here too: the model whose attention ``judge=other`` reads in place of the own.
+"""
 
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from attnpo.objectives.twdpo import LengthFrom
 from attnpo.schema import UserError
 from attnpo.studies.files import find_file
+from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgePrompts, JudgeRules
 from attnpo.weights.base import Tools
 
@@ -21,6 +26,7 @@ class Judge(JudgeRules):
 
     ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
     full depth; without it the forward stops behind the deepest stored layer. ``token_budget`` is tokens per forward.
+    ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
     """
 
     path: str | None = None
@@ -29,6 +35,7 @@ class Judge(JudgeRules):
     chat_template: str | None = None
     verdict: bool = True
     token_budget: int = 16384
+    other: bool = False
 
     def rules(self) -> JudgeRules:
         """The prompt rules alone, with the template's path settled."""
@@ -36,11 +43,33 @@ class Judge(JudgeRules):
         return replace(plain, template_file=str(find_file(self.template_file, "judge.template_file")))
 
 
+@dataclass(frozen=True)
+class OtherJudge:
+    """The other judge of a setting, which ``judge=other`` takes its keys from.
+
+    ``path`` None is the model that ``prepare`` builds as one. ``layer`` is the one to read, ``align`` and
+    ``length_from`` are what its tokens ask of ``align.method`` and ``objective.length_from``: levenshtein and source
+    for the run's own tokenizer, characters and train for another.
+    """
+
+    template_file: str
+    path: str | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    dtype: str = "float32"
+    max_length: int = 2048
+    max_response_length: int = 768
+    layer: int | str = "last"
+    align: AlignMethod = AlignMethod.LEVENSHTEIN
+    length_from: LengthFrom = LengthFrom.SOURCE
+
+
 class JudgeRoom:
     """A judge that is described cheaply and loaded at most once.
 
     Args:
-        judge: the component.
+        judge: the component. UserError when another model is meant and none is named, and for a tokenizer that gives
+            no characters.
         model: the run's model, which judges unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
     """
@@ -50,12 +79,23 @@ class JudgeRoom:
         from attnpo.text.chat import ChatFormat
 
         own = judge.path is None
+        if own and judge.other:
+            raise UserError(
+                "judge.other=true means another model than the run's own, and judge.path is null: set "
+                "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
+            )
         self.tokenizer = chat.tokenizer
         self.judge = judge
         self.path = model.path if judge.path is None else judge.path
         self.revision = model.revision if own else judge.revision
         if not own:
             self.tokenizer = load_tokenizer(self.path, self.revision)
+            if not self.tokenizer.is_fast:
+                raise UserError(
+                    f"judge.path={self.path}: expected a fast tokenizer, which tells each token's characters, got "
+                    f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
+                    "training tokens: name a model folder with a tokenizer.json, or another judge"
+                )
             chat = ChatFormat(self.tokenizer, read_template(judge.chat_template, "judge.chat_template"))
         self.prompts = JudgePrompts(judge.rules(), chat)
 
@@ -65,6 +105,13 @@ class JudgeRoom:
         from attnpo.models.loading import model_depth
 
         return model_depth(self.path, self.revision)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer of the judge, read from its config alone; UserError when layers differ in it."""
+        from attnpo.models.loading import model_heads
+
+        return model_heads(self.path, self.revision)
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the judge's numbers: weights, number format, attention kernel family."""

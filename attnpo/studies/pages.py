@@ -10,24 +10,14 @@ from omegaconf import OmegaConf
 from attnpo.analysis.figures import FrontierPoint, LayerPoint, frontier, layer_curve, training_curves
 from attnpo.analysis.heat import HeatRow, heat_row
 from attnpo.analysis.heatmap import heatmap_html
-from attnpo.analysis.page import (
-    Block,
-    Fragment,
-    Image,
-    KeyValues,
-    Paragraph,
-    Preformatted,
-    Section,
-    TableBlock,
-    report_page,
-)
+from attnpo.analysis.page import Fragment, Image, KeyValues, Preformatted, Section, TableBlock, report_page
 from attnpo.analysis.tables import Cell
 from attnpo.config import plain
 from attnpo.studies.account import row_lines
+from attnpo.studies.arms import clean
 from attnpo.studies.inputs import Inputs
-from attnpo.studies.intervals import hierarchical_bootstrap
 from attnpo.studies.runner import Outcome
-from attnpo.studies.tables import DIGITS, Spot, best_by_arm, has_truth
+from attnpo.studies.spots import best_by_arm, by_arm, gather, has_truth
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
 
@@ -113,66 +103,76 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             )
 
 
-def study_figures(outcome: Outcome, spots: Sequence[Spot]) -> list[Image]:
-    """The study's figures, written to its folder: reward against KL, and over layers where arms are layers."""
-    if not has_truth(spots):
+def study_figures(outcome: Outcome) -> list[Image]:
+    """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
+
+    Of each world its own; none without a known truth.
+    """
+    if not has_truth(gather(outcome.points)):
         return []
-    best = best_by_arm(outcome)
-    points = []
-    for spot in spots:
-        interval = hierarchical_bootstrap(spot.rewards("test"))
-        chosen = best[spot.arm.name].values == spot.values
-        points.append(
-            FrontierPoint(
-                spot.arm.name, spot.truth("test", "kl"), interval.mean, spot.label, interval.low, interval.high, chosen
-            )
-        )
+    return [image for world in outcome.worlds for image in _world_figures(outcome, world)]
+
+
+def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
+    best = best_by_arm(outcome, world)
+    if not best:
+        return
+    name = f"{outcome.study.name}, {world}" if world else outcome.study.name
+    of = f", world {world}" if world else ""
+    stem = f"-{clean(world)}" if world else ""
     base = next(iter(best.values())).truth("test", "base_reward")
-    folder = outcome.folder
-    frontier(
+    points = [
+        FrontierPoint(
+            spot.arm.name,
+            spot.truth("test", "kl"),
+            spot.interval.mean,
+            spot.label,
+            spot.interval.low,
+            spot.interval.high,
+            best[spot.arm.name].values == spot.values,
+        )
+        for spots in by_arm(outcome, world).values()
+        for spot in spots
+    ]
+    path = frontier(
         points,
-        folder / "frontier.png",
-        limits=[outcome.study.kl_limit],
+        outcome.folder / f"frontier{stem}.png",
+        limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
         base_reward=base,
         ylabel="true reward, test prompts",
-        title=f"{outcome.study.name}: reward against KL",
+        title=f"{name}: reward against KL",
     )
-    images = [
-        Image(
-            folder / "frontier.png", "true reward on test prompts against KL to the base; ringed: chosen on validation"
-        )
+    yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
+    layers = [
+        LayerPoint(spot.arm.layer, spot.interval.mean, spot.interval.low, spot.interval.high)
+        for spot in best.values()
+        if spot.arm.layer is not None
     ]
-    layers = [(spot.arm.layer, spot) for spot in best.values() if spot.arm.layer is not None]
     if len(layers) > 1:
-        curve = []
-        for layer, spot in layers:
-            interval = hierarchical_bootstrap(spot.rewards("test"))
-            curve.append(LayerPoint(layer, interval.mean, interval.low, interval.high))
-        lines = {name: spot.truth("test", "reward") for name, spot in best.items() if spot.arm.layer is None}
-        layer_curve(
-            curve,
-            folder / "layers.png",
-            baselines={**lines, "base": base},
+        levels = {name: spot.truth("test", "reward") for name, spot in best.items() if spot.arm.layer is None}
+        path = layer_curve(
+            layers,
+            outcome.folder / f"layers{stem}.png",
+            baselines={**levels, "base": base},
             ylabel="true reward, test prompts",
-            title=f"{outcome.study.name}: each arm at its best point",
+            title=f"{name}: each arm at its best point",
         )
-        images.append(Image(folder / "layers.png", "true reward by layer, each at its best grid point"))
-    return images
+        yield Image(path, f"true reward by layer{of}, each at its best grid point")
 
 
-def write_study_report(
-    outcome: Outcome,
-    spots: Sequence[Spot],
-    columns: Sequence[str],
-    rows: Sequence[dict[str, Cell]],
-    notes: Sequence[str],
-) -> None:
-    """Nothing; draws the figures and writes the study's ``report.html``."""
-    images = study_figures(outcome, spots)
-    paragraphs: list[Block] = [Paragraph(line, warning=line.startswith("FAILED")) for line in notes]
-    sections = [Section("Arms at their best points", [TableBlock(columns, rows, digits=DIGITS), *paragraphs])]
-    sections += [Section("Figures", images)] if images else []
-    runs = [[name, spot.label, ", ".join(map(str, spot.seeds))] for name, spot in best_by_arm(outcome).items()]
-    sections.append(Section("Chosen points", [TableBlock(["arm", "point", "seeds"], runs)]))
+def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> None:
+    """Nothing; draws the figures and writes the study's ``report.html``, which begins with ``tables``."""
+    images = study_figures(outcome)
+    runs: list[list[Cell]] = [
+        [*([world] if world else []), name, spot.label, ", ".join(map(str, spot.seeds))]
+        for world in outcome.worlds
+        for name, spot in best_by_arm(outcome, world).items()
+    ]
+    heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
+    sections = [
+        *tables,
+        *([Section("Figures", images)] if images else []),
+        Section("Chosen points", [TableBlock(heads, runs)]),
+    ]
     title = outcome.study.title or outcome.study.name
     (outcome.folder / REPORT).write_text(report_page(title, sections), encoding="utf-8")

@@ -14,6 +14,7 @@ from attnpo.config import plain
 from attnpo.config import save as save_config
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
+from attnpo.studies.auto_layer import LAYER, is_auto
 from attnpo.studies.inputs import Inputs
 from attnpo.training.folders import STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
@@ -30,7 +31,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 # Keys, or parents of keys, that may change while a run goes on: they move no number of the training beyond rounding.
 BOOKKEEPING = (
-    *("name", "output", "store", "resume", "logger", "study", "grid", "seeds", "composed", "truth"),
+    *("name", "output", "store", "resume", "logger", "study", "grid", "grids", "seeds", "composed", "truth"),
     *("model.path", "data.path", "judge.path"),  # what lies there is compared instead
     *("judge.token_budget", "batch.micro", "batch.eval_micro", "callbacks"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.threads"),
@@ -72,6 +73,8 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path)
     """Nothing; raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
     for key in [*asked, *(key for key in stored if key not in asked)]:
         old, new = stored.get(key, "nothing"), asked.get(key, "nothing")
+        if key == LAYER and is_auto(new):
+            continue  # compared when it is found, with the contents
         if old != new:
             raise UserError(
                 f"resume: {key} was {old!r} in {place} and is {new!r} now, which would be another run: give the saved "
@@ -133,6 +136,8 @@ def damage(path: Path) -> str | None:
 def check_contents(inputs: Inputs, resume: Path) -> None:
     """Nothing; raises UserError when model, pairs or captured weights are not those of the run to be resumed."""
     stored = read_account(resume.parent)
+    if "config" in stored:
+        check_same(stored["config"], numbers_of(inputs.ground.cfg), resume.parent)
     if "contents" in stored:
         check_same(stored["contents"], contents_of(inputs), resume.parent)
 

@@ -13,11 +13,13 @@ from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import UserError
+from attnpo.studies.auto_layer import AutoLayer, is_auto
 from attnpo.studies.grid import Grid, Study
-from attnpo.studies.judging import Judge
+from attnpo.studies.judging import Judge, OtherJudge
+from attnpo.studies.verbalizing import Verbalizer
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
-from attnpo.weights.base import WeightSource
+from attnpo.weights.base import WeightSource, is_neutral
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.transforms import WeightTransform
 
@@ -53,7 +55,7 @@ class Truth(Protocol):
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
     """Nothing; raises UserError for weights that cost something and that the objective would not read."""
-    if source.requires and "token_weights" not in objective.requires:
+    if not is_neutral(source) and "token_weights" not in objective.requires:
         raise UserError(
             f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
             "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
@@ -83,6 +85,17 @@ def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> Non
             raise UserError(f"{key} needs the package {package}, which is not installed: pip install 'attnpo[{extra}]'")
 
 
+def require_worlds(study: Study, prepare: Preparer | None) -> None:
+    """Nothing; raises UserError for a study whose worlds turn knobs that this setting does not have."""
+    sets = [override for overrides in study.worlds.values() for override in overrides]
+    knobs = [override for override in sets if override.startswith("prepare.")]
+    if knobs and prepare is None:
+        raise UserError(
+            f"study {study.name}: its worlds set {knobs[0].partition('=')[0]}, and this setting builds no world "
+            "(prepare=null): leave setting= out, or choose setting=testbed"
+        )
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """One run, or the study built from it; a field per key of ``configs/fit.yaml``, where each is explained."""
@@ -91,6 +104,8 @@ class RunConfig:
     model: ModelSpec
     weights: WeightSource
     judge: Judge
+    other_judge: OtherJudge
+    verbalizer: Verbalizer
     objective: PreferenceObjective
     optimizer: Optimizer
     trainer: TrainerSettings
@@ -103,6 +118,7 @@ class RunConfig:
     output: str
     seed: int
     default_layer: int | str
+    verbalized_epochs: int
     reference: str
     name: str | None = None
     store: str | None = None
@@ -111,6 +127,8 @@ class RunConfig:
     prepare: Preparer | None = None
     truth: Truth | None = None
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
+    grids: dict[str, Grid] = field(default_factory=dict)
+    auto_layer: AutoLayer = field(default_factory=AutoLayer)
     study: Study | None = None
     composed: dict[str, Any] = field(default_factory=dict)
 
@@ -121,6 +139,8 @@ class RunConfig:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
         require_name(self.name)
         require_parts(self.reference, self.model, self.optimizer)
+        if self.study is not None:
+            require_worlds(self.study, self.prepare)
         if self.study is None:  # a study's arms may choose them anew
             require_reader(self.weights, self.objective)
             check_transforms(self.weights, list(self.transforms.values()))
@@ -132,26 +152,38 @@ class RunConfig:
         """
         chosen: set[str] = set()
         if self.study is not None:
-            arms = [*self.study.arms.values(), list(self.study.shared)]
-            chosen = {override.partition("=")[0].partition(".")[0] for overrides in arms for override in overrides}
+            study = self.study
+            sets = [*study.arms.values(), *study.truth_arms.values(), *study.worlds.values(), list(study.shared)]
+            chosen = {item.partition("=")[0].lstrip("+~").partition(".")[0] for overrides in sets for item in overrides}
         source = type(self.weights).__name__
         found: dict[str, str] = {}
         if "weights" not in chosen and "judge" not in self.weights.requires:
             found["judge"] = f"weights are {source}, which needs no judge"
+        if "weights" not in chosen and not is_auto(getattr(self.weights, "layer", None)):
+            found["auto_layer"] = "weights.layer is not auto"
         if "weights" not in chosen and self.weights.tokens == "train":
             found["align"] = f"weights are {source}, which lie on the training tokens already"
-        if "judge" not in chosen and self.judge.path is None:
+        if "weights" not in chosen and "generator" not in self.weights.requires:
+            found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
+        if "judge" not in chosen and not self.judge.other:
+            found["other_judge"] = "the judge is not the setting's other judge (judge=other)"
+        if "judge" not in chosen and self.judge.path is None and not self.judge.other:
             own = "the judge is the model itself (judge.path=null)"
             found |= {"judge.revision": own, "judge.chat_template": own}
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == "???"):
             found["model.revision"] = "the model is a folder on this machine"
-        if self.study is None:
-            found |= {"grid": "there is no study (study=none)", "seeds": "there is no study (study=none)"}
-        elif self.study.grid != self.grid:
-            found["grid"] = f"study {self.study.name} does not use it"
+        found |= self._unread_grids()
         if "callbacks" not in chosen:
             found |= self._unread_callbacks()
         return found
+
+    def _unread_grids(self) -> dict[str, str]:
+        """Grids that no arm gets. A study reads them by value, so that one equal to a grid in use counts as used."""
+        if self.study is None:
+            return dict.fromkeys(("grid", "grids", "seeds"), "there is no study (study=none)")
+        used = [self.study.grid, *self.study.grids.values()]
+        named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
+        return {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}
 
     def _unread_callbacks(self) -> dict[str, str]:
         kept, found = self.callbacks, {}

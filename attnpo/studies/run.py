@@ -196,7 +196,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     ground = lay_ground(cfg)
     log_budget(ground)
     inputs = inputs_on(ground)
-    cfg = ground.cfg
+    cfg = inputs.ground.cfg
     if resume is not None:
         check_contents(inputs, resume)
     if leads:

@@ -149,17 +149,16 @@ class Grammar:
         return self._fill(rng, rng.choice(self._fillers()), prompt, "")
 
     def _fill(self, rng: random.Random, pattern: str, prompt: Prompt, adjective: str) -> str:
-        def value(slot: re.Match[str]) -> str:
-            name = slot.group(1)
-            if name == "adjective":
-                return adjective
-            if name == "aspect":
-                return rng.choice(words.TOPICS[prompt.topic])
-            if name in ("who", "when") and rng.random() < self.p_echo:
-                return prompt.who if name == "who" else prompt.when
-            return rng.choice(words.SLOTS[name])
+        return _SLOT.sub(lambda slot: self._slot(rng, slot.group(1), prompt, adjective), pattern)
 
-        return _SLOT.sub(value, pattern)
+    def _slot(self, rng: random.Random, name: str, prompt: Prompt, adjective: str) -> str:
+        if name == "adjective":
+            return adjective
+        if name == "aspect":
+            return rng.choice(words.TOPICS[prompt.topic])
+        if name in ("who", "when") and rng.random() < self.p_echo:
+            return prompt.who if name == "who" else prompt.when
+        return rng.choice(words.SLOTS[name])
 
     def _fillers(self) -> tuple[str, ...]:
         return words.STYLE_FILLERS if self.style else words.FILLERS

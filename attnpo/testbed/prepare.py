@@ -1,5 +1,7 @@
 """One call from knobs to folders: a model folder and a data folder, content-addressed and built at most once.
 
+A second base, another model's judge, is described beside them and built by a call of its own, when it is asked for.
+
 The base is keyed by grammar, recipe, seed and code version; the pairs by the base's key and their own recipe, so
 asking for another number of pairs trains nothing again. A folder is built beside its place and renamed into it
 when complete, so a half-built one is never seen and two processes cannot spoil each other's work.
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.recipes import BaseRecipe, PairRecipe
+from attnpo.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -39,8 +41,17 @@ class Prepared:
 
 
 @dataclass(frozen=True)
+class PreparedJudge:
+    """Where the second base is, what was measured when it was built, and whether it was already there."""
+
+    path: Path
+    report: dict[str, object]
+    reused: bool
+
+
+@dataclass(frozen=True)
 class Testbed:
-    """A testbed by its knobs; `seed` is the base's seed."""
+    """A testbed by its knobs; `seed` is the base's seed. `second` None: there is no second base to ask for."""
 
     __test__ = False  # not a test class, whatever its name says to pytest
 
@@ -48,10 +59,11 @@ class Testbed:
     base: BaseRecipe = field(default_factory=BaseRecipe)
     pairs: PairRecipe = field(default_factory=PairRecipe)
     seed: int = 0
+    second: SecondRecipe | None = None
 
     def base_key(self) -> str:
         """Identity of the base model."""
-        return _key({"grammar": self.grammar.digest(), "base": asdict(self.base), "seed": self.seed})
+        return _base_key(self.grammar, self.base, self.seed)
 
     def data_key(self) -> str:
         """Identity of the pairs, which includes that of their base."""
@@ -61,11 +73,9 @@ class Testbed:
         """The model and data folders under `root`, built if missing."""
         root = Path(root)
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
-        old_base = _ensure(model_path, "base", self._build_base)
+        old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
         old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder))
-        base_report, data_report = _read(model_path), _read(data_path)
-        if base_report.get("gate_passed") is False:
-            logger.warning("testbed base %s did not pass its judge gate; its studies prove little", model_path.name)
+        base_report, data_report = _read_base(model_path), _read(data_path)
         report: dict[str, object] = {
             "digest": self.grammar.digest(),
             "base_key": self.base_key(),
@@ -75,10 +85,16 @@ class Testbed:
         }
         return Prepared(model_path, data_path, report, reused=old_base and old_data)
 
-    def _build_base(self, folder: Path) -> Mapping[str, object]:
-        from attnpo.testbed.pretrain import build_base  # transformers takes seconds to import
+    def prepare_judge(self, root: Path) -> PreparedJudge:
+        """The second base's folder under `root`, built if missing. UserError when `second` is None."""
+        if self.second is None:
+            from attnpo.schema import UserError  # brings torch
 
-        return asdict(build_base(self.grammar, self.base, folder, seed=self.seed))
+            raise UserError("prepare.second is null, so there is no second base that could judge: describe one there")
+        recipe, seed = self.second.base, self.seed + self.second.seed_offset
+        path = Path(root) / f"base-{_base_key(self.grammar, recipe, seed)}"
+        reused = _ensure(path, "second base", lambda folder: _build_base(self.grammar, recipe, seed, folder))
+        return PreparedJudge(path, _read_base(path), reused)
 
     def _build_pairs(self, model_path: Path, folder: Path) -> Mapping[str, object]:
         from attnpo.testbed.pairs import write_pairs
@@ -95,6 +111,23 @@ def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerF
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
     model.train(False)
     return model, tokenizer
+
+
+def _base_key(grammar: Grammar, recipe: BaseRecipe, seed: int) -> str:
+    return _key({"grammar": grammar.digest(), "base": recipe.identity(), "seed": seed})
+
+
+def _build_base(grammar: Grammar, recipe: BaseRecipe, seed: int, folder: Path) -> Mapping[str, object]:
+    from attnpo.testbed.pretrain import build_base  # transformers takes seconds to import
+
+    return asdict(build_base(grammar, recipe, folder, seed=seed))
+
+
+def _read_base(folder: Path) -> dict[str, object]:
+    report = _read(folder)
+    if report.get("gate_passed") is False:
+        logger.warning("testbed base %s did not pass its judge gate; its studies prove little", folder.name)
+    return report
 
 
 def _key(content: Mapping[str, object]) -> str:

@@ -84,7 +84,7 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int)
 def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> BaseReport:
     """Train a base and write it to `folder` (weights, config, tokenizer, chat template, generation config)."""
     started = time.monotonic()
-    tokenizer = build_tokenizer(grammar)
+    tokenizer = build_tokenizer(grammar, recipe.merges)
     model = new_model(recipe, tokenizer, seed)
     rng = random.Random(f"base {seed}")
     trainer = _Trainer(model, recipe, TaskSampler(grammar, tokenizer, rng, recipe.damage))

@@ -1,7 +1,10 @@
 """The knobs of the base model and of the pairs; light to import, so a config is checked without transformers."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
+# Settings that came when bases lay in stores already: at its default such a one is left out of a base's identity.
+_LATER = ("merges",)
 # Settings of the base that count something: none of them may be 0.
 _COUNTS = ("layers", "width", "heads", "mlp", "max_positions", "steps", "answer_rows", "judge_rows", "score_rows")
 
@@ -16,7 +19,8 @@ class BaseRecipe:
     sees pairs with a gap of at least `easy_gap` only, afterwards all pairs with unequal reward: without this the
     judge is still at .77 after 400 steps, with it the jump comes near step 100. `damage` is the share of clauses
     that are damaged in the reviews to be judged or scored; a judge that never saw a slip is right on .99 of the
-    pairs without broken clauses and on .87 of the others.
+    pairs without broken clauses and on .87 of the others. `merges` None gives one token per word, a number a
+    byte-level BPE with so many merges (500: most words are one token); it needs more steps.
     """
 
     layers: int = 4
@@ -44,6 +48,7 @@ class BaseRecipe:
     judge_pairs: int = 300
     extra_steps: int = 60
     max_steps: int = 600
+    merges: int | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _COUNTS}
@@ -51,6 +56,24 @@ class BaseRecipe:
             raise ValueError(f"base: expected at least 1 for each of {', '.join(sizes)}, got {sizes}")
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise ValueError(f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}")
+        if self.merges is not None and self.merges < 0:
+            raise ValueError(f"base.merges must be at least 0, or null for one token per word, got {self.merges}")
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that tell this base from others."""
+        plain = BaseRecipe()
+        return {k: v for k, v in asdict(self).items() if k not in _LATER or v != getattr(plain, k)}
+
+
+@dataclass(frozen=True)
+class SecondRecipe:
+    """The second base, which judges for the first: of the same grammar, weaker, with another vocabulary.
+
+    Its seed lies `seed_offset` above the first one's, so that a study's bases never share one.
+    """
+
+    base: BaseRecipe = field(default_factory=lambda: BaseRecipe(merges=400, steps=300, judge_gate=0.7, max_steps=480))
+    seed_offset: int = 1000
 
 
 @dataclass(frozen=True)

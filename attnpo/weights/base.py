@@ -1,9 +1,5 @@
-"""What a weight source is, what it works with, and how a layer is named.
+"""What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
-Layers are counted from 1 as in the paper (32 = last of 32).
-"""
-
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -13,13 +9,17 @@ from torch import Tensor
 
 from attnpo.schema import (
     EncodedResponse,
+    Generator,
     JudgeModel,
     JudgePrompt,
     Kind,
+    Message,
     PairWeights,
     PreferencePair,
-    UserError,
+    Sampling,
 )
+from attnpo.weights.layers import Row
+from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
 
@@ -41,16 +41,37 @@ class PromptBuilder(Protocol):
         ...
 
 
+@runtime_checkable
+class QuestionBuilder(Protocol):
+    """Asks a generator about one response; ``attnpo.text.score_prompt.ScoreQuestions`` is the one in use."""
+
+    def ask(self, pair: PreferencePair, side: str) -> list[Message]:
+        """The chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown it."""
+        ...
+
+    def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids and characters of the response's tokens, those alone that hold a character of it."""
+        ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Every setting of questions and tokens that changes a number."""
+        ...
+
+
 @dataclass(frozen=True)
 class Tools:
     """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
 
-    ``progress`` is called with (pairs done, pairs in all) after each stored chunk.
+    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``. ``progress`` is
+    called with (pairs done, pairs in all) after each stored chunk.
     """
 
     judge: JudgeModel | None = None
     prompts: PromptBuilder | None = None
     verdict: bool = True
+    generator: Generator | None = None
+    questions: QuestionBuilder | None = None
+    sampling: Sampling | None = None
     progress: Callable[[int, int], None] | None = None
 
 
@@ -91,19 +112,19 @@ class WeightSource(Protocol):
         """The 1-based layers to store, rising; (0,) for the one row of a source without layers; () stores nothing."""
         ...
 
-    def wanted(self) -> tuple[int, ...]:
-        """The stored layers that ``select`` reads, of a resolved source; empty for a source without layers."""
+    def wanted(self) -> tuple[Row, ...]:
+        """The stored rows that ``select`` reads, of a resolved source; empty for a source without layers."""
         ...
 
     def capture_fingerprint(self) -> dict[str, Any]:
         """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
         ...
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[int, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Raw weights of ``pairs`` in their order, a row for each of ``layers``."""
         ...
 
-    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
         ...
 
@@ -112,44 +133,39 @@ class WeightSource(Protocol):
 class NativeSource(WeightSource, Protocol):
     """A source that needs no capture: it weighs the training tokens from what they are."""
 
-    def weigh(self, pair_id: str, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
-        """A weight for every training token of one response."""
+    @property
+    def neutral(self) -> bool:
+        """Whether its weights say no more than an objective without weights does (equal weights)."""
+        ...
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+        """A weight for every training token of ``pair``'s response ``side``."""
         ...
 
 
-_FRACTION = re.compile(r"^\s*(\d+)\s*/\s*(\d+)\s*$")
+@runtime_checkable
+class PartialSource(WeightSource, Protocol):
+    """A source that may be silent about tokens: a raw 0 means that nothing was said about the token.
 
-
-def resolve_layer(layer: int | str, num_layers: int) -> int:
-    """The 1-based number of ``layer`` in a model of ``num_layers`` layers.
-
-    ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
-    of 32 as in the paper). "auto" belongs to a study, which replaces it first. UserError otherwise.
+    Silence counts against coverage; a response about which nothing was said never becomes uniform.
     """
-    expected = f'a whole number from 1 to {num_layers}, "last", or a fraction such as "1/4"'
-    if isinstance(layer, bool) or not isinstance(layer, int | str):
-        raise UserError(f"weights.layer: expected {expected}, got {layer!r}")
-    if isinstance(layer, str):
-        number = _named_layer(layer.strip().lower(), num_layers)
-        if number is None:
-            hint = "; only a study resolves auto" if layer.strip().lower() == "auto" else ""
-            raise UserError(f"weights.layer: expected {expected}, got {layer!r}{hint}")
-        layer = number
-    if not 1 <= layer <= num_layers:
-        raise UserError(f"weights.layer: expected {expected} (layers are counted from 1), got {layer}")
-    return layer
+
+    @property
+    def min_coverage(self) -> float:
+        """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
+        ...
 
 
-def _named_layer(name: str, num_layers: int) -> int | None:
-    if name == "last":
-        return num_layers
-    if re.fullmatch(r"-?\d+", name):
-        return int(name)
-    match = _FRACTION.match(name)
-    if match is None:
-        return None
-    part, whole = int(match.group(1)), int(match.group(2))
-    return max(1, num_layers * part // whole) if 0 < part <= whole else None
+def is_neutral(source: WeightSource) -> bool:
+    """Whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says nothing."""
+    return not source.requires and not (isinstance(source, NativeSource) and not source.neutral)
+
+
+def least_coverage(source: WeightSource, asked: float | None = None) -> float:
+    """The coverage a pair must have: what was asked for, else the source's own; 0 if that weighs every token."""
+    if asked is not None:
+        return asked
+    return source.min_coverage if isinstance(source, PartialSource) else 0.0
 
 
 def fingerprint_of(thing: Any) -> dict[str, Any]:

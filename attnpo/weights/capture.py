@@ -1,13 +1,14 @@
 """Captured weights and reference log-probabilities in the store: keys, columns, and filling what is missing.
 
 Every setting that changes a stored number is in the key; layer, heads, sink and normalisation order are not, so
-one judge pass serves every study over them.
+one judge pass serves every study over them. Only whether heads are chosen at all is: single heads have a table of their
+own, because there are many of them.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource, fingerprint_of
 from attnpo.weights.cache import Store, Table
+from attnpo.weights.layers import HeadRow, Row, layer_column
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
@@ -27,6 +29,8 @@ REFUSED = "refused"
 # Raised by hand with every change of the code that moves a stored number.
 CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
+CHUNK_ROWS = 32768
+"""Pairs x rows at once: with a thousand heads a chunk of pairs would fill the memory with rows."""
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -68,9 +72,28 @@ def reference_key(
     }
 
 
-def layer_column(layer: int) -> str:
-    """The name of the column that holds a 1-based layer."""
-    return f"L{layer:02d}"
+# --------------------------------------------------------------------------------------------- which rows
+
+
+@runtime_checkable
+class HeadSource(WeightSource, Protocol):
+    """A source that can be about some of the judge's query heads."""
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The chosen query heads, from 1; empty for the mean over all."""
+        ...
+
+    def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
+        """The rows to store when heads are chosen; UserError when one is outside 1..``num_heads``."""
+        ...
+
+
+def rows_to_store(source: WeightSource, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:
+    """The rows that a judge pass stores for ``source``; ``num_heads`` is asked only when heads are chosen."""
+    if isinstance(source, HeadSource) and source.heads:
+        return source.capture_heads(num_layers, num_heads())
+    return source.capture_layers(num_layers)
 
 
 # --------------------------------------------------------------------------------------------- captured weights
@@ -87,7 +110,7 @@ class Unreadable(PairWeights):
     story: str
 
 
-def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[int]) -> None:
+def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[Row]) -> None:
     """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
 
     A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower. A pair
@@ -110,7 +133,7 @@ def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequen
     table.append(rows)
 
 
-def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[int]) -> dict[str, PairWeights]:
+def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
     """The stored pairs with rows of ``layers`` in that order, and verdicts where they were read.
 
     What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
@@ -157,7 +180,7 @@ def _pack_verdicts(pair: PairWeights) -> dict[str, Any] | None:
 
 
 def _unpack(
-    pair_id: str, row: Mapping[str, Any], verdicts: Mapping[str, Any] | None, layers: Sequence[int]
+    pair_id: str, row: Mapping[str, Any], verdicts: Mapping[str, Any] | None, layers: Sequence[Row]
 ) -> PairWeights:
     tokens = row[TOKENS]
     ends = np.cumsum(tokens["counts"])
@@ -195,12 +218,13 @@ def _unpack(
     return PairWeights(pair_id, tuple(rounds))
 
 
-def estimate_bytes(tokens: int, layers: int) -> int:
+def estimate_bytes(tokens: int, rows: int) -> int:
     """Upper bound of the disk space of rows on ``tokens`` source tokens (summed over rounds and sides).
 
-    4 bytes per layer and 12 for a token's id and character range; compression comes on top.
+    4 bytes per row (a layer, or one head of a layer) and 12 for a token's id and character range; compression comes
+    on top.
     """
-    return tokens * (4 * layers + 12)
+    return tokens * (4 * rows + 12)
 
 
 @dataclass(frozen=True)
@@ -219,21 +243,22 @@ class CaptureReport:
 def ensure_captured(
     pairs: Sequence[PreferencePair],
     source: WeightSource,
-    layers: tuple[int, ...],
+    layers: tuple[Row, ...],
     store: Store,
     key: Mapping[str, Any],
     make_tools: Callable[[], Tools],
     chunk_pairs: int = 256,
     *,
-    load_layers: tuple[int, ...] | None = None,
+    load_layers: tuple[Row, ...] | None = None,
     verdicts: bool = False,
 ) -> tuple[dict[str, PairWeights], CaptureReport]:
     """Captured weights by pair id, computing what the store lacks.
 
-    Missing pairs are captured ``chunk_pairs`` at a time and stored chunk by chunk, so an interrupted run goes on where
-    it stopped. Pairs that the judge cannot be shown are stored as ``Unreadable``, also when there are no others.
-    ``make_tools`` (which loads the judge) is called only when something is missing. ``load_layers`` are the layers to
-    return, all of ``layers`` by default. ``verdicts``: pairs stored without verdicts count as missing.
+    Missing pairs are captured ``chunk_pairs`` at a time (fewer when they have very many rows) and stored chunk by
+    chunk, so an interrupted run goes on where it stopped. Pairs that the judge cannot be shown are stored as
+    ``Unreadable``, also when there are no others. ``make_tools`` (which loads the judge) is called only when something
+    is missing. ``load_layers`` are the rows to return, all of ``layers`` by default. ``verdicts``: pairs stored without
+    verdicts count as missing.
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
@@ -253,7 +278,7 @@ def _fill(
     table: Table,
     pairs: Sequence[PreferencePair],
     source: WeightSource,
-    layers: tuple[int, ...],
+    layers: tuple[Row, ...],
     tools: Tools,
     chunk_pairs: int,
     verdicts: bool,
@@ -262,8 +287,9 @@ def _fill(
         raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
     for group, absent in _by_missing_layers(table, pairs, layers):
-        for start in range(0, len(group), chunk_pairs):
-            chunk = group[start : start + chunk_pairs]
+        size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
+        for start in range(0, len(group), size):
+            chunk = group[start : start + size]
             readable, built, unreadable = _readable(chunk, tools)
             captured = source.capture(readable, built, absent) if readable else []
             store_captured(table, [*captured, *unreadable], absent)
@@ -316,11 +342,11 @@ def _readable(pairs: Sequence[PreferencePair], tools: Tools) -> tuple[list[Prefe
 
 
 def _by_missing_layers(
-    table: Table, pairs: Sequence[PreferencePair], layers: tuple[int, ...]
-) -> list[tuple[list[PreferencePair], tuple[int, ...]]]:
+    table: Table, pairs: Sequence[PreferencePair], layers: tuple[Row, ...]
+) -> list[tuple[list[PreferencePair], tuple[Row, ...]]]:
     """The pairs grouped by the layers they lack, so that no stored layer is computed again."""
     present = table.columns_present([pair.pair_id for pair in pairs])
-    groups: dict[tuple[int, ...], list[PreferencePair]] = {}
+    groups: dict[tuple[Row, ...], list[PreferencePair]] = {}
     for pair in pairs:
         absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair.pair_id])
         groups.setdefault(absent or layers[-1:], []).append(pair)  # only verdicts are missing

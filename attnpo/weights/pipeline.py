@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, TokenWeights, UserError
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import Aligned, AlignMethod, align
-from attnpo.weights.base import NativeSource, WeightSource
-from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, require_distribution
+from attnpo.weights.base import NativeSource, PartialSource, WeightSource
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
 from attnpo.weights.transforms import WeightRow, WeightTransform
 
 
@@ -23,8 +24,10 @@ class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
     ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
-    a partner. ``content``: how many such tokens there are; ``unmatched``: how many of them got none. ``realigned``:
-    responses whose judge rounds were cut into different tokens, so that one was aligned onto the other.
+    a partner (from a ``PartialSource``: a partner about which something was said). ``content``: how many such tokens
+    there are; ``unmatched``: how many of them got none. ``realigned``: responses whose judge rounds were cut into
+    different tokens, so that one was aligned onto the other. ``flat``: sides whose raw weights were all 0 and which
+    became uniform.
     """
 
     chosen: Float[Tensor, "m"]
@@ -34,18 +37,23 @@ class TrainingWeights:
     unmatched: tuple[int, int]
     content: tuple[int, int]
     realigned: int = 0
+    flat: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Finished:
     """One response's weights, combined and post-processed, still on the source's tokens.
 
-    ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones.
+    ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones. ``flat``:
+    a raw row was all 0 and counts as uniform. ``said``: the tokens about which a ``PartialSource`` said something,
+    None for sources that weigh every token.
     """
 
     row: TokenWeights
     weights: Float[Tensor, "n"]
     realigned: bool
+    flat: bool = False
+    said: Bool[Tensor, "n"] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,17 @@ def training_weights(
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     transforms: Sequence[WeightTransform] = (),
     *,
-    layers: tuple[int, ...] = (),
-    pair_id: str = "",
+    layers: tuple[Row, ...] = (),
+    pair: PreferencePair | None = None,
 ) -> TrainingWeights:
     """The weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
-    ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing;
-    ``pair_id`` is then the name used in errors and by transforms, which come fitted. Raw rows are processed in float64
-    and returned in their own type. UserError for rows that are not what the source's kind promises.
+    ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing,
+    which reads ``pair`` instead. Transforms come fitted. Raw rows are processed in float64 and returned in their own
+    type. UserError for rows that are not what the source's kind promises.
     """
-    pair_id = pair_id if captured is None else captured.pair_id
-    finished = finished_weights(source, captured, encoded, layers=layers, pair_id=pair_id)
+    pair_id = _name(captured, pair)
+    finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
     for transform in transforms:
         finished = transformed(transform, finished, pair_id)
     chosen, rejected = (
@@ -90,7 +98,15 @@ def training_weights(
         unmatched=(chosen.unmatched, rejected.unmatched),
         content=(chosen.content, rejected.content),
         realigned=chosen.realigned + rejected.realigned,
+        flat=tuple(side for side in SIDES if finished[side].flat),
     )
+
+
+def _name(captured: PairWeights | None, pair: PreferencePair | None) -> str:
+    """The pair's id for errors and transforms."""
+    if captured is not None:
+        return captured.pair_id
+    return "without an id" if pair is None else pair.pair_id
 
 
 def finished_weights(
@@ -98,23 +114,27 @@ def finished_weights(
     captured: PairWeights | None,
     encoded: Mapping[str, EncodedResponse],
     *,
-    layers: tuple[int, ...] = (),
-    pair_id: str = "",
+    layers: tuple[Row, ...] = (),
+    pair: PreferencePair | None = None,
 ) -> dict[str, Finished]:
     """Both responses' weights on the source's tokens, before transforms and alignment."""
     if source.postprocess is not None:
         require_distribution(source.kind, source.signed)
     if captured is not None:
-        captured, pair_id = source.select(captured, layers), captured.pair_id
+        captured = source.select(captured, layers)
     finished = {}
     for side in SIDES:
-        where = f"pair {pair_id}, {side}"
-        rows = _raw_rows(source, captured, encoded[side], pair_id, side)
+        where = f"pair {_name(captured, pair)}, {side}"
+        rows = _raw_rows(source, captured, encoded[side], pair, side)
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
-        weights = _finish(source, [row.weights[0].double() for row in rows], where)
-        finished[side] = Finished(rows[0], weights, realigned)
+        raw = [row.weights[0].double() for row in rows]
+        weights = _finish(source, raw, where)
+        said = torch.stack(raw).ne(0).any(dim=0) if isinstance(source, PartialSource) else None
+        rule = None if said is not None else source.postprocess
+        flat = rule is not None and flat_rounds(raw, rule.round_order)
+        finished[side] = Finished(rows[0], weights, realigned, flat, said)
     return finished
 
 
@@ -164,18 +184,27 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
 
 
 def _raw_rows(
-    source: WeightSource, captured: PairWeights | None, encoded: EncodedResponse, pair_id: str, side: str
+    source: WeightSource, captured: PairWeights | None, encoded: EncodedResponse, pair: PreferencePair | None, side: str
 ) -> list[TokenWeights]:
     """One entry per round, each with the one row that the source selected."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
     if not isinstance(source, NativeSource):
         raise UserError(
-            f"pair {pair_id}: expected captured weights for {type(source).__name__}; run attnpo.weigh first"
+            f"pair {_name(captured, pair)}: expected captured weights for {type(source).__name__}; run attnpo.weigh "
+            "first"
+        )
+    if pair is None:
+        raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
+    weights, count = source.weigh(pair, side, encoded), len(encoded.response_ids)
+    if weights.shape != (count,):
+        raise UserError(
+            f"pair {pair.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
+            f"token, got the shape {tuple(weights.shape)}; correct the source"
         )
     offsets = torch.tensor(encoded.offsets, dtype=torch.long).reshape(-1, 2)
     ids = torch.tensor(encoded.response_ids, dtype=torch.long)
-    return [TokenWeights(ids, offsets, source.weigh(pair_id, side, encoded).unsqueeze(0))]
+    return [TokenWeights(ids, offsets, weights.unsqueeze(0))]
 
 
 def _on_training_tokens(
@@ -189,6 +218,8 @@ def _on_training_tokens(
     else:
         aligned = _align(base, weights, encoded, method)
         weights, matched = aligned.weights, aligned.matched & holds
+        if finished.said is not None:
+            matched &= _align(base, finished.said.double(), encoded, method).weights > 0
         if source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN:
             weights = torch.where(holds, weights, 1.0 / base.token_ids.numel())
         else:
@@ -213,6 +244,11 @@ def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str)
         if not source.signed and bool((row < 0).any()):
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
+            )
+        if source.kind is Kind.DISTRIBUTION and not isinstance(source, PartialSource) and not bool(row.any()):
+            raise UserError(
+                f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
+                "of them are 0; drop the pair or correct the source"
             )
     return average_rounds(raw)
 

@@ -34,10 +34,15 @@ class EndToken(Enum):
 
 def normalize(weights: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     """``weights`` divided by their sum; uniform when the sum is 0."""
-    if weights.sum() == 0:
+    if is_flat(weights):
         return torch.full_like(weights, 1.0 / max(1, weights.numel()))
     scaled = weights / weights.max()  # first by the largest: neither a huge nor a subnormal sum can spoil the quotient
     return scaled / scaled.sum()
+
+
+def is_flat(row: Float[Tensor, "n"]) -> bool:
+    """Whether a raw row has no mass on the response (all zero, or underflowed to it), so that it becomes uniform."""
+    return bool(row.sum() == 0)
 
 
 def average_rounds(rounds: Sequence[Float[Tensor, "n"]]) -> Float[Tensor, "n"]:
@@ -104,6 +109,16 @@ class Postprocess:
                 raise UserError(f"{where}: expected weights of 0 or more, got {float(row.min()):g}; signed rows cannot "
                                 "be made a distribution, use them with weights.postprocess=null")  # fmt: skip
         return fix_sink(combine(rows, self.round_order), self.sink_tokens, self.sink_min_length)
+
+
+def flat_rounds(rows: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> bool:
+    """Whether ``combine`` puts uniform weights in the place of rows without mass.
+
+    Under ``mean_then_normalize`` that takes all rounds, a flat one counts for nothing beside another; under
+    ``normalize_then_mean`` one flat round is enough.
+    """
+    flat = [is_flat(row) for row in rows]
+    return any(flat) if order is RoundOrder.NORMALIZE_THEN_MEAN else all(flat)
 
 
 def check_finite(row: Float[Tensor, "n"], where: str) -> None:

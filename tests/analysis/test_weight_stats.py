@@ -1,6 +1,8 @@
 """Statistics of weight rows, with numbers derived by hand."""
 
+import csv
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,8 +96,30 @@ def test_paper_tables() -> None:
     assert (row["side"], row["max"], row["mean_length"], row["responses"]) == ("chosen", 0.5, 4.0, 1)
     assert row["effective"] == pytest.approx(1 / 0.375) and row["mass"] == 1.0
     sink_columns, sinks = sink_rows([("m", summary)])
-    assert sinks == [["m", 50.0, 25.0, 25.0]] and len(sink_columns) == 4
+    assert sinks == [["m", 50.0, 25.0, 25.0, pytest.approx(100 / 3)]]
+    assert sink_columns[:4] == ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
     assert table_csv(columns, rows).startswith("side,model,std,")
+
+
+def test_what_uniform_weights_would_give_is_a_mean_over_responses() -> None:
+    """Responses of 2 and 4 tokens: the mean of 1/2 and 1/4, not 1/3."""
+    summary = summarize([response_statistics(torch.tensor([1.0, 0.0])), response_statistics(torch.ones(4))])
+    columns, rows = sink_rows([("m", summary)])
+    assert dict(zip(columns, rows[0], strict=True))["uniform_percent"] == pytest.approx(37.5)
+
+
+def test_the_printed_columns_are_those_of_the_paper(shared: Path) -> None:
+    """The heads of the paper's files, so that they can stand beside ours."""
+    summary = summarize([response_statistics(torch.ones(4))])
+    tokens = token_rows(token_means([WeightedRow(torch.tensor([1]), torch.ones(1))]), str)[0]
+    ours = {
+        "weight_statistics": statistics_rows([("m", "chosen", summary)])[0],
+        "sink_share": sink_rows([("m", summary)])[0],
+        "top_tokens": ["model", "side", *tokens],
+    }
+    for name, columns in ours.items():
+        with (shared / "reference" / "paper_tables" / f"{name}.csv").open(encoding="utf-8") as lines:
+            assert set(next(csv.reader(lines))) <= set(columns)
 
 
 def test_token_means_by_hand() -> None:

@@ -7,11 +7,14 @@ import torch
 
 from attnpo.data.prepare import (
     APART,
+    SILENT,
+    UNASKED,
     UNREADABLE,
     EncodedSet,
     ExampleSet,
     Tally,
     encode_pairs,
+    fit_transforms,
     length_percentiles,
     prepare_examples,
 )
@@ -23,6 +26,8 @@ from attnpo.text.chat import ChatFormat
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.sources.verbalized import Verbalized
+from attnpo.weights.transforms import TokenProfile
 
 GRAMMAR = Grammar()
 WORDS = [word for word in GRAMMAR.vocabulary() if word.isalpha()]
@@ -222,3 +227,70 @@ def test_percentiles_are_those_of_the_longer_branch(chat: ChatFormat) -> None:
     # 7 prompt tokens, the words, the end of turn: 11, 13, 15, 17; place q * 4 // 100 of the rising list.
     assert length_percentiles(made.examples) == {"p50": 15, "p90": 17, "p99": 17, "max": 17}
     assert length_percentiles([]) == {}
+
+
+def scored(
+    chat: ChatFormat, shares: list[tuple[int, int]], **align: float | None
+) -> tuple[EncodedSet, ExampleSet, dict[str, PairWeights]]:
+    """Pairs of 4 and 10 content tokens; the first so many of them have a score."""
+    pairs = [make_pair(4, 10, shift=i) for i in range(len(shares))]
+    encoded = encode_pairs(pairs, chat, LengthRules(200, 100))
+    rows = {}
+    for pair, sides, counts in zip(encoded.pairs, encoded.encoded, shares, strict=True):
+        parts = []
+        for side, count in zip(SIDES, counts, strict=True):
+            content = len(sides[side].response_ids) - 1
+            row = torch.tensor([[2.0] * count + [0.0] * (content - count)])
+            ids, places = sides[side].response_ids[:content], sides[side].offsets[:content]
+            parts.append(TokenWeights(torch.tensor(ids), torch.tensor(places), row))
+        rows[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, *parts),))
+    return encoded, prepare_examples(encoded, Verbalized(), rows, AlignRules(**align), layers=(0,)), rows
+
+
+def test_a_source_that_may_be_silent_brings_its_own_least_coverage(chat: ChatFormat) -> None:
+    encoded, made, _ = scored(chat, [(4, 10), (4, 9), (4, 8), (3, 10), (0, 10)])
+    assert [example.pair_id for example in made.examples] == [pair.pair_id for pair in encoded.pairs[:2]]
+    assert made.tally.counts == {"dropped: coverage below align.min_coverage 0.9": 2, SILENT: 1}
+    assert (made.dropped, made.unmatched_tokens) == (3, 8)
+    assert made.examples[1].coverage == (1.0, 0.9)
+
+
+def test_the_run_may_ask_for_less_but_silence_never_becomes_uniform(chat: ChatFormat) -> None:
+    encoded, made, _ = scored(chat, [(4, 8), (1, 1), (0, 10), (0, 0)], min_coverage=0.0)
+    assert [example.pair_id for example in made.examples] == [pair.pair_id for pair in encoded.pairs[:2]]
+    assert made.tally.counts == {SILENT: 2}
+    assert made.examples[1].weights[0].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_what_will_be_dropped_for_coverage_teaches_no_transform(chat: ChatFormat) -> None:
+    encoded, _, rows = scored(chat, [(4, 10), (0, 10), (4, 5)])
+    (profile,) = fit_transforms([TokenProfile()], encoded, Verbalized(), rows, (0,))
+    assert isinstance(profile, TokenProfile)
+    seen = {token for side in SIDES for token in encoded.encoded[0][side].response_ids[:-1]}
+    assert set(profile.factors) == seen
+    (profile,) = fit_transforms([TokenProfile()], encoded, Verbalized(), rows, (0,), AlignRules(min_coverage=0.5))
+    assert isinstance(profile, TokenProfile) and set(profile.factors) > seen
+
+
+def test_a_pair_nobody_could_be_asked_about_is_dropped_with_the_reason(chat: ChatFormat) -> None:
+    encoded, _, rows = scored(chat, [(4, 10), (4, 10)])
+    first = encoded.pairs[0].pair_id
+    rows[first] = Unreadable(first, (), "a prompt is too long for the verbalizer", "story")
+    made = prepare_examples(encoded, Verbalized(), rows, AlignRules(), layers=(0,))
+    assert made.tally.counts == {f"{UNASKED}: a prompt is too long for the verbalizer": 1}
+    assert len(made.examples) == 1
+
+
+def test_weights_that_became_uniform_are_counted_and_named(chat: ChatFormat) -> None:
+    encoded = encode_pairs([make_pair(4, 8)], chat, LengthRules(200, 100))
+    pair = encoded.pairs[0]
+    found = captured(pair, encoded.encoded[0], {"chosen": 4, "rejected": 8})
+    silent = tuple(
+        Round(item.chosen_is_a, item.chosen, TokenWeights(item.rejected.token_ids, item.rejected.offsets,
+              torch.zeros_like(item.rejected.weights)))
+        for item in found.rounds
+    )  # fmt: skip
+    rows = {pair.pair_id: PairWeights(pair.pair_id, silent)}
+    made = prepare_examples(encoded, Attention(layer=1).resolve(1), rows, AlignRules(), layers=(1,))
+    event = "all raw weights of the rejected response are 0: uniform instead"
+    assert (made.tally.counts, made.tally.first[event]) == ({event: 1}, [pair.pair_id[:8]])

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from attnpo.models import attention_tap
 from attnpo.models.attention_tap import KERNELS, MaskRule, Probe
 from attnpo.models.judge import CausalJudge
 from attnpo.schema import JudgeReading, UserError
@@ -59,6 +60,25 @@ def test_rows_and_rollout_equal_eager_attention(tiny: Build, family: str, kernel
         with torch.no_grad():
             logits = reference(input_ids=torch.tensor([prompt])).logits[0, -1]
         assert mean.verdict_token == int(logits.argmax())
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_rollout_in_many_blocks_equals_the_dense_product(
+    tiny: Build, family: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several blocks of queries, the last one not full, windows far shorter than the prompt, rows of two lengths."""
+    monkeypatch.setattr(attention_tap, "SMALLEST_BLOCK", block)
+    monkeypatch.setattr(attention_tap, "LARGEST_BLOCK", block)
+    ids, reference = prompts((150, 131)), tiny(family, "eager")
+    readings = CausalJudge(tiny(family, "eager")).read(ids, layers=LAYERS, rollout=True, verdict=False)
+    for prompt, reading in zip(ids, readings, strict=True):
+        maps = eager_maps(reference, prompt)
+        expected = dense_rollout(maps)
+        assert reading.rollout is not None
+        assert torch.allclose(reading.rollout, expected, rtol=0, atol=1e-5)
+        assert float((expected - dense_rollout(maps.flip(0))).abs().max()) > 1e-3, "the order of layers matters"
+        assert float((expected - maps[-1].mean(0)[-1]).abs().max()) > 1e-2, "and so do the layers below"
+        assert torch.allclose(reading.rows, maps[:, :, -1].mean(1), rtol=0, atol=1e-5)
 
 
 def test_the_cases_reach_what_they_claim(tiny: Build) -> None:

@@ -113,6 +113,20 @@ def test_layers_out_of_range_name_the_range(tiny: Build) -> None:
         judge.read([[3], []], layers=[1])
 
 
+def test_layers_with_different_numbers_of_heads_have_means_only(tiny: Build) -> None:
+    model = tiny("llama", "eager")
+    model.config.num_attention_heads = 2
+    model.model.layers[2].self_attn = type(model.model.layers[2].self_attn)(model.config, 2)
+    model.config.num_attention_heads = 4
+    judge = CausalJudge(model)
+    assert judge.read(IDS[:1], layers=[1, 3])[0].rows.shape == (2, 6)
+    assert judge.read(IDS[:1], layers=[3], per_head=True)[0].rows.shape == (1, 2, 6)
+    with pytest.raises(
+        UserError, match=r"layer 1 of this judge has 4 query heads and layer 3 has 2.*weights\.heads=\[\]"
+    ):
+        judge.read(IDS[:1], layers=[1, 2, 3], per_head=True)
+
+
 def test_settings_are_checked(tiny: Build) -> None:
     with pytest.raises(UserError, match=r"unknown attention kernel 'flash'.*sdpa, blocks"):
         CausalJudge(tiny("llama"), kernel="flash")

@@ -2,17 +2,22 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig
 
+from attnpo.config import compose
 from attnpo.schema import UserError
-from attnpo.studies import runner
+from attnpo.studies import execution
+from attnpo.studies.arms import arm_config, layered, point_config, point_folder
+from attnpo.studies.folders import run_folder
 from attnpo.studies.grid import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
-from attnpo.studies.runner import Outcome, arm_config, layered, point_config, point_folder, run_study
+from attnpo.studies.runner import Outcome, run_study
 from attnpo.studies.tables import finish_study
+from tests.studies import probe
 from tests.studies.worlds import World, build_world, judge_loads
 
 SWEEP = Study(
@@ -45,16 +50,16 @@ def test_layers_that_coincide_are_one_arm_and_are_logged(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         arms = expand_arms(SWEEP, 2)
     assert [arm.layer for arm in arms] == [None, 1, 2]
-    assert caplog.messages == ["layers 1, 1/4, 1/2, 3/4 are one and the same here: layer 1 of 2"]
+    assert caplog.messages == ["study.layers: 1, 1/4, 1/2, 3/4 are one and the same here: layer 1 of 2"]
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert [arm.layer for arm in expand_arms(SWEEP, 4)] == [None, 1, 2, 3, 4]
-    assert caplog.messages == ["layers 1, 1/4 are one and the same here: layer 1 of 4"]
+    assert caplog.messages == ["study.layers: 1, 1/4 are one and the same here: layer 1 of 4"]
 
 
 def test_a_layer_that_is_not_there_is_refused() -> None:
     study = Study("deep", {"uniform": [], "attention": []}, layers=(5,))
-    with pytest.raises(UserError, match=r"weights\.layer: expected a whole number from 1 to 4.* got 5"):
+    with pytest.raises(UserError, match=r"study\.layers: expected a whole number from 1 to 4.* got 5"):
         expand_arms(study, 4)
 
 
@@ -84,6 +89,42 @@ def test_a_point_is_called_by_what_it_varies() -> None:
     assert point.label == "attention L2 optimizer.lr=5e-05 seed=7"
 
 
+def test_arms_of_the_truth_are_there_where_the_truth_is_known() -> None:
+    study = Study("s", {"uniform": [], "attention": []}, truth_arms={"true importance": ["weights=true_importance"]})
+    assert [arm.name for arm in expand_arms(study, 4)] == ["uniform", "attention"]
+    (*_, last) = expand_arms(study, 4, truth=True)
+    assert (last.name, last.overrides) == ("true importance", ("weights=true_importance",))
+
+
+def test_an_arm_may_have_a_grid_of_its_own() -> None:
+    """Every layer of the layer arm gets that of the layer arm."""
+    study = Study(
+        "s", {"uniform": [], "attention": []}, grid=Grid(beta=(0.1,)), grids={"attention": Grid(beta=(2.0, 4.0))},
+        layers=(1, 2),
+    )  # fmt: skip
+    points = make_points(study, expand_arms(study, 2), [0])
+    assert [(point.arm.name, *point.values) for point in points] == [
+        ("uniform", "objective.beta=0.1"),
+        ("attention L1", "objective.beta=2.0"),
+        ("attention L2", "objective.beta=2.0"),
+        ("attention L1", "objective.beta=4.0"),
+        ("attention L2", "objective.beta=4.0"),
+    ]
+    record = grid_record(study, {}, None)
+    assert record["grids"] == {"attention": {"lr": [], "beta": [2.0, 4.0]}}
+
+
+def test_every_arm_runs_in_every_world_one_world_at_a_time() -> None:
+    study = Study("s", {"uniform": [], "attention": []}, grid=Grid(beta=(0.1, 1.0)), worlds={"calm": [], "noisy": []})
+    arms = [arm for world in study.worlds for arm in expand_arms(study, 2, world=world)]
+    points = make_points(study, arms, [0, 1])
+    assert [(point.seed, point.arm.world) for point in points[::4]] == [
+        (0, "calm"), (0, "noisy"), (1, "calm"), (1, "noisy"),
+    ]  # fmt: skip
+    assert len(set(points)) == len(points) == 16
+    assert points[5].label == "noisy: attention objective.beta=0.1 seed=0"
+
+
 def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
     shared, user, mine = ["callbacks=none", "a.b=1"], ["+a.b=2", "seed=1", "callbacks.samples=4"], ["seed=9"]
     assert layered(shared, user, mine) == ["callbacks=none", "+a.b=2", "callbacks.samples=4", "seed=9"]
@@ -97,6 +138,11 @@ def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
         ({"layers": (1,), "layer_arm": "attn"}, r"study\.layer_arm=attn is none of uniform, attention"),
         ({"seeds": 0}, r"study\.seeds and study\.workers must be at least 1"),
         ({"workers": 0}, r"study\.seeds and study\.workers must be at least 1"),
+        ({"layers": (2, "1/2", 2, 1)}, r"study\.layers has 2 more than once"),
+        ({"layers": (1,), "control": "attention"}, r"study\.control=attention is split into layers"),
+        ({"truth_arms": {"uniform": []}}, r"uniform stands in study\.arms and in study\.truth_arms"),
+        ({"grids": {"attn": Grid()}}, r"study\.grids has attn, which is no arm; arms are uniform, attention"),
+        ({"kl_levels": (0.5, 0.0)}, r"study\.kl_limit and study\.kl_levels must be above 0"),
     ],
 )
 def test_a_study_that_makes_no_sense_is_refused(keys: dict[str, Any], message: str) -> None:
@@ -210,7 +256,7 @@ def test_a_repeated_command_trains_nothing_again(
         tried.append(place.name)
         raise UserError("not again")
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(execution, "run", run)
     with judge_loads() as loaded:
         again = run_study(cfg, folder)
     assert len(tried) == 1 and tried[0].startswith("broken")
@@ -232,7 +278,7 @@ def test_another_setting_is_another_study_in_the_same_folder(
         tried.append(place.name)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(execution, "run", run)
     with pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"):
         run_study(cfg, folder)
     assert len(tried) == 3
@@ -251,7 +297,134 @@ def test_a_finished_study_writes_its_table(
     assert found.digest in (found.folder / "report.html").read_text()
 
 
-def test_several_processes_are_refused(study: tuple[DictConfig, World, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"study tiny was started with 2 processes"):
-        run_study(study[0], study[2])
+@pytest.mark.parametrize(
+    ("variables", "name", "instead"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0", "TORCHELASTIC_RUN_ID": "none", "LOCAL_RANK": "0"}, "torchrun", "`python"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}, "torchrun or its like", "`python"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "SLURM", "`srun --ntasks=1 python"),
+        ({"WORLD_SIZE": "2"}, "a launcher that sets WORLD_SIZE", "`env -u WORLD_SIZE -u RANK python"),
+    ],
+)
+def test_several_processes_are_refused_with_the_name_of_what_started_them(
+    variables: dict[str, str], name: str, instead: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for known in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(known, raising=False)
+    cfg = compose("fit", ["experiment=layer_sweep", "seeds=1"])
+    for key, value in variables.items():
+        monkeypatch.setenv(key, value)
+    expected = f"started with 2 processes by {name}.*{re.escape(instead)} -m attnpo.fit experiment=layer_sweep seeds=1`"
+    with pytest.raises(UserError, match=expected):
+        run_folder(cfg)
+    with pytest.raises(UserError, match=expected):
+        run_study(cfg, tmp_path / "out")
+    single = compose("fit", ["experiment=layer_sweep", "study=none", "name=x"])
+    assert run_folder(single).name == "x"
+
+
+# ------------------------------------------------------------------------------------------------ worlds, analyses
+
+
+WIDE = """
+_target_: attnpo.studies.grid.Study
+name: wide
+arms:
+  uniform: [weights=uniform]
+  elsewhere: [weights=attention, judge.path=/there/is/no/such/judge]
+  attention: [weights=attention]
+truth_arms:
+  true importance: [weights=uniform]
+grid:
+  _target_: attnpo.studies.grid.Grid
+  beta: [0.2]
+grids:
+  attention:
+    _target_: attnpo.studies.grid.Grid
+    beta: [0.1, 0.4]
+worlds:
+  lost: [data.val_split=nowhere]
+  short: [lengths.max_length=420]
+analyses:
+  probe: {_target_: tests.studies.probe.Probe, value: 1.5}
+  broken: {_target_: tests.studies.probe.Probe, fails: true}
+seeds: 1
+workers: 1
+shared: [callbacks=none, reference=cached, trainer.max_steps=1]
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path, Outcome]:
+    """A study of two worlds, one of which has no pairs to validate on, and of an arm whose judge is not there."""
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "configs" / "study").mkdir(parents=True)
+    (folder / "configs" / "study" / "wide.yaml").write_text(WIDE)
+    world = build_world(folder)
+    probe.asked.clear()
+    return world, folder, run_study(world.config("study=wide", config_dir=folder / "configs"), folder / "out")
+
+
+def test_a_world_and_an_arm_that_cannot_be_had_are_lost_alone(wide: tuple[World, Path, Outcome]) -> None:
+    outcome = wide[2]
+    assert [(point.arm.world, point.arm.name, *point.values) for point, _ in outcome.points] == [
+        ("short", "uniform", "objective.beta=0.2"),
+        ("short", "attention", "objective.beta=0.1"),
+        ("short", "attention", "objective.beta=0.4"),
+    ]
+    lost = {(point.arm.world, point.arm.name): error for point, error in outcome.failed}
+    assert lost.keys() == {("lost", "uniform"), ("lost", "elsewhere"), ("lost", "attention"), ("short", "elsewhere")}
+    assert "data.val_split=nowhere" in lost["lost", "uniform"] == lost["lost", "attention"]
+    assert "/there/is/no/such/judge" in lost["short", "elsewhere"]
+    assert outcome.worlds == ["lost", "short"]
+
+
+def test_the_points_of_a_world_are_named_after_it(wide: tuple[World, Path, Outcome]) -> None:
+    (place,) = (wide[1] / "out" / "points").glob("short-attention-beta=0.4-seed0-*")
+    assert "max_length: 420" in (place / "config.yaml").read_text()
+
+
+def test_analyses_are_measured_once_and_one_that_fails_is_named(wide: tuple[World, Path, Outcome]) -> None:
+    """In the world that can be had, under the study's own weights; the result is as a file holds it."""
+    world, folder, outcome = wide
+    assert probe.asked == ["attnpo.weights.sources.attention.Attention"] * 2
+    assert outcome.measured == {"probe": {("short", 0): {"pairs": 12, "value": 1.5, "1": [2, 3]}}, "broken": {}}
+    assert outcome.unmeasured == ["FAILED analysis broken, world short, seed 0: RuntimeError: nothing to see"]
+    probe.asked.clear()
+    again = run_study(world.config("study=wide", config_dir=folder / "configs"), folder / "out")
+    assert len(probe.asked) == 1, "only the one that failed is tried again"
+    assert again.measured == outcome.measured
+    assert [result for _, result in again.points] == [result for _, result in outcome.points]
+    probe.asked.clear()
+    other = world.config("study=wide", "study.analyses.probe.value=2.0", config_dir=folder / "configs")
+    assert run_study(other, folder / "out").measured["probe"]["short", 0]["value"] == 2.0
+    assert len(probe.asked) == 2
+
+
+def test_what_is_lost_and_what_is_measured_stand_in_every_table(
+    wide: tuple[World, Path, Outcome], capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = wide[2]
+    finish_study(outcome)
+    page = (outcome.folder / "report.html").read_text()
+    for text in (capsys.readouterr().out, (outcome.folder / "table.md").read_text(), page):
+        assert text.count("NOT RUN") == 4
+        assert "WARNING: the control uniform has no results in world lost" in text
+        assert "FAILED world lost, seed 0, 4 points of uniform, elsewhere, attention: not run" in text
+        assert "FAILED short: elsewhere objective.beta=0.2 seed=0: not run" in text
+        assert "grid of attention, whose beta has another unit: lr as set, beta [0.1, 0.4]" in text
+        assert "pairs that were counted" in text and "FAILED analysis broken" in text
+
+
+def test_what_a_world_sets_cannot_be_overridden(wide: tuple[World, Path, Outcome]) -> None:
+    world, folder, _ = wide
+    cfg = world.config("study=wide", "lengths.max_length=300", config_dir=folder / "configs")
+    with pytest.raises(UserError, match=r"for each of its worlds, so lengths\.max_length=300 would be lost"):
+        run_study(cfg, folder / "other")
+
+
+def test_a_study_whose_every_base_is_lost_says_why(wide: tuple[World, Path, Outcome]) -> None:
+    world, folder, _ = wide
+    cfg = world.config("study=wide", "~study.worlds.short", config_dir=folder / "configs")
+    with pytest.raises(UserError, match=r"data\.val_split=nowhere"):
+        run_study(cfg, folder / "other")

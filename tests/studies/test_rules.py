@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import build
+from attnpo.config import build, compose, idle_overrides
 from attnpo.console import process
 from attnpo.schema import UserError
+from attnpo.studies.arms import arm_config, check_user
+from attnpo.studies.bases import lay_basis
+from attnpo.studies.execution import execute
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import make_inputs
 from attnpo.studies.judging import JudgeRoom
-from attnpo.studies.runner import arm_config, check_user, execute, judge_once
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.tokenizer import build_tokenizer
@@ -50,6 +52,29 @@ def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
         check_user(cfg, build(cfg.study))
 
 
+def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
+    cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
+    _, overrides = arm_config(cfg, build(cfg.study), ["weights=uniform"])
+    assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
+
+
+OTHER = "+grids.other={_target_:attnpo.studies.grid.Grid,beta:[0.7]}"
+
+
+@pytest.mark.parametrize(
+    ("more", "idle"),
+    [
+        ([], {"+grids.other.beta=[0.7]": "study layer_sweep does not use it"}),
+        (["+study.grids.attention=${grids.other}"], {}),
+        (["study=none"], {"+grids.other.beta=[0.7]": "there is no study (study=none)"}),
+    ],
+)
+def test_a_named_grid_has_an_effect_where_an_arm_gets_it(more: list[str], idle: dict[str, str]) -> None:
+    cfg = compose("fit", ["experiment=layer_sweep", OTHER, *more])
+    cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
+    assert idle_overrides(cfg) == idle
+
+
 def test_weights_that_nobody_reads_are_refused(world: World) -> None:
     with pytest.raises(UserError, match=r"DPO reads no token weights.*weights=uniform"):
         make_inputs(world.config("objective=dpo"))
@@ -75,9 +100,10 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
         path = tmp_path / "judge.txt"
         path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
         cfg = world.config(STUDY, f"judge.template_file={path}")
-        facts.append(judge_once(cfg, build(cfg.study), 0))
-    assert facts[0]["weights"] != facts[1]["weights"]
-    assert facts[0]["pairs"] == facts[1]["pairs"]
+        facts.append(lay_basis(cfg, build(cfg.study), 0))
+    assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
+    assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
+    assert facts[0].facts == facts[1].facts
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.config import compose
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
-from attnpo.studies.inputs import make_inputs
+from attnpo.studies.inputs import forget, make_inputs, remembering
 from attnpo.studies.run import find_resume, run
 from attnpo.training.metrics_file import read_metrics
 from tests.studies.worlds import TRAIN, VAL, World, build_world, judge_loads
@@ -332,3 +332,30 @@ def test_a_control_changes_the_weights_and_nothing_else(world: World, tmp_path: 
     assert any(not torch.equal(a.weights[0], b.weights[0]) for a, b in zip(plain, changed, strict=True))
     for one, other in zip(plain, changed, strict=True):
         assert one.lengths == other.lengths and one.coverage == other.coverage
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+def test_points_of_a_process_share_what_they_have_read(world: World) -> None:
+    """Whatever moves a weight is weighed anew; what only moves the training is not. Outside, nothing is kept."""
+    fresh = make_inputs(world.config())
+    with remembering():
+        first = make_inputs(world.config())
+        same = make_inputs(world.config("objective.beta=0.7", "optimizer.lr=1e-3", "reference=cached"))
+        layer, control = make_inputs(world.config("weights.layer=1")), make_inputs(world.config("transform=shuffled"))
+        shorter = make_inputs(world.config("lengths.max_length=450"))
+    outside = make_inputs(world.config())
+    forget()
+    with remembering():
+        again = make_inputs(world.config())
+    forget()
+    assert same.examples is first.examples and same.pairs is first.pairs
+    assert same.ground.cfg.objective.beta == 0.7
+    assert layer.pairs is first.pairs and control.pairs is first.pairs
+    assert shorter.pairs is not first.pairs and outside.pairs is not first.pairs and again.pairs is not first.pairs
+    for one, other in zip(first.examples["train"].examples, fresh.examples["train"].examples, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.weights, other.weights, strict=True))
+    for changed in (layer, control):
+        pairs = zip(changed.examples["train"].examples, first.examples["train"].examples, strict=True)
+        assert any(not torch.equal(one.weights[0], other.weights[0]) for one, other in pairs)

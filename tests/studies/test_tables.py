@@ -1,26 +1,22 @@
 """Which point stands for an arm, and what the table says, on results made by hand."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnpo.analysis.page import Paragraph, TableBlock
+from attnpo.studies.bases import Cost
+from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.grid import Arm, Grid, Point, Study
 from attnpo.studies.intervals import Interval
+from attnpo.studies.levels import level_tables
 from attnpo.studies.runner import Outcome
-from attnpo.studies.tables import (
-    Spot,
-    against,
-    all_points,
-    best_by_arm,
-    best_point,
-    footnotes,
-    gather,
-    interval_text,
-    metric_table,
-    truth_table,
-)
+from attnpo.studies.spots import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.studies.tables import all_points, analysis_sections, metric_table, truth_table
+from tests.studies.probe import Probe
 
 UNIFORM, ATTENTION = Arm("uniform", ("weights=uniform",)), Arm("attention", ("weights=attention",))
 LOW, HIGH = ("optimizer.lr=5e-05", "objective.beta=0.1"), ("optimizer.lr=0.0001", "objective.beta=0.1")
@@ -182,3 +178,137 @@ def test_an_interval_that_does_not_exist_says_so() -> None:
     rest = {"level": 0.95, "method": "by hand", "seeds": 1, "prompts": 1}
     assert interval_text(Interval(0.5, math.nan, math.nan, **rest)) == "[no interval]"
     assert interval_text(Interval(0.5, 0.25, 0.75, **rest)) == "[0.250, 0.750]"
+
+
+# ------------------------------------------------------------------------------------------------ equal KL, worlds
+
+TUNED = Study("s", {"uniform": [], "attention": []}, grid=Grid(beta=(0.1, 1.0)), kl_levels=(0.5, 2.0))
+NEAR, FAR = ("objective.beta=1.0",), ("objective.beta=0.1",)
+
+
+def run_of(arm: Arm, values: tuple[str, ...], validation: float, kl: float, test: float) -> list[tuple[Point, Any]]:
+    """Two seeds of one point; both test prompts of a seed get the same reward."""
+    return [(Point(arm, values, seed), result(validation, kl, [test + seed / 8, test + seed / 8])) for seed in (0, 1)]
+
+
+def tuned(points: list[tuple[Point, dict[str, Any]]], study: Study = TUNED, **more: Any) -> Outcome:
+    arms = list(dict.fromkeys(point.arm for point, _ in [*points, *more.get("failed", [])]))
+    return Outcome(study, arms, points, more.get("failed", []), {}, Path("out"), 1.0)
+
+
+def test_at_equal_kl_each_arm_stands_at_its_own_point_of_that_level() -> None:
+    """Chosen on validation: the far point of attention is better on the test prompts, the near one on validation."""
+    points = [
+        *run_of(UNIFORM, NEAR, validation=0.1, kl=0.4, test=0.25),
+        *run_of(UNIFORM, FAR, validation=0.5, kl=1.5, test=0.5),
+        *run_of(ATTENTION, NEAR, validation=0.4, kl=1.0, test=0.75),
+        *run_of(ATTENTION, FAR, validation=0.3, kl=2.0, test=4.0),
+    ]
+    section, *rest = level_tables(tuned(points))
+    table = section.blocks[0]
+    assert rest == [] and isinstance(table, TableBlock)
+    uniform, attention = table.rows
+    assert isinstance(uniform, dict) and isinstance(attention, dict)
+    assert (uniform["KL<=0.5"], uniform["KL<=2"]) == ("0.312 (0.75)", "0.562 (0.75)")
+    assert (attention["KL<=0.5"], attention["KL<=2"]) == ("-", "0.812 (0.75)"), "none within 0.5"
+    assert attention["minus uniform, KL<=0.5"] == "-"
+    assert attention["minus uniform, KL<=2"] == "+0.250 [0.250, 0.250]"
+
+
+def test_without_a_choice_or_a_truth_there_is_nothing_at_equal_kl() -> None:
+    one = Study("s", TUNED.arms, grid=Grid(beta=(1.0,)))
+    points = run_of(UNIFORM, NEAR, 0.1, 0.4, 0.25)
+    assert level_tables(tuned(points, one)) == []
+    assert level_tables(tuned([(point, {**made, "truth": None}) for point, made in points])) == []
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"),
+    [
+        (0.01, 0.5, "helps"),
+        (-0.5, -0.01, "harms"),
+        (-0.01, 0.9, "no clear difference"),
+        (math.nan, math.nan, "no clear difference"),
+    ],
+)
+def test_the_word_follows_from_the_interval_alone(low: float, high: float, word: str) -> None:
+    mean = 0.25 if math.isnan(low) else (low + high) / 2
+    assert verdict(Interval(mean, low, high, 0.95, "by hand", 2, 2)) == word
+
+
+def in_world(arm: Arm, world: str) -> Arm:
+    return Arm(arm.name, arm.overrides, None, world)
+
+
+def test_worlds_are_compared_within_themselves() -> None:
+    """Attention is above the other world's uniform everywhere; it helps in one world and harms in the other."""
+    study = Study("s", TUNED.arms, grid=TUNED.grid, worlds={"calm": [], "noisy": []})
+    points = [
+        *run_of(in_world(UNIFORM, "calm"), NEAR, 0.1, 0.5, 0.0),
+        *run_of(in_world(ATTENTION, "calm"), NEAR, 0.1, 0.5, 0.5),
+        *run_of(in_world(UNIFORM, "noisy"), NEAR, 0.1, 0.5, 1.0),
+        *run_of(in_world(ATTENTION, "noisy"), NEAR, 0.1, 0.5, 0.75),
+    ]
+    outcome = tuned(points, study)
+    summary = level_tables(outcome)[1].blocks[0]
+    assert isinstance(summary, TableBlock)
+    assert summary.rows == [
+        {
+            "arm": "attention",
+            "calm": "+0.500 [0.500, 0.500] helps",
+            "noisy": "-0.250 [-0.250, -0.250] harms",
+        }
+    ]
+    columns, rows = truth_table(outcome)
+    assert columns[:2] == ["world", "arm"]
+    assert [(row["world"], row["arm"]) for row in rows] == [
+        (world, arm) for world in ("calm", "noisy") for arm in ("base", "uniform", "attention")
+    ]
+    assert [row.get("minus uniform") for row in rows[2::3]] == ["+0.500 [0.500, 0.500]", "-0.250 [-0.250, -0.250]"]
+    assert all_points(gather(points)).startswith("world,arm,seed")
+
+
+# ------------------------------------------------------------------------------------------------ what is lost
+
+
+def test_a_lost_control_is_shown_and_warned_of() -> None:
+    failed = [(Point(UNIFORM, values, 0), "Traceback\nRuntimeError: out of luck") for values in (LOW, HIGH)]
+    outcome = make_outcome(POINTS[2:], failed)
+    _, rows = truth_table(outcome)
+    assert [(row["arm"], row["point"]) for row in rows][1] == ("uniform", "FAILED, all 2 points")
+    assert rows[2]["arm"] == "attention" and rows[2]["minus uniform"] == ""
+    assert warnings(outcome) == ["WARNING: the control uniform has no results: no arm is compared"]
+    assert "FAILED seed 0, 2 points of uniform: RuntimeError: out of luck" in footnotes(outcome)
+    assert warnings(make_outcome(POINTS)) == []
+    without = [(point, {**made, "truth": None}) for point, made in POINTS[2:]]
+    assert metric_table(make_outcome(without, failed))[1][0] == {"arm": "uniform", "point": "FAILED, all 2 points"}
+
+
+def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
+    alone = Study("s", {"uniform": []})
+    assert warnings(tuned(run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), alone)) == [
+        "WARNING: a single arm: there is nothing to compare it with"
+    ]
+    free = Study("s", TUNED.arms, grid=TUNED.grid, control=None)
+    points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
+    assert warnings(tuned(points, free)) == ["WARNING: no control arm (study.control=null): no difference is shown"]
+    columns, _ = truth_table(tuned(points, free))
+    assert not [name for name in columns if name.startswith("minus")]
+
+
+def test_what_was_spent_once_for_all_arms_is_told() -> None:
+    outcome = replace(make_outcome(POINTS), costs={("", 0): Cost(90.0, 4.0), ("", 1): Cost(100.0, None)})
+    assert "not in s/run, once for all arms: base 95.0 s (mean of 2), judge pass 4.0 s (mean of 1)" in footnotes(
+        outcome
+    )
+
+
+def test_an_analysis_that_cannot_be_shown_keeps_the_tables() -> None:
+    """It reads a key that what was measured does not have."""
+    study = Study("s", TUNED.arms, analyses={"probe": Probe()})
+    outcome = replace(make_outcome(POINTS), study=study, measured={"probe": {("", 0): {"count": 3}}})
+    (section,) = analysis_sections(outcome)
+    assert section.blocks == [Paragraph("FAILED analysis probe cannot be shown: 'pairs'", warning=True)]
+    (shown,) = analysis_sections(replace(outcome, measured={"probe": {("", 0): {"pairs": 3}}}))
+    assert isinstance(shown.blocks[1], TableBlock) and shown.blocks[1].rows == [["", 0, 3]]
+    assert analysis_sections(replace(outcome, measured={"probe": {}})) == []

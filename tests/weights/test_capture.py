@@ -21,13 +21,16 @@ from attnpo.weights.capture import (
     load_captured,
     load_logps,
     reference_key,
+    rows_to_store,
     store_captured,
     store_logps,
     unreadable_pairs,
     weights_key,
 )
 from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.rollout import Rollout
 from tests.weights.fakes import FakeJudge, FakePrompts, make_pair
+from tests.weights.head_judge import HeadJudge
 
 PAIRS = [make_pair(number, "some words of an answer", "few") for number in range(7)]
 LAYERS = (1, 2, 3, 4)
@@ -61,7 +64,8 @@ class Bench:
         self.made += 1
         prompts = Choosy()
         prompts.refuses = self.refuses
-        return Tools(self.judge, prompts, self.verdict, lambda done, total: self.progress.append((done, total)))
+        seen = self.progress.append
+        return Tools(self.judge, prompts, self.verdict, progress=lambda done, total: seen((done, total)))
 
     def run(
         self, pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, **options: Any
@@ -338,3 +342,89 @@ def test_the_estimate_bounds_the_disk_space_of_real_rows(tmp_path: Path) -> None
     store_captured(table, noisy, LAYERS)
     tokens = 8 * 2 * 2 * 400
     assert 0.5 * estimate_bytes(tokens, 4) < table.size_bytes() < 1.1 * estimate_bytes(tokens, 4)
+
+
+# --------------------------------------------------------------------------------------------- single heads
+
+
+def weigh_heads(
+    root: Path, judge: HeadJudge, pairs: list[PreferencePair], source: Attention, **options: Any
+) -> tuple[dict[str, PairWeights], CaptureReport]:
+    source = source.resolve(judge.num_layers)
+    rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
+    key = weights_key(source, FakeJudge(), FakePrompts())
+    options = {"load_layers": source.wanted(), **options}
+    return ensure_captured(pairs, source, rows, Store(root), key, lambda: Tools(judge, FakePrompts()), **options)
+
+
+def test_every_head_is_stored_once_and_any_choice_is_a_re_read(tmp_path: Path) -> None:
+    judge = HeadJudge(num_layers=2)
+    pair_id = PAIRS[0].pair_id
+    for source, computed in (
+        (Attention(1, heads=(2,)), 7),
+        (Attention("last", heads=(3, 1)), 0),
+        (Attention(layers=(1, 2), heads=(1, 2, 3)), 0),
+    ):
+        captured, report = weigh_heads(tmp_path, judge, PAIRS, source)
+        assert report.computed == computed
+        rows = source.resolve(2).wanted()
+        fresh = source.resolve(2).capture(PAIRS[:1], Tools(HeadJudge(num_layers=2), FakePrompts()), rows)
+        assert same(captured[pair_id], fresh[0])
+    assert judge.calls == [(14, (1, 2))], "one pass over both layers, both orders of seven pairs"
+
+
+def test_head_means_and_single_heads_do_not_share_a_folder(tmp_path: Path) -> None:
+    judge = HeadJudge(num_layers=2)
+    weigh_heads(tmp_path, judge, PAIRS, Attention(1))
+    _, report = weigh_heads(tmp_path, judge, PAIRS, Attention(1, heads=(1,)))
+    assert report.computed == 7
+    assert report.difference is not None and "source.heads" in report.difference
+    assert weigh_heads(tmp_path, judge, PAIRS, Attention(2))[1].computed == 0
+    assert judge.per_head_calls == [False, True]
+
+
+def test_only_the_wanted_layer_is_stored_with_all_its_heads(tmp_path: Path) -> None:
+    judge = HeadJudge(num_layers=2)
+    for layer, heads, computed in ((1, (1,), 1), (1, (2, 3), 0), (2, (1,), 1)):
+        source = Attention(layer, heads=heads, store_layers="selected")
+        assert weigh_heads(tmp_path, judge, PAIRS[:1], source)[1].computed == computed
+    assert judge.calls == [(2, (1,)), (2, (2,))]
+
+
+def test_the_number_of_heads_is_asked_for_only_when_some_are_chosen() -> None:
+    def never() -> int:
+        pytest.fail("the judge's heads were asked for")
+
+    assert rows_to_store(Attention(), 2, never) == (1, 2)
+    assert rows_to_store(Rollout(), 2, never) == (0,)
+    assert len(rows_to_store(Attention(heads=(1,)), 2, lambda: 5)) == 10
+
+
+def test_many_rows_make_smaller_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnpo.weights.capture.CHUNK_ROWS", 12)
+    judge = HeadJudge(num_layers=2)
+    captured, report = weigh_heads(tmp_path, judge, PAIRS, Attention(1, heads=(1,)))
+    assert [prompts for prompts, _ in judge.calls] == [4, 4, 4, 2], "two pairs of six rows at a time"
+    assert len(captured) == report.computed == 7
+
+
+def test_the_size_estimate_counts_every_head(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = rows_to_store(Attention(heads=(1,)), 4, lambda: 8)
+
+    def noise(weights: TokenWeights) -> TokenWeights:
+        count = 400
+        return TokenWeights(
+            torch.randint(0, 100_000, (count,), generator=generator),
+            torch.stack([torch.arange(count), torch.arange(count) + 1], dim=1) * 5,
+            torch.rand(len(rows), count, generator=generator),
+        )
+
+    noisy = [
+        replace(one, rounds=tuple(replace(r, chosen=noise(r.chosen), rejected=noise(r.rejected)) for r in one.rounds))
+        for one in fresh_capture(PAIRS)
+    ]
+    table = a_table(tmp_path)
+    store_captured(table, noisy, rows)
+    estimate = estimate_bytes(sum(r.chosen.token_ids.numel() * 2 for one in noisy for r in one.rounds), len(rows))
+    assert 0.5 * estimate < table.size_bytes() < 1.1 * estimate

@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.schema import EncodedResponse, Kind, PairWeights, Round, TokenWeights, UserError
+from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
+from attnpo.weights.base import is_neutral
 from attnpo.weights.pipeline import check_transforms, finished_weights, fitted, training_weights
 from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.sources.verbalized import Verbalized
 from attnpo.weights.transforms import PositionProfile, WeightRow
 
 EOS = 99
@@ -41,6 +43,7 @@ def captured(
 
 
 BOTH = {"chosen": encoded([10, 11, 12]), "rejected": encoded([20])}
+PAIR = PreferencePair.make([{"role": "user", "content": "letters"}], "aabbcc", "xx")
 
 
 def test_select_average_normalise_align_and_the_end_of_turn() -> None:
@@ -114,7 +117,7 @@ def test_stored_float32_rows_stay_float32() -> None:
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_uniform_times_its_length_is_one_on_every_token(chosen: int, rejected: int) -> None:
     both = {"chosen": encoded(range(chosen)), "rejected": encoded(range(rejected), end=False)}
-    found = training_weights(Uniform(), None, both, pair_id="p")
+    found = training_weights(Uniform(), None, both, pair=PAIR)
     assert found.lengths == (chosen + 1.0, float(rejected))
     torch.testing.assert_close(found.chosen * found.lengths[0], torch.ones(chosen + 1), rtol=2e-7, atol=0)
     torch.testing.assert_close(found.rejected * found.lengths[1], torch.ones(rejected), rtol=2e-7, atol=0)
@@ -183,7 +186,7 @@ def test_broken_rows_name_pair_and_side(bad: float) -> None:
 
 def test_a_source_that_captures_needs_captured_weights() -> None:
     with pytest.raises(UserError, match=r"pair p9: expected captured weights for Attention; run attnpo\.weigh"):
-        training_weights(Attention(1), None, BOTH, pair_id="p9")
+        training_weights(Attention(1), None, BOTH, pair=replace(PAIR, pair_id="p9"))
 
 
 @dataclass(frozen=True)
@@ -226,3 +229,86 @@ def test_sign_and_ids_of_a_factor_are_checked() -> None:
         training_weights(Native(), factor([1.0, 1.0, 0.0, 0.0], (10, 11, 13, EOS)), BOTH)
     with pytest.raises(UserError, match="kind factor"):
         training_weights(Processed(), factor([1.0, 1.0, 0.0, 0.0]), BOTH)
+
+
+@dataclass(frozen=True)
+class Own(Uniform):
+    """A source that gives what it is told for the chosen response and equal weights for the other."""
+
+    values: tuple[float, ...] = ()
+    neutral: ClassVar[bool] = False
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> torch.Tensor:
+        if side == "chosen":
+            return torch.tensor(self.values)
+        return super().weigh(pair, side, encoded)
+
+
+def test_a_native_source_sees_the_pair_and_its_weights_are_used_as_they_are() -> None:
+    @dataclass(frozen=True)
+    class Reading(Own):
+        def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> torch.Tensor:
+            text = pair.response(side)
+            return torch.tensor([float(text[start:end] in ("bb", "xx")) for start, end in encoded.offsets])
+
+    assert training_weights(Reading(), None, BOTH, pair=PAIR).chosen.tolist() == [0.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ((1.0, float("nan"), 0.0, 0.0), "expected finite weights, got nan at token 1 of 4"),
+        ((1.0, -1.0, 0.0, 0.0), "Own states that its weights are not signed, got -1"),
+        ((0.0, 0.0, 0.0, 0.0), "Own states that its weights are a distribution, and all 4 of them are 0"),
+        ((0.5, 0.5), r"expected 4 weights of Own, one for each training token, got the shape \(2,\)"),
+    ],
+)
+def test_broken_weights_of_a_native_source_name_pair_and_side(values: tuple[float, ...], said: str) -> None:
+    with pytest.raises(UserError, match=f"^pair {PAIR.pair_id}, chosen: {said}"):
+        training_weights(Own(values), None, BOTH, pair=PAIR)
+
+
+def test_which_sources_lose_nothing_under_an_objective_without_weights() -> None:
+    assert is_neutral(Uniform())
+    assert not is_neutral(Own())
+    assert not is_neutral(Attention(1))
+    assert not is_neutral(Verbalized())
+
+
+def scored(chosen: Sequence[float], rejected: Sequence[float] = (3.0,)) -> PairWeights:
+    one = Round(True, side([10, 11, 12], [chosen]), side([20], [rejected]))
+    return PairWeights("p1", (one,))
+
+
+def test_tokens_without_a_score_count_against_coverage() -> None:
+    found = training_weights(Verbalized(), scored([3.0, 0.0, 1.0]), BOTH, layers=(0,))
+    assert found.chosen.tolist() == [0.75, 0.0, 0.25, 0.0]
+    assert (found.content, found.unmatched, found.flat) == ((3, 1), (1, 0), ())
+    assert found.coverage == (2 / 3, 1.0)
+    # An attention row with a zero covers every token all the same.
+    assert training_weights(
+        Attention(1), captured([[3.0, 0.0, 1.0]], [[3.0, 0.0, 1.0]]), BOTH, layers=(1,)
+    ).coverage == (
+        1.0,
+        1.0,
+    )
+
+
+def test_coverage_is_that_of_the_source_whatever_a_transform_does() -> None:
+    everywhere = PositionProfile(bins=1).fit([WeightRow(torch.ones(2), torch.tensor([1, 2]), "p0", "chosen", 1)])
+    found = training_weights(Verbalized(), scored([3.0, 0.0, 0.0]), BOTH, transforms=[everywhere], layers=(0,))
+    assert bool((found.chosen[:3] > 0).all())
+    assert found.coverage[0] == pytest.approx(1 / 3)
+
+
+def test_a_response_without_any_score_has_no_coverage_and_is_not_called_flat() -> None:
+    found = training_weights(Verbalized(), scored([0.0, 0.0, 0.0]), BOTH, layers=(0,))
+    assert (found.coverage, found.flat) == ((0.0, 1.0), ())
+
+
+def test_spans_without_mass_are_reported_as_made_uniform() -> None:
+    zero, some = [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]
+    assert training_weights(Attention(1), captured([zero], [zero]), BOTH, layers=(1,)).flat == ("chosen",)
+    assert training_weights(Attention(1), captured([zero], [some]), BOTH, layers=(1,)).flat == ()
+    each = Attention(1, postprocess=Postprocess(RoundOrder.NORMALIZE_THEN_MEAN))
+    assert training_weights(each, captured([zero], [some]), BOTH, layers=(1,)).flat == ("chosen",)

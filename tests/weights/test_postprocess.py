@@ -16,6 +16,8 @@ from attnpo.weights.postprocess import (
     average_rounds,
     combine,
     fix_sink,
+    flat_rounds,
+    is_flat,
     normalize,
     require_distribution,
 )
@@ -75,6 +77,18 @@ def test_normalising_extreme_masses(values: list[float]) -> None:
     row = normalize(double(values))
     assert math.isclose(float(row.sum()), 1.0, rel_tol=1e-12)
     assert bool((row >= 0).all())
+
+
+def test_rows_without_mass_can_be_told() -> None:
+    assert is_flat(double([0.0, 0.0]))
+    assert not is_flat(double([0.0, 1e-320])), "a subnormal weight is mass"
+    assert is_flat(torch.tensor([1e-46, 1e-50], dtype=torch.float64).float()), "underflow in float32 is not"
+    silent, loud = double([0.0, 0.0]), double([1.0, 3.0])
+    cases = [([silent, silent], True, True), ([silent, loud], False, True), ([loud, loud], False, False)]
+    for rounds, mean_first, each_first in cases:
+        assert flat_rounds(rounds, RoundOrder.MEAN_THEN_NORMALIZE) == mean_first
+        assert flat_rounds(rounds, RoundOrder.NORMALIZE_THEN_MEAN) == each_first
+    assert Postprocess()([silent, silent]).tolist() == [0.5, 0.5]
 
 
 @settings(max_examples=60, deadline=None)

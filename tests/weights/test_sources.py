@@ -1,4 +1,4 @@
-"""Layer names, judge attention and uniform weights."""
+"""Judge attention over layers and heads, and uniform weights."""
 
 from dataclasses import replace
 
@@ -6,30 +6,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf, ValidationError
 
-from attnpo.schema import EncodedResponse, PairWeights, UserError
-from attnpo.weights.base import NativeSource, Tools, WeightSource, resolve_layer
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, UserError
+from attnpo.weights.base import NativeSource, Tools, WeightSource
+from attnpo.weights.layers import HeadRow, Row
+from attnpo.weights.pipeline import training_weights
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
 from tests.weights.fakes import LABELS, FakeJudge, FakePrompts, make_pair, word_id
-
-PAPER_LAYERS = [(1, 1), ("1/4", 8), ("1/2", 16), ("3/4", 24), ("last", 32), ("12", 12), (32, 32), ("1/1", 32)]
-
-
-@pytest.mark.parametrize(("name", "number"), PAPER_LAYERS)
-def test_layer_names_of_the_paper_in_32_layers(name: int | str, number: int) -> None:
-    assert resolve_layer(name, 32) == number
-
-
-@pytest.mark.parametrize(("layers", "numbers"), [(2, [1, 1, 1, 2]), (6, [1, 3, 4, 6]), (1, [1, 1, 1, 1])])
-def test_fractions_of_shallow_models_round_down_but_not_to_zero(layers: int, numbers: list[int]) -> None:
-    assert [resolve_layer(name, layers) for name in ("1/4", "1/2", "3/4", "last")] == numbers
-
-
-@pytest.mark.parametrize("name", [0, -1, 33, "0", "33", "auto", "", "first", "5/4", "0/4", "1/0", "1.5", True])
-def test_other_layers_are_refused_with_the_range(name: int | str) -> None:
-    with pytest.raises(UserError, match=r"weights\.layer: expected a whole number from 1 to 32"):
-        resolve_layer(name, 32)
+from tests.weights.head_judge import HeadJudge, head_row
 
 
 def capture(layers: tuple[int, ...], verdict: bool = True) -> tuple[list[PairWeights], FakeJudge]:
@@ -88,7 +73,7 @@ def test_select_leaves_the_wanted_layer_or_the_mean_of_several() -> None:
 
 def test_select_refuses_a_layer_that_was_not_stored_and_one_not_resolved() -> None:
     captured, _ = capture((1,))
-    with pytest.raises(UserError, match=r"layer 4 is not among the layers at hand \[1\]"):
+    with pytest.raises(UserError, match=r"layer 4 is not among the rows at hand \(L01\)"):
         Attention().resolve(4).select(captured[0], (1,))
     with pytest.raises(UserError, match="'last' is not yet a number"):
         Attention().select(captured[0], (1,))
@@ -98,14 +83,110 @@ def test_stored_layers_and_the_capture_fingerprint() -> None:
     assert Attention().capture_layers(3) == (1, 2, 3)
     assert Attention("1/2", store_layers="selected").capture_layers(4) == (2,)
     assert Attention(layers=(4, 1), store_layers="selected").capture_layers(4) == (1, 4)
-    other = Attention(2, (1, 2), Postprocess(RoundOrder.NORMALIZE_THEN_MEAN, 0), "selected")
+    process = Postprocess(RoundOrder.NORMALIZE_THEN_MEAN, 0)
+    other = Attention(2, layers=(1, 2), postprocess=process, store_layers="selected")
     assert other.capture_fingerprint() == Attention().capture_fingerprint()
     with pytest.raises(UserError, match=r"weights\.store_layers: expected all or selected, got 'some'"):
         Attention(store_layers="some")
 
 
+def test_layers_are_named_like_the_one_layer() -> None:
+    assert Attention(layers=("last", "1/2", 1)).resolve(4).wanted() == (1, 2, 4)
+    with pytest.raises(UserError, match=r"^weights\.layers: expected a whole number from 1 to 4.*got 9$"):
+        Attention(layers=(1, 9)).resolve(4)
+    with pytest.raises(UserError, match="'1/2' is not yet a number"):
+        Attention(layers=(1, "1/2")).wanted()
+
+
+def test_a_layer_given_twice_is_refused_and_fractions_that_coincide_are_merged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for layers, name in (((1, 1), "1"), ((1, "1"), "1"), (("last", 2, " Last"), "last"), (("1/4", "1/4"), "1/4")):
+        with pytest.raises(UserError, match=rf"weights\.layers: expected every layer once, got {name} twice"):
+            Attention(layers=layers).resolve(32)
+    caplog.set_level("INFO")
+    assert Attention(layers=("1/4", 1, "last")).resolve(4).layers == (1, 4)
+    assert caplog.messages == ["weights.layers: 1/4, 1 are one and the same here: layer 1 of 4"]
+
+
+HEAD_ROWS: tuple[Row, ...] = tuple(HeadRow(layer, head) for layer in (1, 2) for head in (1, 2, 3))
+
+
+def capture_heads(rows: tuple[Row, ...] = HEAD_ROWS) -> tuple[PairWeights, HeadJudge]:
+    judge = HeadJudge(num_layers=2)
+    source = Attention(heads=(1,)).resolve(2)
+    return source.capture([make_pair(0)], Tools(judge, FakePrompts()), rows)[0], judge
+
+
+def test_rows_of_single_heads_are_cut_in_the_order_asked() -> None:
+    captured, judge = capture_heads()
+    assert judge.calls == [(2, (1, 2))]
+    assert judge.per_head_calls == [True]
+    expected = torch.tensor([head_row(layer, head, (3, 4, 5)) for layer in (1, 2) for head in (1, 2, 3)])
+    torch.testing.assert_close(captured.rounds[0].chosen.weights, expected)
+    turned, _ = capture_heads((HeadRow(2, 3), HeadRow(1, 1)))
+    torch.testing.assert_close(turned.rounds[0].chosen.weights, expected[[5, 0]])
+    means = Attention().resolve(2).capture([make_pair(0)], Tools(judge, FakePrompts()), (1, 2))
+    assert judge.per_head_calls == [True, False]
+    torch.testing.assert_close(means[0].rounds[0].chosen.weights, expected.view(2, 3, 3).mean(1))
+
+
+def test_chosen_heads_are_averaged_then_the_layers() -> None:
+    captured, _ = capture_heads()
+    raw = captured.rounds[1].rejected.weights.view(2, 3, -1)
+
+    def selected(source: Attention) -> torch.Tensor:
+        return source.resolve(2).select(captured, HEAD_ROWS).rounds[1].rejected.weights
+
+    torch.testing.assert_close(selected(Attention(1, heads=(2,))), raw[0, 1:2])
+    torch.testing.assert_close(selected(Attention("last", heads=(3, 1))), raw[1, [0, 2]].mean(0, keepdim=True))
+    both = selected(Attention(layers=(2, 1), heads=(2, 3)))
+    torch.testing.assert_close(both, raw[:, 1:].mean(1).mean(0, keepdim=True))
+    with pytest.raises(UserError, match=r"head 1 of layer 2 is not among the rows at hand \(L01H01\)"):
+        Attention(2, heads=(1,)).select(captured, (HeadRow(1, 1),))
+
+
+def test_stored_heads_and_their_fingerprint() -> None:
+    source = Attention("1/2", heads=(3,))
+    assert source.capture_heads(2, 3) == HEAD_ROWS
+    selected = replace(source, store_layers="selected")
+    assert selected.capture_heads(2, 3) == HEAD_ROWS[:3], "every head of the wanted layer"
+    assert selected.resolve(2).wanted() == (HeadRow(1, 3),)
+    assert source.capture_fingerprint() == Attention("last", heads=(1, 2)).capture_fingerprint()
+    assert source.capture_fingerprint() == {**Attention().capture_fingerprint(), "heads": "each"}
+    assert Attention().capture_fingerprint() == {
+        "source": "attention",
+        "position": "last_prompt_token",
+        "heads": "mean",
+    }, "stored head means stay valid"
+
+
+@pytest.mark.parametrize("heads", [(0,), (-1,), (2, 2)])
+def test_heads_that_are_no_choice_are_refused(heads: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match=r"weights\.heads: expected query heads counted from 1, each once .*got \["):
+        Attention(heads=heads)
+
+
+def test_heads_outside_the_judge_name_the_range() -> None:
+    with pytest.raises(UserError, match=r"weights\.heads: expected query heads from 1 to 4 .*got 5 in \[1, 5\]"):
+        Attention(heads=(1, 5)).capture_heads(2, 4)
+    with pytest.raises(UserError, match=r"config promises 4 query heads, its attention has 3"):
+        capture_heads((HeadRow(1, 4),))
+
+
+@pytest.mark.parametrize(("bad", "said"), [(float("nan"), "finite weights, got nan"), (-0.5, "0 or more, got -0.5")])
+@pytest.mark.parametrize("side", SIDES)
+def test_a_broken_row_of_the_judge_names_pair_and_side(bad: float, said: str, side: str) -> None:
+    pair = make_pair(0)
+    captured = Attention().capture([pair], Tools(FakeJudge(), FakePrompts()), (1,))[0]
+    captured.rounds[1].side(side).weights[0, 0] = bad
+    encoded = {name: EncodedResponse([], [5], [(0, 3)]) for name in SIDES}
+    with pytest.raises(UserError, match=rf"^pair {pair.pair_id}, {side}: expected .*{said}"):
+        training_weights(Attention(1), captured, encoded, layers=(1,))
+
+
 def test_uniform_is_one_over_the_training_tokens() -> None:
-    row = Uniform().weigh("p", "chosen", EncodedResponse([1], [5, 6, 7, 8], [(0, 1), (1, 2), (2, 3), (3, 3)]))
+    row = Uniform().weigh(make_pair(0), "chosen", EncodedResponse([1], [5, 6, 7, 8], [(0, 1), (1, 2), (2, 3), (3, 3)]))
     assert row.tolist() == [0.25, 0.25, 0.25, 0.25]
     with pytest.raises(UserError, match="needs no capture"):
         Uniform().capture([make_pair(0)], Tools(), ())
@@ -123,8 +204,8 @@ def test_a_configuration_may_hold_the_components() -> None:
     for part in (node, node.postprocess):  # frozen dataclasses give read-only nodes
         OmegaConf.set_readonly(part, False)
     node.merge_with({"layer": "1/4", "postprocess": {"round_order": "NORMALIZE_THEN_MEAN", "end_token": "MEAN"}})
-    node.layers = (1, 2)
-    assert OmegaConf.to_container(node)["layers"] == [1, 2]
+    node.layers = (1, "1/2")
+    assert OmegaConf.to_container(node)["layers"] == [1, "1/2"]
     with pytest.raises(ValidationError):
         node.postprocess.sink_tokens = "many"
     assert node.layer == "1/4"

@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from attnpo.schema import Kind, PairWeights, PreferencePair, TokenWeights, UserError
-from attnpo.weights.base import Tools, resolve_layer
+import torch
+from torch import Tensor
+
+from attnpo.schema import JudgeReading, Kind, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.weights.base import Tools
+from attnpo.weights.layers import HeadRow, Row, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.spans import cut_round
 
@@ -14,18 +18,21 @@ STORE_LAYERS = ("all", "selected")
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of the last prompt token (the one that predicts the verdict), mean over query heads.
+    """Attention of the last prompt token (the one that predicts the verdict).
 
     ``layer``: 1-based number, "last", or a fraction of the depth. ``layers``: when not empty, the mean of these
     layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
     ``store_layers``: "all" stores every layer, so that a layer study needs one judge pass; "selected" only the
     wanted ones.
+    ``heads``: the query heads (from 1) whose mean is taken in each of these layers; empty for all of them. With heads
+    given the rows of every head are stored, in a table of their own: any other choice is a re-read.
     """
 
     layer: int | str = "last"
-    layers: tuple[int, ...] = ()
+    layers: tuple[int | str, ...] = ()
     postprocess: Postprocess = field(default_factory=Postprocess)
     store_layers: str = "all"
+    heads: tuple[int, ...] = ()
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION
     signed: ClassVar[bool] = False
@@ -36,51 +43,80 @@ class Attention:
         if self.store_layers not in STORE_LAYERS:
             expected = " or ".join(STORE_LAYERS)
             raise UserError(f"weights.store_layers: expected {expected}, got {self.store_layers!r}")
+        if len(set(self.heads)) < len(self.heads) or any(head < 1 for head in self.heads):
+            raise UserError(
+                "weights.heads: expected query heads counted from 1, each once (or [] for the mean over all), got "
+                f"{list(self.heads)}"
+            )
 
     def resolve(self, num_layers: int) -> "Attention":
         """The same source with ``layer`` and ``layers`` as numbers from 1 to ``num_layers``, or a UserError."""
-        layers = tuple(sorted({resolve_layer(layer, num_layers) for layer in self.layers}))
+        layers = tuple(distinct_layers(self.layers, num_layers, "weights.layers"))
         return replace(self, layer=resolve_layer(self.layer, num_layers), layers=layers)
 
-    def wanted(self) -> tuple[int, ...]:
-        """The resolved layers whose mean is the row; UserError before ``resolve``."""
-        if isinstance(self.layer, str):
-            raise UserError(f"weights.layer: {self.layer!r} is not yet a number; resolve it against the judge first")
-        return self.layers or (self.layer,)
+    def wanted(self) -> tuple[Row, ...]:
+        """The rows whose mean is the weights: resolved layers, or the chosen heads of each; UserError if unresolved."""
+        layers = []
+        for layer in self.layers or (self.layer,):
+            if isinstance(layer, str):
+                raise UserError(f"weights.layer: {layer!r} is not yet a number; resolve it against the judge first")
+            layers.append(layer)
+        if self.heads:
+            return tuple(HeadRow(layer, head) for layer in layers for head in self.heads)
+        return tuple(layers)
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
         """All layers of the judge, or only the wanted ones under ``store_layers: selected``."""
         if self.store_layers == "all":
             return tuple(range(1, num_layers + 1))
-        return self.resolve(num_layers).wanted()
+        means = replace(self, heads=()).resolve(num_layers)
+        return tuple(row for row in means.wanted() if isinstance(row, int))
+
+    def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
+        """Every head of the layers to store; UserError when a chosen head is none of the judge's ``num_heads``."""
+        outside = [head for head in self.heads if not 1 <= head <= num_heads]
+        if outside:
+            raise UserError(
+                f"weights.heads: expected query heads from 1 to {num_heads} of this judge, got {outside[0]} in "
+                f"{list(self.heads)}"
+            )
+        return tuple(HeadRow(row, head) for row in self.capture_layers(num_layers) for head in range(1, num_heads + 1))
 
     def capture_fingerprint(self) -> dict[str, Any]:
-        """What is read: the head mean at the verdict position."""
-        return {"source": "attention", "position": "last_prompt_token", "heads": "mean"}
+        """What is read at the verdict position: the head mean, or each head when some are chosen (never which)."""
+        return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[int, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge in one call."""
         if tools.judge is None or tools.prompts is None:
             raise UserError("weights=attention reads a judge: set judge.path and judge.template_file")
         prompts = [prompt for pair in pairs for prompt in tools.prompts.build(pair)]
+        numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         readings = tools.judge.read(
             [prompt.input_ids for prompt in prompts],
-            layers=layers,
+            layers=numbers,
+            per_head=any(isinstance(row, HeadRow) for row in layers),
             verdict=tools.verdict,
             label_ids=tools.prompts.label_ids if tools.verdict else None,
         )
-        cut = iter([cut_round(prompt, read.rows, read) for prompt, read in zip(prompts, readings, strict=True)])
+        cut = iter(
+            [
+                cut_round(prompt, _rows(reading, numbers, layers), reading)
+                for prompt, reading in zip(prompts, readings, strict=True)
+            ]
+        )
         return [PairWeights(pair.pair_id, (next(cut), next(cut))) for pair in pairs]
 
-    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
-        """``captured`` with one row left: the wanted layer, or the mean over ``self.layers``."""
-        absent = [layer for layer in self.wanted() if layer not in layers]
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """``captured`` with one row left: the mean over the chosen heads (or all), then over the wanted layers."""
+        absent = [row for row in self.wanted() if row not in layers]
         if absent:
             raise UserError(
-                f"weights.layer: layer {absent[0]} is not among the layers at hand {list(layers)}; run attnpo.weigh "
-                "with weights.store_layers=all"
+                f"weights.layer: {_in_words(absent[0])} is not among the rows at hand "
+                f"({', '.join(map(layer_column, layers))}); run attnpo.weigh with weights.store_layers=all"
             )
-        places = [layers.index(layer) for layer in self.wanted()]
+        # Every layer has the same number of chosen heads, so one mean over all rows is the mean of the layers' means.
+        places = [layers.index(row) for row in self.wanted()]
 
         def one_row(weights: TokenWeights) -> TokenWeights:
             return replace(weights, weights=weights.weights[places].mean(dim=0, keepdim=True))
@@ -91,3 +127,22 @@ class Attention:
                 replace(item, chosen=one_row(item.chosen), rejected=one_row(item.rejected)) for item in captured.rounds
             ),
         )
+
+
+def _in_words(row: Row) -> str:
+    return f"head {row.head} of layer {row.layer}" if isinstance(row, HeadRow) else f"layer {row}"
+
+
+def _rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
+    """The ``wanted`` rows of a reading of the layers ``numbers``. UserError when the judge has not that many heads."""
+    heads = [row for row in wanted if isinstance(row, HeadRow)]
+    if not heads:
+        return reading.rows
+    found = reading.rows.shape[1]
+    if max(row.head for row in heads) > found:
+        raise UserError(
+            f"weights.heads: the judge's config promises {max(row.head for row in heads)} query heads, its attention "
+            f"has {found}; choose another judge, or weights.heads=[] for the mean over all heads"
+        )
+    layers = torch.tensor([numbers.index(row.layer) for row in heads])
+    return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools
+from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.spans import cut_round
 
@@ -42,7 +43,7 @@ class Rollout:
         """What is read: half identity, half head mean, at the verdict position."""
         return {"source": "rollout", "position": "last_prompt_token", "heads": "mean", "identity": 0.5}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[int, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, one float32 row each; all prompts go to the judge in one call."""
         if tools.judge is None or tools.prompts is None:
             raise UserError("weights=rollout reads a judge: set judge.path and judge.template_file")
@@ -61,6 +62,6 @@ class Rollout:
             rounds.append(cut_round(prompt, reading.rollout.unsqueeze(0), reading))
         return [PairWeights(pair.pair_id, (rounds[2 * i], rounds[2 * i + 1])) for i, pair in enumerate(pairs)]
 
-    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` as it is: it has one row."""
         return captured

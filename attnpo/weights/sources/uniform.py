@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools
+from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
 
 
@@ -22,6 +23,7 @@ class Uniform:
     tokens: ClassVar[str] = "train"
     requires: ClassVar[frozenset[str]] = frozenset()
     postprocess: ClassVar[Postprocess | None] = None
+    neutral: ClassVar[bool] = True
 
     def resolve(self, num_layers: int) -> "Uniform":
         """Itself: there is no layer."""
@@ -39,15 +41,15 @@ class Uniform:
         """The name of the source; nothing is stored under it."""
         return {"source": "uniform"}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[int, ...]) -> list[PairWeights]:
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Never: UserError, because there is nothing to store."""
         raise UserError("weights=uniform needs no capture; run attnpo.fit directly")
 
-    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` as it is."""
         return captured
 
-    def weigh(self, pair_id: str, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """1/m for each of the m training tokens, float32."""
         count = len(encoded.response_ids)
         return torch.full((count,), 1.0 / max(1, count))

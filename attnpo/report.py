@@ -1,0 +1,33 @@
+"""``python -m attnpo.report WHAT ...``: statistics of token weights; tables of finished studies and runs."""
+
+import sys
+
+from omegaconf import DictConfig
+
+from attnpo.config import run_entry
+
+DESCRIPTION = """\
+Tables from the store and from finished folders, with printed=FILE.csv beside a paper's numbers.
+
+  weights           statistics of the weights a run would train with: concentration, most-weighted tokens, sink share
+  study FOLDER ...  the tables of finished studies again, and several side by side
+  run FOLDER ...    one row per finished run
+  FOLDER ...        studies or runs, by what the folders hold"""
+EXAMPLE = "python -m attnpo.report weights layers=[1,2,3,4]"
+
+
+def main(cfg: DictConfig) -> int:
+    """0; tables are printed, and written into a folder under ``output``."""
+    from attnpo.studies.reporting import report
+
+    report(cfg)
+    return 0
+
+
+def complete(cfg: DictConfig) -> bool:
+    """Whether nothing may be open any more: statistics of weights need a model and data."""
+    return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
+
+
+if __name__ == "__main__":
+    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLE, positional="what", complete=complete))

@@ -1,0 +1,265 @@
+"""``weights.layer=auto``: the layer whose top-weighted tokens the judge's verdict hangs on most, found on a sample.
+
+Needs no truth and no training: every layer is scored on a few training pairs by ``attnpo.analysis.faithfulness``, the
+best one becomes the run's ``weights.layer``, and scores and choice stay in the store, so that it is found once per
+judge, prompts and pairs.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnpo.config import build
+from attnpo.console import world_size
+from attnpo.schema import UserError, digest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from attnpo.analysis.faithfulness import Rankings
+    from attnpo.data.prepare import EncodedSet
+    from attnpo.schema import PreferencePair
+    from attnpo.studies.ground import Ground
+    from attnpo.studies.judging import JudgeRoom
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+LAYER = "weights.layer"
+CHOICE = "auto_layer"
+"""Where the record of a choice stands: the folder in the store, the key in ``Ground.prepared`` and in a result."""
+
+
+@dataclass(frozen=True)
+class AutoLayer:
+    """How ``weights.layer=auto`` finds its layer (config node ``auto_layer``).
+
+    ``pairs``: the calibration sample, training pairs in the order of their ids. The top-weighted ``shares`` of the
+    tokens are removed and compared with ``draws`` random removals (keyed by ``seed``) of as many tokens from the same
+    places, an even number so that the judge's liking for a place cancels. Takes pairs x layers x shares x (2 + draws)
+    judge prompts.
+    """
+
+    pairs: int = 64
+    shares: tuple[float, ...] = (0.1, 0.2, 0.4)
+    draws: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1 or self.draws < 1:
+            raise UserError(f"auto_layer: expected at least 1 pair and 1 draw, got {self.pairs} and {self.draws}")
+        if not self.shares or not all(0 < share < 1 for share in self.shares):
+            raise UserError(f"auto_layer.shares: expected shares between 0 and 1, got {list(self.shares)}")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
+
+    ``full``: mean log-odds of the judge's own verdict with whole responses, the most that can fall. ``prompts`` and
+    ``seconds`` are what it took.
+    """
+
+    layer: int
+    scores: dict[int, float]
+    full: float
+    pairs: int
+    prompts: int
+    seconds: float
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
+        return values
+
+    def text(self) -> str:
+        """The choice with the scores of all layers, for the log."""
+        scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
+        return (
+            f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
+            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs)"
+        )
+
+
+def is_auto(layer: object) -> bool:
+    """Whether a value of ``weights.layer`` asks for the layer to be found."""
+    return isinstance(layer, str) and layer.strip().lower() == AUTO
+
+
+def wants_auto(cfg: "DictConfig") -> bool:
+    """Whether the layer of the weights is yet to be found. UserError when it would not be read."""
+    if not is_auto(cfg.weights.get("layer")):
+        return False
+    if cfg.weights.get("layers"):
+        raise UserError(
+            f"weights.layer=auto finds one layer, and weights.layers={list(cfg.weights.layers)} names those to read: "
+            "leave one of them out"
+        )
+    return True
+
+
+def settle_layer(ground: "Ground", encoded: "Mapping[str, EncodedSet]") -> "Ground":
+    """``ground`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
+
+    Logs the choice. The record is taken from the store where it is known; otherwise the sample is judged, which is
+    refused in a job of several processes (UserError).
+    """
+    if not wants_auto(ground.cfg):
+        return ground
+    choice = find_choice(ground, encoded["train"])
+    cfg = ground.cfg.copy()
+    cfg.weights.layer = choice.layer
+    return replace(ground, cfg=cfg, prepared={**ground.prepared, CHOICE: choice.numbers()})
+
+
+def find_choice(ground: "Ground", train: "EncodedSet") -> Choice:
+    """The layer for these training pairs, from the store or computed and stored."""
+    from attnpo.analysis.faithfulness import VERSION
+    from attnpo.studies.ground import judge_room
+
+    rules: AutoLayer = build(ground.cfg.auto_layer) if ground.cfg.get("auto_layer") else AutoLayer()
+    sample = calibration_pairs(train.pairs, rules.pairs)
+    room = judge_room(ground)
+    key = {
+        "version": VERSION,
+        "pairs": [pair.pair_id for pair in sample],
+        "rules": asdict(rules),
+        "weights": {name: value for name, value in _plain(ground.cfg.weights).items() if name != "store_layers"},
+        "judge": room.fingerprint(),
+        "prompts": room.prompts.fingerprint(),
+    }
+    path = Path(ground.store.root) / CHOICE / f"{digest(key)[:20]}.json"
+    known = _read(path)
+    if known is None and world_size() > 1:
+        raise UserError(
+            f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
+            "it: start python -m attnpo.weigh with the same overrides in one process until it logs the layer, or set a "
+            "number"
+        )
+    if known is None:
+        known = _score(ground, train, sample, room, rules)
+        _write(path, {"key": key, **known.numbers()})
+        log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
+    else:
+        log.info("%s; from the store", known.text())
+    return known
+
+
+def calibration_pairs(pairs: "list[PreferencePair]", count: int) -> "list[PreferencePair]":
+    """The first ``count`` different pairs in the order of their ids, which is that of no file."""
+    unique = {pair.pair_id: pair for pair in pairs}
+    return [unique[pair_id] for pair_id in sorted(unique)[:count]]
+
+
+def _score(
+    ground: "Ground", train: "EncodedSet", sample: "list[PreferencePair]", room: "JudgeRoom", rules: AutoLayer
+) -> Choice:
+    from attnpo.analysis.faithfulness import Mode, Removal, measure
+    from attnpo.studies.ground import device_of
+
+    began = time.perf_counter()
+    ranked = layer_rankings(ground, train, sample)
+    log.info(
+        "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
+        len(ranked),
+        len(sample),
+        2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
+    )
+    tools = room.tools(device_of(ground.cfg))
+    assert tools.judge is not None and tools.prompts is not None
+    removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
+    found = measure(
+        sample, {str(layer): rows for layer, rows in ranked.items()}, tools.judge, tools.prompts, removal, _progress
+    )
+    scores = {layer: round(found.score(str(layer)), 6) for layer in ranked}
+    return Choice(
+        layer=best_layer(scores),
+        scores=scores,
+        full=round(float(found.full.mean()), 6),
+        pairs=len(found.pair_ids),
+        prompts=found.prompts,
+        seconds=round(time.perf_counter() - began, 2),
+        rules=asdict(rules),
+    )
+
+
+def best_layer(scores: Mapping[int, float]) -> int:
+    """The layer with the highest score; of equal ones the deepest, which has read most of the context."""
+    return max(scores, key=lambda layer: (scores[layer], layer))
+
+
+def layer_rankings(
+    ground: "Ground", encoded: "EncodedSet", sample: "list[PreferencePair]", layers: "tuple[int | str, ...]" = ()
+) -> "dict[int, Rankings]":
+    """The finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every layer).
+
+    ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
+    """
+    from attnpo.analysis.faithfulness import rankings
+    from attnpo.studies.ground import judge_room
+    from attnpo.studies.weighing import weigh
+    from attnpo.weights.base import resolve_layer
+
+    depth = judge_room(ground).num_layers
+    every = sorted({resolve_layer(layer, depth) for layer in layers or range(1, depth + 1)})
+    weighed = weigh(at_layers(ground, 1, every), sample_of(encoded, sample))
+    return {
+        layer: rankings(
+            build(at_layers(ground, layer, []).cfg.weights).resolve(depth), weighed.captured, weighed.layers
+        )
+        for layer in every
+    }
+
+
+def sample_of(encoded: "EncodedSet", sample: "list[PreferencePair]") -> "dict[str, EncodedSet]":
+    """``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
+    place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}
+    rows = [encoded.encoded[place[pair.pair_id]] for pair in sample]
+    nothing = replace(encoded, pairs=[], encoded=[])
+    return {"train": replace(encoded, pairs=list(sample), encoded=rows), "val": nothing}
+
+
+def at_layers(ground: "Ground", layer: int, layers: list[int]) -> "Ground":
+    """The same ground with weights that read ``layer``, or ``layers`` when there are any."""
+    from omegaconf import OmegaConf
+
+    cfg = ground.cfg.copy()
+    OmegaConf.update(cfg, "weights.layer", layer, force_add=True)
+    OmegaConf.update(cfg, "weights.layers", layers, force_add=True)
+    return replace(ground, cfg=cfg)
+
+
+def _plain(node: "DictConfig") -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return dict(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
+
+
+def _progress(done: int, total: int) -> None:
+    log.info("weights.layer=auto: %d of %d judge prompts", done, total)
+
+
+def _read(path: Path) -> Choice | None:
+    """The choice in a file, or None when there is none or it cannot be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
+        stored.pop("key")
+        choice = Choice(scores=scores, **stored)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return choice if choice.layer in scores and all(map(math.isfinite, scores.values())) else None
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

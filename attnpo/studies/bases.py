@@ -1,0 +1,222 @@
+"""What the points of one world and seed stand on: base, pairs, one judge pass, and what is measured beside them."""
+
+import json
+import logging
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo.config import plain
+from attnpo.data.prepare import EncodedSet
+from attnpo.models.loading import weights_fingerprint
+from attnpo.schema import UserError, digest
+from attnpo.studies.account import versions
+from attnpo.studies.arms import Composed, arm_config, clean, numbers_of
+from attnpo.studies.auto_layer import settle_layer
+from attnpo.studies.execution import last_line
+from attnpo.studies.grid import ONLY, Arm, Study
+from attnpo.studies.ground import Ground, lay_ground, settle
+from attnpo.studies.inputs import APART, encode, read_pairs
+from attnpo.studies.weighing import Weighed, weigh
+
+log = logging.getLogger(__name__)
+
+ANALYSES, COSTS = "analyses", "costs.json"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds that were spent once for all arms; None where nothing is known of it."""
+
+    base: float | None = None
+    judge: float | None = None
+
+
+@dataclass
+class Basis:
+    """One world and seed.
+
+    ``facts``: what identifies the inputs of every arm (contents, not paths). ``keys``: what identifies an arm's
+    captured weights. ``lost``: arms that could not be weighed, with the error. ``measured``: results of the study's
+    analyses; ``unmeasured``: those that failed, with the error.
+    """
+
+    world: str
+    seed: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
+    depth: int = 1
+    lost: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unmeasured: dict[str, str] = field(default_factory=dict)
+    cost: Cost = Cost()
+
+    @property
+    def label(self) -> str:
+        """A short name for logs."""
+        return f"world {self.world}, seed {self.seed}" if self.world else f"seed {self.seed}"
+
+    def facts_of(self, study: Study, arm: Arm) -> dict[str, Any]:
+        """What identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
+        return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
+
+
+def compose_arms(cfg: DictConfig, study: Study) -> dict[tuple[str, str], Composed]:
+    """The configs of the study's arms by world and name, layers not yet told apart."""
+    worlds = list(study.worlds) or [ONLY]
+    arms = study.arms_with(cfg.truth is not None)
+    return {
+        (world, name): arm_config(cfg, study, overrides, world) for world in worlds for name, overrides in arms.items()
+    }
+
+
+def lay_basis(
+    cfg: DictConfig,
+    study: Study,
+    seed: int,
+    world: str = ONLY,
+    composed: Mapping[tuple[str, str], Composed] | None = None,
+    folder: Path | None = None,
+) -> Basis:
+    """One world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
+
+    The points find every weight in the store: one judge pass per base and judge, whatever the number of points. An arm
+    that cannot be weighed is lost alone. An exception of any kind when the base, the pairs or all arms cannot be had.
+    """
+    basis = Basis(world, seed)
+    composed = compose_arms(cfg, study) if composed is None else composed
+    configs = {name: at_seed(found[0], seed) for (of, name), found in composed.items() if of == world}
+    settled = settle(next(iter(configs.values())))[0]
+    for config in configs.values():
+        fill_paths(config, settled)
+    ground = _ground(basis, configs)
+    encoded = _facts(basis, ground)
+    done: dict[str, Weighed] = {}
+    for name, config in configs.items():
+        if name in basis.lost:
+            continue
+        same = digest({key: value for key, value in plain(config).items() if key not in (*APART, "transforms")})
+        try:
+            if same not in done:
+                done[same] = weigh(settle_layer(replace(ground, cfg=config), encoded), encoded)
+        except Exception as error:
+            basis.lost[name] = told(error)
+            if len(basis.lost) == len(configs):
+                raise
+            continue
+        basis.keys[name] = done[same].key
+        if not study.layers or name == study.layer_arm:  # the layers told apart are those of that arm's judge
+            basis.depth = max(basis.depth, done[same].depth)
+    for name, lost in basis.lost.items():
+        log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
+    basis.cost = _cost(ground, list(done.values()))
+    if folder is not None and study.analyses:
+        measure(cfg, study, basis, ground, encoded, folder)
+    return basis
+
+
+def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> Ground:
+    """What all arms stand on, laid for the first whose weights can be had; the last error where there is none."""
+    for name, config in configs.items():
+        try:
+            return lay_ground(config)
+        except Exception as error:
+            basis.lost[name] = told(error)
+            if len(basis.lost) == len(configs):
+                raise
+    raise AssertionError("a study has an arm")
+
+
+def _facts(basis: Basis, ground: Ground) -> dict[str, EncodedSet]:
+    """The encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
+    pairs = read_pairs(ground)
+    basis.facts = {
+        "code": versions(),
+        "world": ground.prepared.get("digest"),
+        "model": weights_fingerprint(ground.model.path, ground.model.revision),
+        "chat": ground.chat.fingerprint(),
+        "pairs": {split: found.fingerprint for split, found in pairs.items()},
+    }
+    return encode(ground, pairs)
+
+
+def at_seed(cfg: DictConfig, seed: int) -> DictConfig:
+    """A copy of a config with another seed."""
+    copy = cfg.copy()
+    OmegaConf.update(copy, "seed", seed)
+    return copy
+
+
+def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
+    """Nothing; gives every component of ``cfg`` whose path is still missing the one it has in ``settled``."""
+    for name in settled:
+        node = settled[name]
+        if not isinstance(node, DictConfig) or "path" not in node or OmegaConf.is_missing(node, "path"):
+            continue
+        if OmegaConf.is_missing(cfg[name], "path"):
+            cfg[name].path = node.path
+
+
+def told(error: Exception) -> str:
+    """An error as it is reported: a user's mistake in its own words, anything else with its traceback."""
+    return str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).strip()
+
+
+# ------------------------------------------------------------------------------------------------ analyses
+
+
+def measure(
+    cfg: DictConfig, study: Study, basis: Basis, ground: Ground, encoded: dict[str, EncodedSet], folder: Path
+) -> None:
+    """Nothing; puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
+    config = at_seed(arm_config(cfg, study, [], basis.world)[0], basis.seed)
+    fill_paths(config, ground.cfg)
+    values = {key: value for key, value in numbers_of(config).items() if key not in APART}
+    settings = plain(cfg)["study"]["analyses"]
+    for name, analysis in study.analyses.items():
+        same = digest({"facts": basis.facts, "weights": basis.keys, "config": values, "settings": settings[name]})[:16]
+        parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same]
+        path = folder / ANALYSES / f"{clean('-'.join(parts))}.json"
+        if path.is_file():
+            log.info("%s: analysis %s is there already and reused", basis.label, name)
+            basis.measured[name] = json.loads(path.read_text(encoding="utf-8"))
+            continue
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = analysis.measure(replace(ground, cfg=config), encoded, path.parent)
+            text = json.dumps(found, indent=1) + "\n"
+        except Exception as error:  # noqa: BLE001  the points run whatever becomes of an analysis
+            basis.unmeasured[name] = told(error)
+            log.error("%s: analysis %s failed: %s", basis.label, name, last_line(told(error)))
+            continue
+        part = path.with_suffix(".part")
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+        basis.measured[name] = json.loads(text)  # as a repeated command will read it
+
+
+# ------------------------------------------------------------------------------------------------ costs
+
+
+def _cost(ground: Ground, weighed: list[Weighed]) -> Cost:
+    base = ground.prepared.get("base")
+    seconds = base.get("seconds") if isinstance(base, Mapping) else None
+    passes = [found.report.seconds for found in weighed if found.report is not None and found.report.computed]
+    return Cost(None if seconds is None else round(float(seconds), 1), round(sum(passes), 1) if passes else None)
+
+
+def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
+    """Nothing; writes the seconds of base and judge pass to ``folder``, and takes from there what was spent earlier."""
+    path = folder / COSTS
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for (world, seed), basis in bases.items():
+        name = f"{world}/{seed}"
+        if basis.cost.judge is None:
+            basis.cost = replace(basis.cost, judge=known.get(name))
+        else:
+            known[name] = basis.cost.judge
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,236 @@
+"""Does the verdict hang on the tokens a layer weighs most, and is that the layer that trains best: a study's analysis.
+
+Measured once per world and seed, without a trained policy, for every layer, the rollout, equal weights (a floor: they
+must come out near 0) and, where the truth is known, true importance. Compared over layers with the true importance and,
+separately, with the trained reward at equal KL; nothing makes the three agree.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnpo.config import build
+from attnpo.schema import SIDES, UserError
+from attnpo.studies.auto_layer import calibration_pairs, layer_rankings, sample_of
+
+if TYPE_CHECKING:
+    from attnpo.analysis.faithfulness import Ranking, Rankings
+    from attnpo.analysis.page import Section
+    from attnpo.data.prepare import EncodedSet
+    from attnpo.schema import PreferencePair
+    from attnpo.studies.analyses import MeasuredBy
+    from attnpo.studies.ground import Ground
+    from attnpo.studies.runner import Outcome
+    from attnpo.testbed.grammar import Grammar
+
+log = logging.getLogger(__name__)
+
+ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """Faithfulness of every layer on ``pairs`` training pairs (then validation pairs), in the order of their ids.
+
+    The top-weighted ``shares`` of the tokens of both responses are removed, or alone kept, against ``draws`` random
+    sets of as many tokens from the same places, keyed by ``seed`` (an even number, so that the judge's liking for a
+    place cancels). ``layers`` empty measures every layer of the judge. ``kl_limit``: rewards are compared at the best
+    point with validation KL up to it.
+    """
+
+    pairs: int = 250
+    shares: tuple[float, ...] = (0.1, 0.2, 0.4)
+    draws: int = 2
+    seed: int = 0
+    layers: tuple[int | str, ...] = ()
+    kl_limit: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.pairs < 2 or self.draws < 1:
+            raise UserError(f"faithfulness: expected at least 2 pairs and 1 draw, got {self.pairs} and {self.draws}")
+        if not self.shares or not all(0 < share < 1 for share in self.shares):
+            raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
+
+    def measure(self, ground: "Ground", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
+        """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
+
+        Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
+        and ``fall``; beside it what the whole responses give, what was read and what it cost.
+        """
+        from attnpo.analysis.faithfulness import Mode, Removal, measure
+        from attnpo.studies.ground import device_of, judge_room
+
+        began = time.perf_counter()
+        pool, sample = self._sample(encoded)
+        grammar = truth_of(ground)
+        ranked = self._rankings(ground, pool, sample, grammar)
+        tools = judge_room(ground).tools(device_of(ground.cfg))
+        assert tools.judge is not None and tools.prompts is not None
+        removal = Removal(self.shares, self.draws, self.seed)
+        log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
+        sources = {name: rows for name, (_, rows) in ranked.items()}
+        found = measure(sample, sources, tools.judge, tools.prompts, removal, _progress)
+        kept = [pair for pair in sample if pair.pair_id in set(found.pair_ids)]
+        return {
+            "pairs": len(found.pair_ids),
+            "full": round(float(found.full.mean()), 4),
+            "counts": dict(found.counts),
+            "prompts": found.prompts,
+            "seconds": round(time.perf_counter() - began, 1),
+            "weights": {
+                name: {
+                    "layer": layer,
+                    "mass": None if grammar is None else true_mass(kept, rows, grammar),
+                    "fall": {str(share): round(float(found.fall(name, share).mean()), 4) for share in self.shares},
+                    **{
+                        mode.value: {
+                            str(share): found.advantage(name, mode, share).round(4).tolist() for share in self.shares
+                        }
+                        for mode in Mode
+                    },
+                }
+                for name, (layer, rows) in ranked.items()
+            },
+        }
+
+    def _sample(self, encoded: "dict[str, EncodedSet]") -> "tuple[EncodedSet, list[PreferencePair]]":
+        """All pairs as one set, and those measured."""
+        train, others = encoded["train"], [encoded[split] for split in encoded if split != "train"]
+        pool = replace(
+            train,
+            pairs=[*train.pairs, *(pair for made in others for pair in made.pairs)],
+            encoded=[*train.encoded, *(row for made in others for row in made.encoded)],
+        )
+        first = calibration_pairs(train.pairs, self.pairs)
+        known = {pair.pair_id for pair in first}
+        rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []
+        return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]
+
+    def _rankings(
+        self, ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]", grammar: "Grammar | None"
+    ) -> "dict[str, tuple[int | None, Rankings]]":
+        """What is measured, by name: its layer if it is one, and its weights."""
+        layers = layer_rankings(reading(ground, "attention.Attention"), pool, sample, self.layers)
+        found: dict[str, tuple[int | None, Rankings]] = {
+            f"layer {layer}": (layer, rows) for layer, rows in layers.items()
+        }
+        found[ROLLOUT] = None, rollout_rankings(ground, pool, sample)
+        tokens = next(iter(layers.values()))
+        found[EQUAL] = None, {name: {side: level(row) for side, row in rows.items()} for name, rows in tokens.items()}
+        if grammar is not None:
+            found[TRUTH] = None, true_rankings(sample, tokens, grammar)
+        return found
+
+    def sections(self, outcome: "Outcome", measured: "MeasuredBy") -> "list[Section]":
+        """Tables over layers, per seed and over seeds, the rank correlations, and a figure; one set per world."""
+        from attnpo.studies.faithfulness_pages import world_sections
+
+        found = []
+        for world in dict.fromkeys(world for world, _ in measured):
+            by_seed = {seed: values for (of, seed), values in sorted(measured.items()) if of == world}
+            found += world_sections(self, outcome, world, by_seed)
+        return found
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def reading(ground: "Ground", component: str) -> "Ground":
+    """The same ground with the weights of one of ``attnpo.weights.sources``, as they are by default."""
+    from omegaconf import OmegaConf
+
+    cfg = ground.cfg.copy()
+    cfg.weights = OmegaConf.create({"_target_": f"attnpo.weights.sources.{component}"})
+    return replace(ground, cfg=cfg)
+
+
+def rollout_rankings(ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
+    """The rollout's weights of ``sample``; what the store lacks is judged."""
+    from attnpo.analysis.faithfulness import rankings
+    from attnpo.studies.weighing import weigh
+
+    weighed = weigh(reading(ground, "rollout.Rollout"), sample_of(pool, sample))
+    return rankings(weighed.source, weighed.captured, weighed.layers)
+
+
+def level(row: "Ranking") -> "Ranking":
+    """The same tokens with equal weights, whose top is a random choice."""
+    return replace(row, weights=(1.0,) * len(row.weights))
+
+
+def truth_of(ground: "Ground") -> "Grammar | None":
+    """The grammar behind the setting's known truth; None in settings that have none."""
+    from attnpo.testbed.grammar import Grammar
+
+    grammar = None if ground.cfg.truth is None else getattr(build(ground.cfg.truth), "grammar", None)
+    return grammar if isinstance(grammar, Grammar) else None
+
+
+def true_rankings(sample: "Sequence[PreferencePair]", tokens: "Rankings", grammar: "Grammar") -> "Rankings":
+    """Weight 1 for the tokens that hold a decisive character, 0 for the others."""
+    return {
+        pair.pair_id: {
+            side: replace(row, weights=tuple(map(float, decisive(pair, side, row, grammar))))
+            for side, row in tokens[pair.pair_id].items()
+        }
+        for pair in sample
+        if pair.pair_id in tokens
+    }
+
+
+def true_mass(sample: "Sequence[PreferencePair]", rows: "Rankings", grammar: "Grammar") -> float:
+    """The share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
+    shares = []
+    for pair in sample:
+        for side in SIDES:
+            row = rows[pair.pair_id][side]
+            marks = decisive(pair, side, row, grammar)
+            total = sum(row.weights)
+            if any(marks) and total > 0:
+                shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
+    return round(sum(shares) / len(shares), 4) if shares else math.nan
+
+
+def decisive(pair: "PreferencePair", side: str, row: "Ranking", grammar: "Grammar") -> list[bool]:
+    """Whether each token holds a decisive character. UserError for a prompt that is not the grammar's."""
+    try:
+        topic = grammar.parse_prompt(pair.prompt[-1]["content"]).topic
+    except ValueError as error:
+        raise UserError(
+            f"pair {pair.pair_id}: the setting's truth knows the prompts of the testbed alone ({error}): set "
+            "truth=null for other data"
+        ) from error
+    spans = grammar.importance(pair.response(side), topic)
+    return [any(start < stop and begin < end for begin, stop in spans) for start, end in row.offsets]
+
+
+def _progress(done: int, total: int) -> None:
+    log.info("faithfulness: %d of %d judge prompts", done, total)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def score_of(values: Mapping[str, Any]) -> float:
+    """Faithfulness in one number, as ``weights.layer=auto`` takes it: the mean under removal over pairs and shares."""
+    means = [sum(row) / len(row) for row in values["remove"].values()]
+    return float(sum(means) / len(means))
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
+    import numpy as np
+
+    from attnpo.studies.intervals import tied_ranks
+
+    both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
+    if len(both) < 3:
+        return math.nan
+    one, two = (tied_ranks(np.array(column, dtype=float)) for column in zip(*both, strict=True))
+    if one.std() == 0 or two.std() == 0:
+        return math.nan
+    return float(np.corrcoef(one, two)[0, 1])

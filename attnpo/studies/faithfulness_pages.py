@@ -1,0 +1,212 @@
+"""Tables and figure of the faithfulness analysis, from its plain data and the study's finished points."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from attnpo.analysis.layer_panels import LayerPanel, layer_panels
+from attnpo.analysis.page import Block, Image, Paragraph, Section, TableBlock
+from attnpo.analysis.tables import Cell
+from attnpo.studies.arms import clean
+from attnpo.studies.faithfulness import Faithfulness, rank_correlation, score_of
+from attnpo.studies.intervals import Prompts, hierarchical_bootstrap
+from attnpo.studies.runner import Outcome
+from attnpo.studies.spots import best_within, gather, has_truth
+
+Values = dict[str, Any]
+BySeed = Mapping[int, Values]
+Row = dict[str, Cell]
+
+
+def world_sections(rules: Faithfulness, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:
+    """All sections of one world."""
+    suffix = f", {world}" if world else ""
+    rewards = {seed: layer_rewards(outcome, world, seed, rules.kl_limit) for seed in by_seed}
+    names = list(dict.fromkeys(name for values in by_seed.values() for name in values["weights"]))
+    over = [over_seeds(rules, name, by_seed, rewards) for name in names]
+    columns = list(dict.fromkeys(column for row in over for column in row))
+    blocks: list[Block] = [TableBlock(columns, over), *map(Paragraph, notes(rules, by_seed))]
+    path, caption = draw(rules, outcome, world, by_seed, rewards)
+    seeds = [row for seed, values in by_seed.items() for row in seed_rows(rules, seed, values, rewards[seed])]
+    correlations = correlation_rows(by_seed, rewards)
+    ranks: list[Block] = [TableBlock(list(correlations[0]), correlations, digits=2)]
+    ranks += map(Paragraph, correlation_notes(rules, by_seed))
+    return [
+        Section(f"Faithfulness of token weights{suffix}", blocks),
+        Section(f"Faithfulness by seed{suffix}", [TableBlock(list(seeds[0]), seeds, digits=2), Image(path, caption)]),
+        Section(f"Rank correlation over layers{suffix}", ranks),
+    ]
+
+
+def layer_rewards(outcome: Outcome, world: str, seed: int, kl_limit: float) -> dict[int, float]:
+    """Test reward by layer at the point chosen on validation prompts up to a KL, of one seed.
+
+    A layer is left out where no point keeps the limit, where none is finished, and where no truth is known.
+    """
+    found = {}
+    mine = [item for item in outcome.points if item[0].seed == seed and item[0].arm.world == world]
+    spots = gather(mine)
+    for layer in sorted({spot.arm.layer for spot in spots if spot.arm.layer is not None}):
+        arm = [spot for spot in spots if spot.arm.layer == layer]
+        best = best_within(arm, kl_limit) if has_truth(arm) else None
+        if best is not None:
+            found[layer] = best.truth("test", "reward")
+    return found
+
+
+def advantages(by_seed: BySeed, name: str, mode: str, share: float) -> Float[np.ndarray, "seeds pairs"]:
+    """Per seed and pair how much more the top-weighted tokens matter than random ones; as many pairs for each seed."""
+    rows = [values["weights"][name][mode][str(share)] for values in by_seed.values() if name in values["weights"]]
+    width = min(map(len, rows))
+    return np.array([row[:width] for row in rows], dtype=float)
+
+
+def over_seeds(rules: Faithfulness, name: str, by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> Row:
+    """One weights' row of the table over seeds: means with intervals over seeds and pairs."""
+    mine = {seed: values["weights"][name] for seed, values in by_seed.items() if name in values["weights"]}
+    row: Row = {"weights": name}
+    for mode, word in (("remove", "without"), ("keep", "only")):
+        for share in rules.shares:
+            scores = advantages(by_seed, name, mode, share)
+            row[f"{word} {100 * share:g} %"] = hierarchical_bootstrap(
+                scores, draws=2000, prompts=Prompts.PER_SEED
+            ).text(2)
+    row["score"] = round(_mean([score_of(values) for values in mine.values()]), 2)
+    masses = [values["mass"] for values in mine.values() if values["mass"] is not None]
+    if masses:
+        row["true mass"] = round(_mean(masses), 3)
+    layer = next(iter(mine.values()))["layer"]
+    if any(rewards.values()):
+        found = [rewards[seed].get(layer, math.nan) for seed in mine] if layer is not None else []
+        reached = [value for value in found if math.isfinite(value)]
+        row[f"reward, KL <= {rules.kl_limit:g}"] = (
+            f"{_mean(reached):.3f}{'' if len(reached) == len(found) else f' ({len(reached)} of {len(found)} seeds)'}"
+            if reached
+            else ""
+        )
+    return row
+
+
+def seed_rows(rules: Faithfulness, seed: int, values: Values, rewards: Mapping[int, float]) -> list[Row]:
+    """The rows of one seed."""
+    rows = []
+    for name, found in values["weights"].items():
+        row: Row = {"seed": seed, "weights": name}
+        for mode, word in (("remove", "without"), ("keep", "only")):
+            row |= {f"{word} {100 * share:g} %": _mean(found[mode][str(share)]) for share in rules.shares}
+        row["score"] = score_of(found)
+        row["true mass"] = "" if found["mass"] is None else found["mass"]
+        row[f"reward, KL <= {rules.kl_limit:g}"] = rewards.get(found["layer"], "")
+        rows.append(row)
+    return rows
+
+
+def correlation_rows(by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> list[Row]:
+    """Spearman's correlations over the layers of each seed, their mean and their spread over seeds."""
+    rows: list[Row] = []
+    columns: dict[str, list[float]] = {}
+    for seed, values in by_seed.items():
+        layers = [found for found in values["weights"].values() if found["layer"] is not None]
+        scores = [score_of(found) for found in layers]
+        masses = [math.nan if found["mass"] is None else found["mass"] for found in layers]
+        trained = [rewards[seed].get(found["layer"], math.nan) for found in layers]
+        numbers = {
+            "faithfulness and true mass": rank_correlation(scores, masses),
+            "faithfulness and reward": rank_correlation(scores, trained),
+            "true mass and reward": rank_correlation(masses, trained),
+        }
+        for name, value in numbers.items():
+            columns.setdefault(name, []).append(value)
+        counts: Row = {"layers": len(layers), "with reward": sum(map(math.isfinite, trained))}
+        best = layers[int(np.argmax(scores))]["layer"]
+        top = max(rewards[seed], key=rewards[seed].__getitem__) if rewards[seed] else ""
+        rows.append({"seed": str(seed), **numbers, **counts, "most faithful": best, "best reward": top})
+    if len(rows) > 1:
+        finite = {name: [value for value in found if math.isfinite(value)] for name, found in columns.items()}
+        rows.append({"seed": "mean", **{name: _mean(found) for name, found in finite.items()}})
+        spread = {name: float(np.std(found, ddof=1)) if len(found) > 1 else math.nan for name, found in finite.items()}
+        rows.append({"seed": "standard deviation", **spread})
+    return [{name: row.get(name, "") for name in rows[0]} for row in rows]
+
+
+def notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
+    """What the numbers of the table are."""
+    shares = ", ".join(f"{100 * share:g}" for share in rules.shares)
+    pairs = sorted({values["pairs"] for values in by_seed.values()})
+    full = ", ".join(f"{values['full']:.2f}" for values in by_seed.values())
+    lines = [
+        f"without: the top-weighted {shares} % of both responses' tokens are removed from the judge's prompt; shown is "
+        "the fall of the log-odds of the judge's own verdict (nats, both orders averaged) minus the fall without as "
+        "many random tokens from the same places. only: they alone are kept; shown are the log-odds minus those with "
+        "random tokens kept. Positive is faithful; equal weights must come out near 0",
+        f"score: mean of the shares under removal, what weights.layer=auto goes by. Log-odds with whole responses: "
+        f"{full}; {' or '.join(map(str, pairs))} pairs per seed, {rules.draws} random draws; intervals over "
+        "seeds and pairs",
+        "true mass: share of the weights on the tokens that carry the true reward"
+        if any(found["mass"] is not None for values in by_seed.values() for found in values["weights"].values())
+        else "no truth is known in this setting, so there is no true mass",
+        "measured in " + ", ".join(f"{v['seconds']:.0f} s ({v['prompts']} judge prompts)" for v in by_seed.values()),
+    ]
+    for seed, values in by_seed.items():
+        lines += [f"seed {seed}: {what}: {count}" for what, count in values["counts"].items() if count]
+    return lines
+
+
+def correlation_notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
+    """How little a correlation over a few layers says."""
+    layers = max(sum(f["layer"] is not None for f in values["weights"].values()) for values in by_seed.values())
+    few = "a single layer has no rank"
+    if layers > 1:
+        few = (
+            f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
+            f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
+            f"{math.factorial(layers):.3g} orders; the spread over seeds says more than any one value"
+        )
+    return [
+        few,
+        f"reward: on test prompts, at the point chosen on validation prompts with KL up to {rules.kl_limit:g}; "
+        "layers whose points all exceed it are left out. That a layer is faithful, that it finds the truth, and that "
+        "it trains best are three statements",
+    ]
+
+
+def draw(
+    rules: Faithfulness,
+    outcome: Outcome,
+    world: str,
+    by_seed: BySeed,
+    rewards: Mapping[int, Mapping[int, float]],
+) -> tuple[Path, str]:
+    """The path of the figure and its caption."""
+
+    def layers(values: Values) -> list[Values]:
+        return [found for found in values["weights"].values() if found["layer"] is not None]
+
+    falls = {
+        f"without {100 * share:g} %": [
+            {found["layer"]: _mean(found["remove"][str(share)]) for found in layers(values)}
+            for values in by_seed.values()
+        ]
+        for share in rules.shares
+    }
+    panels = [LayerPanel("faithfulness", "fall beyond random removal (nats)", falls)]
+    masses = [
+        {found["layer"]: found["mass"] for found in layers(values) if found["mass"] is not None}
+        for values in by_seed.values()
+    ]
+    if any(masses):
+        panels.append(LayerPanel("true importance", "share of weights on decisive tokens", {"true mass": masses}))
+    if any(rewards.values()):
+        shown = [dict(rewards[seed]) for seed in by_seed]
+        panels.append(LayerPanel("training", f"test reward, KL <= {rules.kl_limit:g}", {"reward": shown}))
+    name = f"faithfulness-{clean(world)}.png" if world else "faithfulness.png"
+    path = layer_panels(panels, outcome.folder / name)
+    return path, "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan

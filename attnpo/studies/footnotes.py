@@ -1,0 +1,104 @@
+"""What a reader must know of a study beside its numbers: warnings above the table, footnotes below it."""
+
+from collections.abc import Iterator
+
+from attnpo.studies.execution import last_line
+from attnpo.studies.grid import Point
+from attnpo.studies.runner import Outcome
+from attnpo.studies.spots import gather, has_truth
+
+
+def warnings(outcome: Outcome) -> list[str]:
+    """What keeps a study's table from being believed: no control, a single arm, a control that is lost."""
+    study, out = outcome.study, []
+    names = dict.fromkeys(arm.name for arm in outcome.arms)
+    if len(names) == 1:
+        out.append("WARNING: a single arm: there is nothing to compare it with")
+    elif study.control is None:
+        out.append("WARNING: no control arm (study.control=null): no difference is shown")
+    for world in outcome.worlds if study.control is not None else []:
+        has = any((point.arm.name, point.arm.world) == (study.control, world) for point, _ in outcome.points)
+        if not has:
+            where = f" in world {world}" if world else ""
+            out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
+    return out
+
+
+def footnotes(outcome: Outcome) -> list[str]:
+    """What stands under the table: seeds, choice of points, what was fixed before, what it cost, what failed."""
+    seeds = sorted({point.seed for point, _ in outcome.points})
+    lines = [
+        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs, each scored after its last step",
+        how_chosen(outcome),
+        *_grids(outcome),
+        f"digest of world, grid and arms, fixed before the runs: {outcome.digest}",
+    ]
+    if len(seeds) == 1:
+        lines.append("one seed: the intervals hold for the choice of prompts only, not for the noise of training")
+    return [*lines, *_judges(outcome), *_costs(outcome), *_failures(outcome), *outcome.unmeasured]
+
+
+def how_chosen(outcome: Outcome) -> str:
+    """How the shown point of an arm was chosen and on what its numbers stand."""
+    one = all(len((arm.grid or outcome.study.grid).overrides()) == 1 for arm in outcome.arms)
+    if not has_truth(gather(outcome.points)):
+        chosen = "one point per arm" if one else "points chosen by validation accuracy"
+        return f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic"
+    if one:
+        return "one point per arm, nothing tuned; reward and intervals on held-out test prompts"
+    return (
+        f"points chosen on validation prompts with KL up to {outcome.study.kl_limit:g}; reward and intervals on other, "
+        "held-out test prompts"
+    )
+
+
+def _grids(outcome: Outcome) -> Iterator[str]:
+    study = outcome.study
+    own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
+    yield f"grid, the same for every arm{' but those named next' if own else ''}: {study.grid}"
+    for name, grid in own.items():
+        yield f"grid of {name}, whose beta has another unit: {grid}"
+
+
+def _judges(outcome: Outcome) -> Iterator[str]:
+    """A line per world and seed on how good the judge is."""
+    judged: dict[tuple[str, int], dict[str, float]] = {}
+    for point, result in outcome.points:
+        if "judge" in result["inputs"]:
+            judged.setdefault((point.arm.world, point.seed), result["inputs"]["judge"])
+    worlds = {world: i for i, world in enumerate(outcome.worlds)}
+    for (world, seed), judge in sorted(judged.items(), key=lambda item: (worlds[item[0][0]], item[0][1])):
+        yield (
+            f"judge, {f'world {world}, ' if world else ''}seed {seed}, on the study's pairs: "
+            f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
+            f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in {100 * judge['consistency']:.1f} %, "
+            f"{100 * judge['other_tokens']:.1f} % of verdicts are neither label"
+        )
+
+
+def _costs(outcome: Outcome) -> Iterator[str]:
+    """What was spent once for all arms, on average over worlds and seeds."""
+    parts = []
+    for name, values in (
+        ("base", [cost.base for cost in outcome.costs.values() if cost.base is not None]),
+        ("judge pass", [cost.judge for cost in outcome.costs.values() if cost.judge is not None]),
+    ):
+        if values:
+            parts.append(f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})")
+    if parts:
+        yield f"not in s/run, once for all arms: {', '.join(parts)}"
+
+
+def _failures(outcome: Outcome) -> Iterator[str]:
+    """What failed: point by point, or in one line where many points of a world failed alike."""
+    groups: dict[tuple[str, str], list[Point]] = {}
+    for point, error in outcome.failed:
+        groups.setdefault((point.arm.world, last_line(error)), []).append(point)
+    for (world, error), points in groups.items():
+        if len(points) == 1:
+            yield f"FAILED {points[0].label}: {error}"
+            continue
+        arms = ", ".join(dict.fromkeys(point.arm.name for point in points))
+        seeds = ", ".join(dict.fromkeys(str(point.seed) for point in points))
+        where = f"world {world}, " if world else ""
+        yield f"FAILED {where}seed {seeds}, {len(points)} points of {arms}: {error}"

@@ -1,0 +1,102 @@
+"""A report's tables for the terminal, as Markdown, CSV and one page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from attnpo.analysis.page import Block, Paragraph, Section, TableBlock, report_page
+from attnpo.analysis.printed import KeyedTable, for_reading, in_brief, unmet
+from attnpo.analysis.tables import Cell, table_csv, table_markdown, table_rich
+from attnpo.studies.reporting import write_files
+
+Rows = Sequence[Mapping[str, Cell]]
+WIDTH = 190  # of a terminal that has none
+
+
+def publish(
+    title: str,
+    tables: Sequence[KeyedTable],
+    notes: Sequence[str],
+    folder: Path,
+    stem: str,
+    mark: str,
+    sections: Sequence[Section] = (),
+    *,
+    by: str | None = None,
+    why: str = "",
+) -> None:
+    """Nothing; prints the tables and notes, and writes STEM.md, STEM.csv and report.html with ``sections`` below.
+
+    The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
+    column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
+    may have none of ours.
+    """
+    notes = [*dict.fromkeys(notes), *absent(tables, why)]
+    whole, tables = tables, [for_reading(table) for table in tables]
+    console = Console(width=None if Console().is_terminal else WIDTH)
+    for table in map(for_reading, map(in_brief, whole)):
+        for heading, parts in pieces(table, by):
+            drawn = [drawn_table(name, columns, rows, table.digits) for name, columns, rows in parts]
+            console.print(heading, highlight=False, markup=False, style="bold")
+            console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
+    for line in notes:
+        console.print(f"  {line}", highlight=False, markup=False)
+    text = "\n\n".join(
+        f"## {table.title}\n\n{table_markdown(table.columns, table.rows, digits=table.digits or 3)}" for table in tables
+    )
+    said = "\n".join(f"- {line}" for line in notes)
+    blocks: list[Section] = [
+        Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits or 3)]) for table in tables
+    ]
+    remarks: list[Block] = [Paragraph(line) for line in notes]
+    page = report_page(title, [*blocks, *([Section("Notes", remarks)] if remarks else []), *sections])
+    texts = {f"{stem}.md": f"# {title}\n\n{text}\n\n{said}\n", f"{stem}.csv": joined_csv(whole), "report.html": page}
+    write_files(folder, mark, texts)
+    console.print(f"  {folder}/report.html, {stem}.md, {stem}.csv", highlight=False, markup=False)
+
+
+def drawn_table(title: str, columns: Sequence[str], rows: Rows, digits: Mapping[str, int] | None) -> RichTable:
+    """A table for the console whose heads can be broken between words."""
+    heads = {name: name.replace("_", " ") for name in columns}
+    told = [{heads[name]: row.get(name) for name in columns} for row in rows]
+    decimals = {heads.get(name, name): count for name, count in (digits or {}).items()}
+    return table_rich(list(heads.values()), told, digits=decimals, title=title)
+
+
+def absent(tables: Sequence[KeyedTable], why: str = "") -> list[str]:
+    """A line on printed columns that have none of ours beside them, if there are such."""
+    lacking = list(dict.fromkeys(name for table in tables for name in unmet(table)))
+    reason = f": {why}" if why else ""
+    return [f"printed alone (a dash for ours): {', '.join(lacking)}{reason}"] if lacking else []
+
+
+def joined_csv(tables: Sequence[KeyedTable]) -> str:
+    """All tables in one CSV with the union of their columns behind one that names the table; numbers in full."""
+    columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
+    return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
+
+
+def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str, list[str], Rows]]]]:
+    """What is printed of a table: headings, and below each the parts that stand side by side.
+
+    A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``; the columns
+    that say so are left out of the parts.
+    """
+    if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
+        return [(table.title, [("", list(table.columns), table.rows)])]
+    found: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
+    outer = [name for name in table.keys if name not in (by, table.keys[-1])]
+    for row in table.rows:
+        heading = ", ".join(str(row[name]) for name in [table.group, *outer])
+        found.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
+    left = [name for name in table.columns if name not in (table.group, by, *outer)]
+    return [
+        (
+            f"{table.title}: {heading}",
+            [(name, left, [{key: row.get(key) for key in left} for row in part]) for name, part in parts.items()],
+        )
+        for heading, parts in found.items()
+    ]

@@ -1,0 +1,76 @@
+"""True importance as a weight source: the tokens that decide a review's reward, known from the grammar."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, UserError
+from attnpo.testbed.grammar import Grammar
+
+
+@dataclass(frozen=True)
+class TrueImportance:
+    """1/k on the k training tokens that hold a decisive character of the response, 0 on all others.
+
+    A response without any decisive token gets equal weights on the tokens that hold its characters. |y| is the number
+    of training tokens, as with uniform weights.
+    """
+
+    grammar: Grammar = field(default_factory=Grammar)
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[None] = None
+    neutral: ClassVar[bool] = False
+
+    def resolve(self, num_layers: int) -> "TrueImportance":
+        """Itself: there is no layer."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """No layer."""
+        return ()
+
+    def wanted(self) -> tuple[int, ...]:
+        """No layer."""
+        return ()
+
+    def capture_fingerprint(self) -> dict[str, Any]:
+        """The grammar's identity; nothing is stored under it."""
+        return {"source": "true_importance", "grammar": self.grammar.digest()}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Any, layers: tuple[int, ...]) -> list[PairWeights]:
+        """Never: UserError, because there is nothing to store."""
+        raise UserError("weights=true_importance needs no capture; run attnpo.fit directly")
+
+    def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
+        """``captured`` as it is."""
+        return captured
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+        """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""
+        spans = self.grammar.importance(pair.response(side), self._topic(pair))
+        places = encoded.offsets
+        decisive = [any(start < stop and begin < end for begin, stop in spans) for start, end in places]
+        chosen = decisive if any(decisive) else [start < end for start, end in places]
+        if not any(chosen):  # nothing but the end of the turn
+            chosen = [True] * len(places)
+        row = torch.tensor(chosen, dtype=torch.float32)
+        return row / row.sum().clamp(min=1)
+
+    def _topic(self, pair: PreferencePair) -> str:
+        if [turn["role"] for turn in pair.prompt] == ["user"]:
+            try:
+                return self.grammar.parse_prompt(pair.prompt[0]["content"]).topic
+            except ValueError:
+                pass
+        raise UserError(
+            f"pair {pair.pair_id}: weights=true_importance knows the truth of the testbed's own prompts alone, got "
+            f"{pair.prompt[-1]['content'][:60]!r}: choose other weights for this data"
+        )

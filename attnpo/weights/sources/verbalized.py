@@ -1,0 +1,123 @@
+"""Verbalised importance: a model splits each response into parts and scores them 1 to 5 (paper, ablation of sources).
+
+The paper gives no wording and no rule for spreading scores over tokens; both are ours. Scores stand on the training
+tokens of the response themselves, so that alignment is exact.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.text.chat import RefusedText
+from attnpo.text.verbal import ScoredSpan, read_answer
+from attnpo.weights.base import QuestionBuilder, Tools
+from attnpo.weights.capture import Unreadable
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess
+
+ONLY = (0,)
+READER = "1"  # raise when the same answer would give other raw scores
+
+
+@dataclass(frozen=True)
+class Verbalized:
+    """The score of the part a token belongs to, from the model's own words; 0 where no part was found.
+
+    ``min_coverage``: the share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it
+    are dropped and counted.
+    """
+
+    postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
+    min_coverage: float = 0.9
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "source"
+    requires: ClassVar[frozenset[str]] = frozenset({"generator"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_coverage <= 1:
+            raise UserError(f"weights.min_coverage must lie in [0, 1], got {self.min_coverage}")
+
+    def resolve(self, num_layers: int) -> "Verbalized":
+        """Itself: there is no layer."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """One row, under the number 0 of what belongs to no layer."""
+        return ONLY
+
+    def wanted(self) -> tuple[int, ...]:
+        """The one row."""
+        return ONLY
+
+    def capture_fingerprint(self) -> dict[str, Any]:
+        """How answers become rows."""
+        return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """One round per pair, a float32 row of scores per response; all prompts go to the generator in one call.
+
+        A pair that the generator cannot be asked about comes back ``Unreadable``.
+        """
+        if tools.generator is None or tools.questions is None or tools.sampling is None:
+            raise UserError("weights=verbalized asks a generator: set the group verbalizer")
+        refused: dict[str, Unreadable] = {}
+        prompts = []
+        for pair in pairs:
+            try:
+                both = [tools.questions.ask(pair, side) for side in SIDES]
+            except RefusedText as problem:
+                refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
+                continue
+            prompts += both
+        answers = iter(tools.generator.generate(prompts, tools.sampling) if prompts else [])
+        captured: list[PairWeights] = []
+        for pair in pairs:
+            if pair.pair_id in refused:
+                captured.append(refused[pair.pair_id])
+                continue
+            chosen, rejected = (_row(pair, side, next(answers), tools.questions) for side in SIDES)
+            captured.append(PairWeights(pair.pair_id, (Round(True, chosen, rejected),)))
+        return captured
+
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """``captured`` as it is: it has one row."""
+        return captured
+
+
+def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:
+    """The scores that ``answer`` gives to the tokens of one response."""
+    response = pair.response(side)
+    ids, places = questions.tokens(pair, side)
+    row = spread(read_answer(answer, response).spans, response, places)
+    return TokenWeights(
+        torch.tensor(ids, dtype=torch.long), torch.tensor(places, dtype=torch.long).reshape(-1, 2), row.unsqueeze(0)
+    )
+
+
+def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, "n"]:
+    """A score per token: the mean over those of its characters that have one; 0 for a token without any.
+
+    A token of blanks alone takes the score of the part that ends before it: parts are quoted without what is between
+    them.
+    """
+    scores = torch.zeros(len(response), dtype=torch.float64)
+    behind = torch.zeros(len(response), dtype=torch.float64)
+    for span in spans:
+        end = len(response) - len(response[span.end :].lstrip())
+        scores[span.start : span.end] = span.score
+        behind[span.end : end] = span.score
+    row = [_mean((scores if response[start:end].strip() else behind)[start:end]) for start, end in places]
+    return torch.tensor(row, dtype=torch.float32)
+
+
+def _mean(scores: Float[Tensor, "characters"]) -> float:
+    """The mean of the scores above 0; 0 where there is none."""
+    scored = scores[scores > 0]
+    return float(scored.mean()) if scored.numel() else 0.0

@@ -1,0 +1,123 @@
+"""How the memory of reading a judge's attention grows with the length of the prompt.
+
+    KINETO_LOG_LEVEL=99 python experiments/benchmarks/rollout_memory.py [--lengths 1024 2048 4096] [--layers 4]
+        [--width 256] [--heads 8] [--dense]
+
+Prints a markdown table: for models of three kinds (causal, windowed, soft-capped scores), what is read (rollout; the
+rows of all layers, head means or single heads), the peak of allocated memory beyond the model itself at each length,
+and the slope of log peak over log length. The bar is 1.1 at 1k, 2k and 4k tokens; linear is 1, whole attention maps
+come near 2, which ``--dense`` shows for comparison (the model's own eager attention with ``output_attentions``; it
+needs 3 GiB). Half a minute on one CPU thread; the variable only silences the profiler.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from attnpo.models.judge import CausalJudge
+
+MIB = 1 << 20
+WINDOW = 512
+KINDS: dict[str, Callable[..., PretrainedConfig]] = {
+    "causal": lambda **shape: LlamaConfig(**shape),
+    "windowed": lambda **shape: MistralConfig(**shape, sliding_window=WINDOW),
+    "soft-capped": lambda **shape: Gemma2Config(**shape, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+}
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results if event.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
+
+
+def slope(lengths: Sequence[int], sizes: Sequence[int]) -> float:
+    """The least-squares slope of log size over log length."""
+    xs, ys = [math.log(length) for length in lengths], [math.log(size) for size in sizes]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel:
+    """A random model of one kind."""
+    config = KINDS[kind](
+        vocab_size=512,
+        hidden_size=options.width,
+        intermediate_size=options.width * 7 // 2,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=max(1, options.heads // 4),
+        head_dim=options.width // options.heads,
+        max_position_embeddings=max(options.lengths),
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **more).eval()
+
+
+def readings(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
+    """What is measured, by its name in the table."""
+    judge = CausalJudge(model)
+    every = range(1, judge.num_layers + 1)
+    return {
+        "rollout": lambda ids: judge.read([ids], layers=(), rollout=True, verdict=False),
+        "rows of all layers": lambda ids: judge.read([ids], layers=every, verdict=False),
+        "rows of all heads": lambda ids: judge.read([ids], layers=every, per_head=True, verdict=False),
+    }
+
+
+def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
+    """The comparison: every map of every layer, as the model itself returns them."""
+
+    def maps(ids: list[int]) -> object:
+        with torch.inference_mode():
+            return model.get_decoder()(input_ids=torch.tensor([ids]), output_attentions=True).attentions
+
+    return {"whole maps (eager)": maps}
+
+
+def main() -> None:
+    """Nothing; prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dense", action="store_true", help="also the model's own eager attention maps")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{options.layers} layers x {options.width}, {options.heads} heads, float32, one prompt, peak in MiB\n")
+    print(f"| model | read | {' | '.join(f'T={length}' for length in options.lengths)} | slope |")
+    print(f"|---|---|{'---|' * len(options.lengths)}---|")
+    for kind in KINDS:
+        asked = readings(made(kind, options))
+        if options.dense:
+            asked |= dense(made(kind, options, attn_implementation="eager"))
+        for what, read in asked.items():
+            prompts = [[5 + place % 500 for place in range(length)] for length in options.lengths]
+            read(prompts[0])  # what is made once does not count
+            sizes = [peak(lambda ids=ids, read=read: read(ids)) for ids in prompts]
+            cells = " | ".join(f"{size / MIB:.1f}" for size in sizes)
+            print(f"| {kind} | {what} | {cells} | {slope(options.lengths, sizes):.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Peak memory of reading attention grows no faster than the prompt."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
+
+from attnpo.models.attention_tap import LayerAttention
+from attnpo.models.judge import CausalJudge
+
+LENGTHS = (1024, 2048, 4096)
+BOUND = 1.1
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": max(LENGTHS),
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows are shorter than every prompt: a longer one changes the kernel between two lengths, which is no growth.
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "window": lambda: MistralConfig(**SHAPE, sliding_window=512),
+    "softcap": lambda: Gemma2Config(**SHAPE, sliding_window=512, attn_logit_softcapping=3.0),
+}
+WHAT: dict[str, dict[str, Any]] = {
+    "rollout": {"layers": (), "rollout": True},
+    "rows": {"layers": (1, 2, 3)},
+    "heads": {"layers": (1, 2, 3), "per_head": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that ``work`` holds at its peak beyond what it found; every allocation counts, those inside kernels too."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return max(accumulate(size for _, size in changes))
+
+
+def slope(peaks: dict[int, int]) -> float:
+    """The least-squares slope of log peak over log length."""
+    xs, ys = [math.log(length) for length in peaks], [math.log(size) for size in peaks.values()]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+def reading_peaks(family: str, what: str, lengths: tuple[int, ...] = LENGTHS) -> dict[int, int]:
+    judge = CausalJudge(AutoModelForCausalLM.from_config(CONFIGS[family]()).eval())
+    prompts = {length: [[5 + place % 80 for place in range(length)]] for length in lengths}
+    judge.read(prompts[min(lengths)], verdict=False, **WHAT[what])  # what is made once does not count
+    return {
+        length: peak(lambda ids=ids: judge.read(ids, verdict=False, **WHAT[what])) for length, ids in prompts.items()
+    }
+
+
+@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_peak_memory_is_linear_in_the_length(family: str, what: str) -> None:
+    peaks = reading_peaks(family, what)
+    assert slope(peaks) <= BOUND, peaks
+    # Not a trick of a constant that hides the growth: the longest prompt stays below one map of a single head.
+    least = max(LENGTHS) * SHAPE["hidden_size"] * 4  # the hidden states alone
+    assert least < peaks[max(LENGTHS)] < max(LENGTHS) ** 2 * 4
+
+
+def test_a_map_of_length_times_length_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def whole(self: LayerAttention) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        index = torch.arange(self.query.shape[2])
+        yield slice(0, len(index)), slice(0, len(index)), self.rule.block(self.query.shape[0], index, index)
+
+    monkeypatch.setattr(LayerAttention, "blocks", whole)
+    assert slope(reading_peaks("llama", "rollout", (512, 1024, 2048))) > 1.5

@@ -1,0 +1,148 @@
+"""``weights.layer=auto`` in a tiny world: found once, stored, deeper of equal ones, refused where it is not read."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from attnpo.data.prepare import EncodedSet
+from attnpo.schema import UserError
+from attnpo.studies.auto_layer import (
+    CHOICE,
+    AutoLayer,
+    best_layer,
+    calibration_pairs,
+    settle_layer,
+    wants_auto,
+)
+from attnpo.studies.ground import Ground, lay_ground
+from attnpo.studies.inputs import encode, read_pairs
+from attnpo.studies.run import run
+from attnpo.weights.layers import resolve_layer
+from tests.studies.worlds import World, build_world, judge_loads
+
+Made = tuple[World, Ground, dict[str, EncodedSet]]
+QUICK = {"_target_": "attnpo.studies.auto_layer.AutoLayer", "pairs": 4, "shares": [0.2], "draws": 1}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    world = build_world(tmp_path_factory.mktemp("world"))
+    ground = lay_ground(world.config("weights=attention", "weights.layer=1"))
+    return world, ground, encode(ground, read_pairs(ground))
+
+
+def asking(made: Made, store: Path, **changes: Any) -> Ground:
+    """The world's ground with an own store and ``weights.layer=auto``."""
+    _, ground, _ = made
+    cfg = ground.cfg.copy()
+    OmegaConf.update(cfg, "store", str(store))
+    OmegaConf.update(cfg, "weights.layer", "auto")
+    OmegaConf.update(cfg, "auto_layer", {**QUICK, **changes}, force_add=True)
+    return replace(ground, cfg=cfg, store=type(ground.store)(store))
+
+
+def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ground, encoded = asking(made, tmp_path), made[2]
+    with judge_loads() as loads:
+        found = settle_layer(ground, encoded)
+        assert loads
+        layer = found.cfg.weights.layer
+        assert layer in (1, 2) and ground.cfg.weights.layer == "auto"
+        loads.clear()
+        again = settle_layer(asking(made, tmp_path), encoded)
+        assert not loads
+    assert again.cfg.weights.layer == layer
+    record = found.prepared[CHOICE]
+    assert set(record["scores"]) == {"1", "2"}
+    assert record["layer"] == layer == int(max(record["scores"], key=record["scores"].__getitem__))
+    assert record["pairs"] == 4
+    (stored,) = (tmp_path / CHOICE).glob("*.json")
+    assert json.loads(stored.read_text(encoding="utf-8"))["scores"] == record["scores"]
+    lines = [line for line in caplog.messages if f"auto is layer {layer} of 2" in line]
+    assert len(lines) == 2 and "from the store" in lines[1]
+
+
+def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
+    first, encoded = settle_layer(asking(made, tmp_path), made[2]), made[2]
+    second = settle_layer(asking(made, tmp_path, pairs=6), encoded)
+    sink = asking(made, tmp_path)
+    sink.cfg.weights.postprocess.sink_tokens = 0
+    settle_layer(sink, encoded)
+    assert len(list((tmp_path / CHOICE).glob("*.json"))) == 3
+    assert (first.prepared[CHOICE]["pairs"], second.prepared[CHOICE]["pairs"]) == (4, 6)
+
+
+def test_a_damaged_record_is_computed_anew(made: Made, tmp_path: Path) -> None:
+    first = settle_layer(asking(made, tmp_path), made[2])
+    (stored,) = (tmp_path / CHOICE).glob("*.json")
+    stored.write_text('{"layer": 1', encoding="utf-8")
+    again = settle_layer(asking(made, tmp_path), made[2])
+    assert again.prepared[CHOICE]["scores"] == first.prepared[CHOICE]["scores"]
+    assert json.loads(stored.read_text(encoding="utf-8"))["layer"] == again.cfg.weights.layer
+
+
+def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes"):
+        settle_layer(asking(made, tmp_path), made[2])
+    monkeypatch.delenv("WORLD_SIZE")
+    alone = settle_layer(asking(made, tmp_path), made[2])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert settle_layer(asking(made, tmp_path), made[2]).cfg.weights.layer == alone.cfg.weights.layer
+
+
+def test_a_number_and_weights_without_layers_are_left_alone(made: Made) -> None:
+    world, ground, encoded = made
+    assert settle_layer(ground, encoded) is ground
+    assert not wants_auto(world.config("weights=uniform"))
+
+
+def test_several_layers_and_auto_contradict_each_other(made: Made) -> None:
+    cfg = made[1].cfg.copy()
+    OmegaConf.update(cfg, "weights.layer", "auto")
+    OmegaConf.update(cfg, "weights.layers", [1, 2], force_add=True)
+    with pytest.raises(UserError, match=r"weights\.layer=auto finds one layer.*\[1, 2\]"):
+        wants_auto(cfg)
+
+
+def test_of_equal_layers_the_deepest_is_taken() -> None:
+    assert best_layer({1: 0.5, 2: 0.7, 3: 0.7, 4: -1.0}) == 3
+
+
+def test_the_sample_does_not_depend_on_the_order_of_a_file(made: Made) -> None:
+    pairs = made[2]["train"].pairs
+    sample = calibration_pairs(pairs, 5)
+    assert sample == calibration_pairs([*pairs[::-1], *pairs], 5)
+    assert [pair.pair_id for pair in sample] == sorted(pair.pair_id for pair in pairs)[:5]
+
+
+@pytest.mark.parametrize("wrong", [{"pairs": 0}, {"draws": 0}, {"shares": ()}, {"shares": (0.0,)}])
+def test_rules_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="auto_layer"):
+        AutoLayer(**wrong)
+
+
+def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
+    world = build_world(tmp_path)
+    quick = ["weights=attention", "auto_layer.pairs=4", "auto_layer.draws=1", "callbacks=none", "trainer.max_epochs=1"]
+    cfg = world.config(*quick, "weights.layer=auto", "resume=auto")
+    result = run(cfg, tmp_path / "auto")
+    layer = result["inputs"][CHOICE]["layer"]
+    kept = OmegaConf.load(tmp_path / "auto" / "config.yaml")
+    assert kept.weights.layer == layer
+    by_hand = run(world.config(*quick, f"weights.layer={layer}"), tmp_path / "number")
+    assert by_hand["metrics"]["val/loss"] == result["metrics"]["val/loss"]
+    with judge_loads() as loads:
+        assert run(cfg, tmp_path / "auto") == result  # finished: nothing is looked for again
+    assert not loads
+
+
+def test_auto_where_a_study_names_layers_is_refused() -> None:
+    with pytest.raises(UserError, match=r"study\.layers.*auto is for weights\.layer"):
+        resolve_layer("auto", 4, "study.layers")

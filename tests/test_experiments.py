@@ -1,0 +1,250 @@
+"""Experiments on every setting: each arm is a sound run, headers count right, controls are there, grids are fair."""
+
+import csv
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from attnpo.config import CONFIG_DIR, build, check, compose, groups
+from attnpo.schema import UserError
+from attnpo.studies.arms import arm_config
+from attnpo.studies.grid import Study, expand_arms
+
+EXPERIMENTS = groups()["experiment"]
+SETTINGS = groups()["setting"]
+PAPER = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
+DEPTH = {"testbed": 4, **dict.fromkeys(PAPER, 32)}
+TESTBED_ONLY = ("regimes",)  # its worlds are the testbed's knobs
+NAMED = ("layer_sweep", "weight_sources", "attention_sink", "length_norm", "cross_model", "beta_sweep", "controls")
+OF_MODELS = ("weight_sources", "cross_model")  # the judge, the verbalizer, another judge
+# Studies without a control transform among their arms, and the words of the header that say why.
+NO_TRANSFORM = {"faithfulness": "Controls: the measure brings its own"}
+
+
+@cache
+def composed(experiment: str, setting: str) -> DictConfig:
+    """An experiment on a setting; composed once, so it must not be changed."""
+    return compose("fit", [f"experiment={experiment}", f"setting={setting}"])
+
+
+@cache
+def study_of(experiment: str, setting: str) -> Study:
+    made = build(composed(experiment, setting).study)
+    assert isinstance(made, Study)
+    return made
+
+
+@cache
+def header(experiment: str) -> str:
+    lines = (CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
+    return " ".join(" ".join(line.removeprefix("#").split()) for line in lines if line.startswith("#"))
+
+
+def on(*settings: str) -> list[tuple[str, str]]:
+    """(experiment, setting) of every experiment that stands on each setting."""
+    return [(e, s) for s in settings for e in EXPERIMENTS if s == "testbed" or e not in TESTBED_ONLY]
+
+
+def points(study: Study, setting: str) -> tuple[int, set[int]]:
+    """The arms of one world, and the numbers of grid points they have."""
+    truth = composed(study.name, setting).truth is not None
+    arms = expand_arms(study, DEPTH[setting], truth=truth)
+    return len(arms), {len((arm.grid or study.grid).overrides()) for arm in arms}
+
+
+# ------------------------------------------------------------------------------------------------ composing
+
+
+def test_every_study_of_the_paper_is_here() -> None:
+    assert set(NAMED) <= set(EXPERIMENTS)
+    assert all(study_of(name, "testbed").name == name for name in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(("experiment", "setting"), on(*SETTINGS))
+def test_an_experiment_composes_and_checks(experiment: str, setting: str) -> None:
+    check(composed(experiment, setting), complete=False)
+
+
+@pytest.mark.parametrize("setting", ["testbed", *PAPER])
+def test_every_arm_is_a_sound_run(setting: str) -> None:
+    """Composed as the runner does it; arms that several studies share are composed once.
+
+    The paper's settings differ from each other in models and data: their studies have the same arms, so all of them are
+    composed in one setting, and in the others those that read another model.
+    """
+    seen: set[tuple[str, ...]] = set()
+    for experiment, _ in on(setting) if setting in ("testbed", PAPER[0]) else [(name, setting) for name in OF_MODELS]:
+        cfg, study = composed(experiment, setting), study_of(experiment, setting)
+        arms = expand_arms(study, DEPTH[setting], truth=cfg.truth is not None)
+        for world in study.worlds or [""]:
+            # Worlds and arms set different keys (below), so every world once and every arm once are enough.
+            for arm in arms if world == next(iter(study.worlds), "") else arms[:1]:
+                given = (*study.shared, *study.worlds.get(world, ()), *arm.overrides)
+                if given in seen:
+                    continue
+                seen.add(given)
+                made, _ = arm_config(cfg, study, arm.overrides, world)
+                try:
+                    check(made, complete=False)
+                except UserError as error:
+                    raise AssertionError(f"{experiment}, {world}, {arm.name}: {error}") from error
+                assert made.study is None
+                last = {key: value for key, _, value in (item.partition("=") for item in given)}
+                if "weights.layer" in last:
+                    assert str(made.weights.layer) == last["weights.layer"]
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize("experiment", TESTBED_ONLY)
+@pytest.mark.parametrize("setting", PAPER)
+def test_a_study_of_the_testbeds_knobs_is_refused_elsewhere(experiment: str, setting: str) -> None:
+    with pytest.raises(UserError, match=rf"study {experiment}: .*worlds.*prepare"):
+        check(composed(experiment, setting), complete=False)
+
+
+@pytest.mark.parametrize("setting", PAPER)
+def test_truth_has_arms_where_it_is_known_only(setting: str) -> None:
+    for experiment, _ in on(setting):
+        study = study_of(experiment, setting)
+        here = {arm.name for arm in expand_arms(study, 32, truth=composed(experiment, setting).truth is not None)}
+        there = {arm.name for arm in expand_arms(study, 4, truth=composed(experiment, "testbed").truth is not None)}
+        assert study.truth_arms.keys() <= there
+        assert not study.truth_arms.keys() & here
+
+
+# ------------------------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_study_has_controls(experiment: str) -> None:
+    """DPO is compared with, and some arm destroys what the weights know, or the header says why none does."""
+    study = study_of(experiment, "testbed")
+    assert study.control is not None and study.arms[study.control] == ["weights=uniform"]
+    changed = [name for name, arm in study.arms.items() if any(item.startswith("transform=") for item in arm)]
+    assert bool(changed) != (experiment in NO_TRANSFORM), changed
+    assert NO_TRANSFORM.get(experiment, "") in header(experiment)
+
+
+def test_every_control_is_explained() -> None:
+    """The arms of ``controls``, and for every study the control transforms it runs."""
+    text = (CONFIG_DIR.parent / "docs" / "controls.md").read_text(encoding="utf-8")
+    study = study_of("controls", "testbed")
+    assert all(f"\n| {arm} | " in text for arm in {**study.arms, **study.truth_arms} if arm != "attention")
+    table = text.partition("## Which study runs which")[2].partition("##")[0]
+    assert all(f"`{experiment}`" in table for experiment in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(("experiment", "setting"), on("testbed", *PAPER))
+def test_every_arm_gets_as_many_points(experiment: str, setting: str) -> None:
+    """And the same learning rates; betas too, unless the objective counts them in another unit."""
+    study = study_of(experiment, setting)
+    assert len(points(study, setting)[1]) == 1
+    assert all(grid.lr == study.grid.lr for grid in study.grids.values())
+    for name in study.arms:
+        other_unit = "objective.length_scale=false" in study.arms[name]
+        assert (study.grid_of(name) == study.grid) != other_unit, name
+
+
+@pytest.mark.parametrize("setting", ["testbed", *PAPER])
+def test_length_normalised_betas_are_the_main_ones_times_a_length(setting: str) -> None:
+    study = study_of("length_norm", setting)
+    own = study.grid_of("attention length-normalised")
+    ratios = [long / short for long, short in zip(own.beta, study.grid.beta, strict=True)]
+    assert ratios == pytest.approx([26.0 if setting == "testbed" else 400.0] * len(ratios))
+
+
+def test_the_papers_length_normalised_beta_is_tried(shared: Path) -> None:
+    with (shared / "reference" / "paper_tables" / "hyperparameters.csv").open(newline="", encoding="utf-8") as file:
+        beta = next(float(row["value"]) for row in csv.DictReader(file) if row["group"] == "length_norm")
+    for setting in PAPER:
+        assert beta in study_of("length_norm", setting).grid_of("attention length-normalised").beta
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_seeds(experiment: str) -> None:
+    assert study_of(experiment, "testbed").seeds == (10 if experiment == "controls" else 5)
+
+
+# ------------------------------------------------------------------------------------------------ headers
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_header_counts_the_runs(experiment: str) -> None:
+    study, text = study_of(experiment, "testbed"), header(experiment)
+    arms, (grid,) = points(study, "testbed")
+    worlds = len(study.worlds) or 1
+    product = f"{arms} arms x {grid} grid points" + (f" x {worlds} worlds" if study.worlds else "")
+    assert re.search(rf"Cost on the testbed: [^.]*\b{product} = {arms * grid * worlds} runs per seed", text)
+    if experiment not in TESTBED_ONLY:
+        arms, (grid,) = points(study_of(experiment, PAPER[0]), PAPER[0])
+        assert f"{arms} arms x {grid} grid points = {arms * grid} runs per seed" in text.partition("a paper setting")[2]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_the_commands_of_the_header_are_sound(experiment: str) -> None:
+    lines = (CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
+    commands = [found[1].split() for line in lines if (found := re.match(r"# +python -m attnpo\.fit (.*)", line))]
+    assert len(commands) >= 2
+    for words in commands:
+        overrides = [word for word in words if "=" in word]
+        assert f"experiment={experiment}" in overrides
+        if any(word in "".join(overrides) for word in ("SETTING", "FOLDER")):
+            continue
+        cfg = compose("fit", overrides)
+        check(cfg, complete=False)
+        if any(word.startswith("study.") for word in overrides):  # the arms are composed from the same overrides
+            study = build(cfg.study)
+            arm_config(cfg, study, next(iter(study.arms.values())))
+
+
+def test_keys_of_the_study_reach_its_points() -> None:
+    cfg = compose("fit", ["experiment=layer_sweep", "study.layers=[last]", "study.seeds=2", "seed=5"])
+    study = build(cfg.study)
+    assert (study.layers, study.seeds) == (("last",), 2)
+    arms = [arm for arm in expand_arms(study, 4) if arm.layer is not None]
+    assert [arm.name for arm in arms] == ["attention L4"]
+    made, overrides = arm_config(cfg, study, arms[0].overrides)
+    assert (made.study, made.weights.layer, made.seed) == (None, 4, 5)
+    assert not any(word.startswith("study.") for word in overrides)
+
+
+PRINTED = {
+    "weight_sources": ("weight_sources.csv", ["Base", "DPO", "AttentionPO", "w/ attn rollout", "w/ verbal w"]),
+    "attention_sink": ("ablations.csv", ["DPO", "AttentionPO", "w/ attn sink"]),
+    "length_norm": ("ablations.csv", ["DPO", "AttentionPO", "w/ len norm"]),
+    "layer_sweep": ("ablations.csv", ["DPO", "AttentionPO"]),
+    "cross_model": ("attention_from_other_models.csv", ["AttentionPO", "w/ attn from inst", "w/ attn from sft"]),
+}
+
+
+@pytest.mark.parametrize("experiment", PRINTED)
+def test_headers_hold_the_printed_numbers(experiment: str, shared: Path) -> None:
+    file, wanted = PRINTED[experiment]
+    with (shared / "reference" / "paper_tables" / file).open(newline="", encoding="utf-8") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["method"] in wanted]
+    assert {row["method"] for row in rows} == set(wanted)
+    for row in rows:
+        scores = f"{row['alpacaeval_lc']} / {row['alpacaeval_wr']}, {row['mt_bench']}, {row['arena_hard_wr']}"
+        assert scores in header(experiment), row
+
+
+# ------------------------------------------------------------------------------------------------ regimes
+
+
+def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
+    """Steps of a run: 96 with all pairs, 72 with 96; nothing that an arm sets is set by a world."""
+    cfg, study = composed("regimes", "testbed"), study_of("regimes", "testbed")
+    assert cfg.seed >= 10
+    own = {item.partition("=")[0] for arm in study.arms.values() for item in arm}
+    steps = {}
+    for name, overrides in study.worlds.items():
+        keys = {item.partition("=")[0] for item in overrides}
+        assert bool(keys) == (name != "plain") and not keys & own
+        made, _ = arm_config(cfg, study, ["weights=uniform"], name)
+        steps[name] = made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs
+        assert made.seed == cfg.seed
+    assert steps == {**dict.fromkeys(study.worlds, 96), "few pairs": 72, "style words": 72}
+    assert study.grid.beta[0] < 0.1 and study.grid.beta[-1] >= 1.0

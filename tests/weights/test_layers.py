@@ -1,0 +1,45 @@
+"""Names of layers and of stored rows."""
+
+import pytest
+
+from attnpo.schema import UserError
+from attnpo.weights.layers import HeadRow, Row, distinct_layers, layer_column, resolve_layer, rows_in_words
+
+PAPER_LAYERS = [(1, 1), ("1/4", 8), ("1/2", 16), ("3/4", 24), ("last", 32), ("12", 12), (32, 32), ("1/1", 32)]
+
+
+@pytest.mark.parametrize(("name", "number"), PAPER_LAYERS)
+def test_layer_names_of_the_paper_in_32_layers(name: int | str, number: int) -> None:
+    assert resolve_layer(name, 32) == number
+
+
+@pytest.mark.parametrize(("layers", "numbers"), [(2, [1, 1, 1, 2]), (6, [1, 3, 4, 6]), (1, [1, 1, 1, 1])])
+def test_fractions_of_shallow_models_round_down_but_not_to_zero(layers: int, numbers: list[int]) -> None:
+    assert [resolve_layer(name, layers) for name in ("1/4", "1/2", "3/4", "last")] == numbers
+
+
+@pytest.mark.parametrize("name", [0, -1, 33, "0", "33", "auto", "", "first", "5/4", "0/4", "1/0", "1.5", True])
+def test_other_layers_are_refused_with_the_range(name: int | str) -> None:
+    with pytest.raises(UserError, match=r"weights\.layer: expected a whole number from 1 to 32"):
+        resolve_layer(name, 32)
+
+
+def test_distinct_layers_keep_every_name_and_rise() -> None:
+    assert distinct_layers(["last", 1, "1/4"], 32, "study.layers") == {1: ["1"], 8: ["1/4"], 32: ["last"]}
+    assert distinct_layers([2, "1/2", "last"], 2, "study.layers") == {1: ["1/2"], 2: ["2", "last"]}
+    with pytest.raises(UserError, match=r"^study\.layers: expected every layer once, got 2 twice in \['2', '2'\]"):
+        distinct_layers([2, "2"], 2, "study.layers")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "words"),
+    [
+        ((1, 12), ["L01", "L12"], "2 layers"),
+        ((3,), ["L03"], "1 layer"),
+        ((0,), ["L00"], "1 row"),
+        ((HeadRow(1, 3), HeadRow(1, 32), HeadRow(12, 3)), ["L01H03", "L01H32", "L12H03"], "2 layers x 2 heads"),
+    ],
+)
+def test_rows_have_columns_and_words(rows: tuple[Row, ...], columns: list[str], words: str) -> None:
+    assert [layer_column(row) for row in rows] == columns
+    assert rows_in_words(rows) == words
