@@ -246,7 +246,7 @@ def frontier(
     """The path of a PNG with reward against KL: a line per arm over its grid, in order of KL.
 
     The best points are ringed, and named in the legend.
-    KL has a root axis, on which ``reward_at_kl`` interpolates; KL below 0 (an estimate's noise) is drawn at 0.
+    KL has a root axis, on which rewards at a KL are interpolated; KL below 0 (an estimate's noise) is drawn at 0.
     ``limits``: KL values to mark by vertical lines. Points that are not finite are left out and counted below.
     """
     every = list(points)

@@ -13,9 +13,10 @@ from attnpo.analysis.page import Block, Image, Paragraph, Section, TableBlock
 from attnpo.analysis.tables import Cell
 from attnpo.studies.arms import clean
 from attnpo.studies.faithfulness import Faithfulness, rank_correlation, score_of
+from attnpo.studies.frontier import at_kl
 from attnpo.studies.intervals import Prompts, hierarchical_bootstrap
 from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import best_within, gather, has_truth
+from attnpo.studies.spots import gather, has_truth
 
 Values = dict[str, Any]
 BySeed = Mapping[int, Values]
@@ -43,18 +44,18 @@ def world_sections(rules: Faithfulness, outcome: Outcome, world: str, by_seed: B
 
 
 def layer_rewards(outcome: Outcome, world: str, seed: int, kl_limit: float) -> dict[int, float]:
-    """Test reward by layer at the point chosen on validation prompts up to a KL, of one seed.
+    """Test reward by layer at one KL, of one seed, each layer on its own path over the grid.
 
-    A layer is left out where no point keeps the limit, where none is finished, and where no truth is known.
+    A layer is left out where its path does not go as far, where no point is finished, and where no truth is known.
     """
     found = {}
     mine = [item for item in outcome.points if item[0].seed == seed and item[0].arm.world == world]
     spots = gather(mine)
     for layer in sorted({spot.arm.layer for spot in spots if spot.arm.layer is not None}):
         arm = [spot for spot in spots if spot.arm.layer == layer]
-        best = best_within(arm, kl_limit) if has_truth(arm) else None
-        if best is not None:
-            found[layer] = best.truth("test", "reward")
+        place = at_kl(arm, kl_limit) if has_truth(arm) else None
+        if place is not None and place.reached:
+            found[layer] = place.reward
     return found
 
 
@@ -83,7 +84,7 @@ def over_seeds(rules: Faithfulness, name: str, by_seed: BySeed, rewards: Mapping
     if any(rewards.values()):
         found = [rewards[seed].get(layer, math.nan) for seed in mine] if layer is not None else []
         reached = [value for value in found if math.isfinite(value)]
-        row[f"reward, KL <= {rules.kl_limit:g}"] = (
+        row[f"reward at KL {rules.kl_limit:g}"] = (
             f"{_mean(reached):.3f}{'' if len(reached) == len(found) else f' ({len(reached)} of {len(found)} seeds)'}"
             if reached
             else ""
@@ -100,7 +101,7 @@ def seed_rows(rules: Faithfulness, seed: int, values: Values, rewards: Mapping[i
             row |= {f"{word} {100 * share:g} %": _mean(found[mode][str(share)]) for share in rules.shares}
         row["score"] = score_of(found)
         row["true mass"] = "" if found["mass"] is None else found["mass"]
-        row[f"reward, KL <= {rules.kl_limit:g}"] = rewards.get(found["layer"], "")
+        row[f"reward at KL {rules.kl_limit:g}"] = rewards.get(found["layer"], "")
         rows.append(row)
     return rows
 
@@ -168,8 +169,8 @@ def correlation_notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
         )
     return [
         few,
-        f"reward: on test prompts, at the point chosen on validation prompts with KL up to {rules.kl_limit:g}; "
-        "layers whose points all exceed it are left out. That a layer is faithful, that it finds the truth, and that "
+        f"reward: on test prompts at KL {rules.kl_limit:g}, read off each layer's own path over the grid; layers whose "
+        "points do not go as far are left out. That a layer is faithful, that it finds the truth, and that "
         "it trains best are three statements",
     ]
 
@@ -202,7 +203,7 @@ def draw(
         panels.append(LayerPanel("true importance", "share of weights on decisive tokens", {"true mass": masses}))
     if any(rewards.values()):
         shown = [dict(rewards[seed]) for seed in by_seed]
-        panels.append(LayerPanel("training", f"test reward, KL <= {rules.kl_limit:g}", {"reward": shown}))
+        panels.append(LayerPanel("training", f"test reward at KL {rules.kl_limit:g}", {"reward": shown}))
     name = f"faithfulness-{clean(world)}.png" if world else "faithfulness.png"
     path = layer_panels(panels, outcome.folder / name)
     return path, "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"

@@ -1,7 +1,7 @@
-"""Statistics of studies: intervals over seeds and prompts, paired differences, reward at a KL, tied ranks.
+"""Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
 
 Pure numpy, no files. Rules: seeds and held-out prompts are the two sources of chance; arms are compared pair by pair
-(same seed, same prompt); a reward is read off at a KL, never at a step, and every result says how it was made.
+(same seed, same prompt); every result says how it was made.
 """
 
 import math
@@ -246,66 +246,6 @@ def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, "terms"]) -
     if freedom % 2 == 0:
         return series
     return (2 / math.pi) * (angle + series * cosine)
-
-
-# ------------------------------------------------------------------------------------------------ frontier
-
-
-@dataclass(frozen=True)
-class RewardAtKL:
-    """The best reward of a path with KL up to ``limit``.
-
-    ``kl``: where on the path it stands. ``reached``: whether the path gets to ``limit`` at all; where it ends before,
-    the value is not a comparison at equal KL. ``skipped``: points left out because they are not finite. ``reward``
-    and ``kl`` are NaN when no point lies within the limit.
-    """
-
-    reward: float
-    kl: float
-    limit: float
-    reached: bool
-    skipped: int = 0
-
-    def text(self, digits: int = 2) -> str:
-        """The reward as "0.38", followed by "<" where the path ended before the limit."""
-        return f"{self.reward:.{digits}f}{'' if self.reached else '<'}"
-
-
-def reward_at_kl(path: Sequence[tuple[float | int, float | int]], k: float | int) -> RewardAtKL:
-    """The best reward along ``path`` with KL up to ``k``, interpolated linearly in the root of KL.
-
-    ``path``: (KL to the base in nats, reward) in the order of training, the base model first. Between neighbours the
-    reward is a line in sqrt(KL), so the maximum stands at a point within the limit or where a line crosses it. A KL
-    estimate slightly below 0 counts as 0. It is a maximum over checkpoints and so slightly optimistic, equally so for
-    every arm with equally many.
-    """
-    if not (math.isfinite(k) and k >= 0):
-        raise UserError(f"reward at KL: expected a finite limit of at least 0, got {k}")
-    kept = [_point(kl, reward) for kl, reward in path]
-    skipped = kept.count(None)
-    edge = math.sqrt(k)
-    best: tuple[float, float] | None = None
-    for before, point in zip([None, *kept], kept, strict=False):
-        if point is None:
-            continue
-        candidates = [point] if point[0] <= edge else []
-        if before is not None and min(before[0], point[0]) < edge < max(before[0], point[0]):
-            share = (edge - before[0]) / (point[0] - before[0])
-            candidates.append((edge, before[1] + share * (point[1] - before[1])))
-        for candidate in candidates:
-            if best is None or candidate[1] > best[1]:
-                best = candidate
-    reached = any(point is not None and point[0] >= edge for point in kept)
-    if best is None:
-        return RewardAtKL(math.nan, math.nan, float(k), reached, skipped)
-    return RewardAtKL(best[1], float(k) if best[0] == edge else best[0] ** 2, float(k), reached, skipped)
-
-
-def _point(kl: float | int, reward: float | int) -> tuple[float, float] | None:
-    """(sqrt(KL), reward), or None when either is not finite."""
-    if not (math.isfinite(kl) and math.isfinite(reward)):
-        return None
-    return math.sqrt(max(0.0, kl)), float(reward)
 
 
 # ------------------------------------------------------------------------------------------------ ranks

@@ -1,15 +1,18 @@
-"""Arms compared at equal KL, level by level and over worlds; the points are chosen on validation data alone."""
+"""Arms compared at equal KL, level by level and over worlds, each on its own path over the grid."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from attnpo.analysis.page import Paragraph, Section, TableBlock
+from attnpo.studies.frontier import AtKL, at_kl, difference
 from attnpo.studies.intervals import Interval
 from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import Spot, against, best_within, by_arm, difference_text, gather, has_truth, verdict
+from attnpo.studies.spots import by_arm, difference_text, gather, has_truth, verdict
 from attnpo.studies.tables import Row, columns_of, lost_row
 
 NONE = "-"
+ENDS = "<"  # behind a value: no point of the arm goes as far as the level
+NOT_EQUAL = "not at equal KL"
 SUMMARY_LEVEL = 1.0  # nats: where worlds are compared, if the study has this level
 
 
@@ -21,11 +24,12 @@ def level_tables(outcome: Outcome) -> list[Section]:
         return []
     chosen = {world: at_levels(outcome, world) for world in outcome.worlds}
     note = (
-        "each arm at the point with the highest validation reward among those with validation KL up to the level; the "
-        f"numbers are of test prompts, reward and in brackets KL; {NONE} where no point is within"
+        "test reward on each arm's own path: the base, then the grid points by KL whose validation reward is above "
+        "those of all with less; linear in the root of KL between neighbours. In brackets the KL of the path's best point "
+        f"where nothing beyond is better on validation; {ENDS} the path ends there, not a comparison at equal KL"
     )
     if study.control is not None:
-        note += f"; differences to {study.control} at its own point for the same level, paired by seed and prompt"
+        note += f"; differences to {study.control} at the same level, paired by seed and prompt"
     rows = [row for world in outcome.worlds for row in _level_rows(outcome, world, chosen[world])]
     tables = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
     if study.worlds and study.control is not None:
@@ -35,22 +39,33 @@ def level_tables(outcome: Outcome) -> list[Section]:
 
 @dataclass(frozen=True)
 class AtLevel:
-    """An arm's point at a KL level and its difference to the control's own; each None where there is none."""
+    """An arm at a KL level and its difference to the control there; each None where there is none.
 
-    spot: Spot | None
+    ``equal``: both reach the level, so that the difference is one at equal KL.
+    """
+
+    found: AtKL | None
     versus: Interval | None
+    equal: bool = False
+
+    @property
+    def difference(self) -> str:
+        """The difference in words, marked where it is none at equal KL."""
+        return NONE if self.versus is None else difference_text(self.versus) + ("" if self.equal else ENDS)
 
 
 def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
-    """The points of a world's arms at every KL level, with their differences to the control."""
+    """A world's arms at every KL level, with their differences to the control."""
     spots = by_arm(outcome, world)
     out = {}
     for level in outcome.study.kl_levels:
-        within = {name: best_within(mine, level) for name, mine in spots.items()}
-        control = within.get(outcome.study.control or "")
-        for name, spot in within.items():
-            compared = spot is not None and control is not None and name != outcome.study.control
-            out[name, level] = AtLevel(spot, against(spot, control) if compared and spot and control else None)
+        places = {name: at_kl(mine, level) for name, mine in spots.items()}
+        control = places.get(outcome.study.control or "")
+        for name, found in places.items():
+            if found is None or control is None or name == outcome.study.control:
+                out[name, level] = AtLevel(found, None)
+            else:
+                out[name, level] = AtLevel(found, difference(found, control), found.reached and control.reached)
     return out
 
 
@@ -61,15 +76,14 @@ def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], At
         for level in study.kl_levels:
             found = chosen[name, level]
             lost = str(lost_row(outcome, name, world)["point"]) if not spots else NONE
-            row[f"KL<={level:g}"] = lost if found.spot is None else _reward(found.spot)
+            row[f"KL {level:g}"] = lost if found.found is None else _reward(found.found, level)
             if study.control is not None:
-                none = "" if name == study.control else NONE
-                row[f"minus {study.control}, KL<={level:g}"] = difference_text(found.versus, none)
+                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else found.difference
         yield row
 
 
-def _reward(spot: Spot) -> str:
-    return f"{spot.truth('test', 'reward'):.3f} ({spot.truth('test', 'kl'):.2f})"
+def _reward(found: AtKL, level: float) -> str:
+    return f"{found.reward:.3f}{'' if found.reached else ENDS}{'' if found.kl == level else f' ({found.kl:.2f})'}"
 
 
 def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
@@ -82,13 +96,14 @@ def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], At
         row: Row = {"arm": name}
         for world in outcome.worlds:
             found = chosen[world].get((name, level))
-            versus = None if found is None else found.versus
-            lost = str(lost_row(outcome, name, world)["point"]) if not results[world].get(name) else NONE
-            row[world] = lost if versus is None else f"{difference_text(versus)} {verdict(versus)}"
+            if found is None or found.versus is None:
+                row[world] = NONE if results[world].get(name) else str(lost_row(outcome, name, world)["point"])
+            else:
+                row[world] = f"{found.difference} {verdict(found.versus) if found.equal else NOT_EQUAL}"
         rows.append(row)
     note = (
-        f"difference to {study.control} of the same world at validation KL up to {level:g}; helps or harms: its 95 % "
-        "interval excludes 0, not corrected for the number of cells"
+        f"difference to {study.control} of the same world at KL {level:g}; helps or harms: its 95 % interval excludes "
+        "0, not corrected for the number of cells"
     )
     table = TableBlock(["arm", *outcome.worlds], rows)
     return Section(f"Worlds: difference to {study.control} at equal KL", [table, Paragraph(note)])

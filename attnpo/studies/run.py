@@ -244,18 +244,19 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     scorer = build(cfg.truth)
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
-    scores = {}
+    scores, of_base = {}, {}
     for split in ("validation", "test"):
         key = (inputs.ground.model.path, scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
         scores[split] = {**score.scalars(), "rewards": score.rewards.mean(axis=1).round(6).tolist()}
+        of_base[split] = score.base_rewards.mean(axis=1).round(6).tolist()
     log.info(
         "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
         *(scores["test"][name] for name in ("reward", "base_reward", "win_rate", "kl")),
     )
-    return {"scores": scores}
+    return {"scores": scores, "base_rewards": of_base}
 
 
 # The base answers the same prompts alike at every point of a study: sampled once per process.

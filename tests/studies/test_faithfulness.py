@@ -137,16 +137,16 @@ def test_scores_truth_and_reward_are_set_side_by_side(tmp_path: Path) -> None:
         ("", 1): values(scores, {1: 0.1, 2: 0.2, 3: 0.5, 4: 0.7}, pairs=8),
     }
     rewards = {
-        0: {1: [(0.5, 0.4), (3.0, 0.9)], 2: [(0.5, 0.3)], 3: [(0.5, 0.2)], 4: [(2.0, 0.9)]},  # layer 4: KL too high
-        1: {1: [(0.5, 0.1)], 2: [(0.5, 0.2)], 3: [(0.5, 0.3)], 4: [(0.5, 0.4)]},
+        0: {1: [(1.0, 0.4), (3.0, 0.9)], 2: [(1.0, 0.3)], 3: [(1.0, 0.2)], 4: [(2.0, 0.9)]},  # layer 4: KL too high
+        1: {1: [(1.0, 0.1)], 2: [(1.0, 0.2)], 3: [(1.0, 0.3)], 4: [(1.0, 0.4)]},
     }
     rules = Faithfulness(shares=(0.2, 0.4))
     sections = rules.sections(outcome(tmp_path, rewards), by_place)
     over = table(sections, "Faithfulness of token weights")
     assert over[0]["weights"] == "layer 1" and over[0]["without 40 %"].startswith("2.00 [2.00")
     assert [row["score"] for row in over] == [2.0, 1.0, 0.5, -0.2]
-    assert over[0]["reward, KL <= 1"] == "0.250"
-    assert over[3]["reward, KL <= 1"] == "0.400 (1 of 2 seeds)"
+    assert over[0]["reward at KL 1"] == "0.250"
+    assert over[3]["reward at KL 1"] == "0.400 (1 of 2 seeds)"
     ranks = table(sections, "Rank correlation over layers")
     first, second, mean, spread = ranks
     assert first["faithfulness and true mass"] == pytest.approx(1.0)

@@ -1,4 +1,4 @@
-"""Intervals, paired differences, reward at a KL and ranks: numbers derived by hand, coverage by simulation."""
+"""Intervals, paired differences and ranks: numbers derived by hand, coverage by simulation."""
 
 import csv
 import math
@@ -16,7 +16,6 @@ from attnpo.studies.intervals import (
     average_ranks,
     hierarchical_bootstrap,
     paired_difference,
-    reward_at_kl,
     seed_interval,
     t_quantile,
     tied_ranks,
@@ -183,63 +182,6 @@ def test_errors_say_what_to_do() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ reward at KL
-
-
-def test_reward_at_kl_between_points() -> None:
-    # Roots of KL 0, 1, 2; at KL 2.25 the root is 1.5, half way from .30 to .50.
-    found = reward_at_kl([(0.0, -0.1), (1.0, 0.30), (4.0, 0.50)], 2.25)
-    assert found.reward == pytest.approx(0.40)
-    assert (found.kl, found.reached) == (2.25, True)
-
-
-def test_reward_at_kl_is_the_best_up_to_there() -> None:
-    # The reward falls behind KL 1: the best stands inside, not at the limit.
-    found = reward_at_kl([(0.0, 0.0), (1.0, 0.5), (4.0, 0.1)], 2.25)
-    assert (found.reward, found.kl, found.reached) == (0.5, 1.0, True)
-
-
-def test_reward_at_kl_where_the_path_ends_before() -> None:
-    found = reward_at_kl([(0.0, 0.0), (0.7, 0.36)], 2.0)
-    assert (found.reward, found.reached) == (0.36, False)
-    assert found.kl == pytest.approx(0.7)
-    assert found.text() == "0.36<"
-
-
-def test_reward_at_kl_on_a_path_that_comes_back() -> None:
-    # Up over the limit at .6 (root 1 to 2, half way), back below it at .9 by half a line.
-    path = [(0.0, 0.0), (1.0, 0.4), (4.0, 0.8), (1.0, 1.0)]
-    assert reward_at_kl(path, 2.25).reward == pytest.approx(1.0)
-    assert reward_at_kl(path[:3], 2.25).reward == pytest.approx(0.6)
-    assert reward_at_kl([(4.0, 0.8), (1.0, 0.2)], 2.25).reward == pytest.approx(0.5)
-
-
-def test_reward_at_kl_point_on_the_limit_counts() -> None:
-    found = reward_at_kl([(0.0, 0.0), (1.0, 0.4)], 1.0)
-    assert (found.reward, found.kl, found.reached) == (0.4, 1.0, True)
-
-
-def test_reward_at_kl_leaves_out_and_counts_what_is_not_finite() -> None:
-    # No line is drawn over the gap.
-    found = reward_at_kl([(0.0, 0.0), (math.inf, 3.0), (4.0, 1.0), (1.0, math.nan)], 1.0)
-    assert (found.reward, found.skipped, found.reached) == (0.0, 2, True)
-    nothing = reward_at_kl([(4.0, 1.0)], 1.0)
-    assert math.isnan(nothing.reward) and nothing.reached
-    assert math.isnan(reward_at_kl([], 1.0).reward)
-
-
-def test_reward_at_kl_reads_noise_below_zero_as_zero() -> None:
-    assert reward_at_kl([(-0.01, 0.0), (1.0, 1.0)], 0.25).reward == pytest.approx(0.5)
-    with pytest.raises(UserError, match="limit"):
-        reward_at_kl([(0.0, 0.0)], -1.0)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 10), st.floats(-1, 1)), min_size=1, max_size=8), st.floats(0, 5), st.floats(0, 5)
-)
-def test_reward_at_kl_rises_with_the_limit(path: list[tuple[float, float]], one: float, other: float) -> None:
-    path = [(0.0, -1.0), *path]
-    low, high = sorted((one, other))
-    assert reward_at_kl(path, low).reward <= reward_at_kl(path, high).reward + 1e-9
 
 
 # ------------------------------------------------------------------------------------------------ ranks

@@ -196,8 +196,8 @@ def tuned(points: list[tuple[Point, dict[str, Any]]], study: Study = TUNED, **mo
     return Outcome(study, arms, points, more.get("failed", []), {}, Path("out"), 1.0)
 
 
-def test_at_equal_kl_each_arm_stands_at_its_own_point_of_that_level() -> None:
-    """Chosen on validation: the far point of attention is better on the test prompts, the near one on validation."""
+def test_at_equal_kl_each_arm_stands_on_its_own_path() -> None:
+    """Points that are worse on validation than one with less KL are not on the path, whatever the test prompts say."""
     points = [
         *run_of(UNIFORM, NEAR, validation=0.1, kl=0.4, test=0.25),
         *run_of(UNIFORM, FAR, validation=0.5, kl=1.5, test=0.5),
@@ -209,10 +209,12 @@ def test_at_equal_kl_each_arm_stands_at_its_own_point_of_that_level() -> None:
     assert rest == [] and isinstance(table, TableBlock)
     uniform, attention = table.rows
     assert isinstance(uniform, dict) and isinstance(attention, dict)
-    assert (uniform["KL<=0.5"], uniform["KL<=2"]) == ("0.312 (0.75)", "0.562 (0.75)")
-    assert (attention["KL<=0.5"], attention["KL<=2"]) == ("-", "0.812 (0.75)"), "none within 0.5"
-    assert attention["minus uniform, KL<=0.5"] == "-"
-    assert attention["minus uniform, KL<=2"] == "+0.250 [0.250, 0.250]"
+    # result() gives every point a test KL of 0.75: the nearer mark stands first.
+    assert uniform["KL 0.5"] == "-", "results without the base's rewards have no path below their first point"
+    assert uniform["KL 2"] == "0.562< (0.75)", "no point goes as far"
+    assert attention["KL 2"] == "0.812< (0.75)"
+    assert attention["minus uniform, KL 0.5"] == "-"
+    assert attention["minus uniform, KL 2"] == "+0.250 [0.250, 0.250]<"
 
 
 def test_without_a_choice_or_a_truth_there_is_nothing_at_equal_kl() -> None:
@@ -242,7 +244,7 @@ def in_world(arm: Arm, world: str) -> Arm:
 
 def test_worlds_are_compared_within_themselves() -> None:
     """Attention is above the other world's uniform everywhere; it helps in one world and harms in the other."""
-    study = Study("s", TUNED.arms, grid=TUNED.grid, worlds={"calm": [], "noisy": []})
+    study = Study("s", TUNED.arms, grid=TUNED.grid, worlds={"calm": [], "noisy": []}, kl_levels=(0.75,))
     points = [
         *run_of(in_world(UNIFORM, "calm"), NEAR, 0.1, 0.5, 0.0),
         *run_of(in_world(ATTENTION, "calm"), NEAR, 0.1, 0.5, 0.5),

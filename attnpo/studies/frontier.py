@@ -1,0 +1,103 @@
+"""An arm's test rewards at a given KL, read off its own path over the grid, which validation data alone choose."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from attnpo.studies.intervals import Interval, paired_difference
+from attnpo.studies.spots import Spot, complete
+
+Rewards = Float[np.ndarray, "seeds prompts"]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A policy on an arm's path: its KL to the base on test prompts, its validation reward, its test rewards."""
+
+    kl: float
+    validation: float
+    rewards: Rewards
+
+
+@dataclass(frozen=True)
+class AtKL:
+    """An arm at a KL level.
+
+    ``rewards``: on test prompts, a row per seed of ``seeds``. ``kl``: the level, or less where nothing beyond is better
+    on validation. ``reached``: whether any point of the arm goes as far as the level; where none does, the value is the
+    end of the path and no comparison at equal KL.
+    """
+
+    seeds: tuple[int, ...]
+    rewards: Rewards
+    kl: float
+    reached: bool
+
+    @property
+    def reward(self) -> float:
+        """The mean over seeds and prompts."""
+        return float(self.rewards.mean())
+
+
+def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[Mark]]:
+    """The seeds that all grid points of an arm share, and its path: the base, then the points by rising KL.
+
+    A point stays if its validation reward is above those of all points with less KL. The base only gives the path its
+    start; it competes with no point, and is left out where its rewards were not stored.
+    """
+    whole = complete(spots)
+    seeds = tuple(seed for seed in whole[0].seeds if all(seed in spot.seeds for spot in whole)) if whole else ()
+    if not seeds:
+        return (), []
+    marks = sorted((_mark(spot, seeds) for spot in whole), key=lambda mark: mark.kl)
+    kept: list[Mark] = []
+    for mark in marks:
+        if not kept or mark.validation > kept[-1].validation:
+            kept.append(mark)
+    base = _base(whole[0], seeds)
+    return seeds, kept if base is None else [base, *kept]
+
+
+def _mark(spot: Spot, seeds: Sequence[int]) -> Mark:
+    chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
+    kl = float(np.mean([found["scores"]["test"]["kl"] for found in chosen]))
+    validation = float(np.mean([found["scores"]["validation"]["reward"] for found in chosen]))
+    return Mark(max(0.0, kl), validation, np.array([found["scores"]["test"]["rewards"] for found in chosen]))
+
+
+def _base(spot: Spot, seeds: Sequence[int]) -> Mark | None:
+    chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
+    if not all("base_rewards" in found for found in chosen):
+        return None
+    return Mark(0.0, -math.inf, np.array([found["base_rewards"]["test"] for found in chosen]))
+
+
+def at_kl(spots: Sequence[Spot], level: float) -> AtKL | None:
+    """An arm's test rewards at a KL level, linear in the root of KL between neighbours on its path.
+
+    None where the path has nothing within the level.
+    """
+    seeds, marks = path_of(spots)
+    within = [mark for mark in marks if mark.kl <= level]
+    beyond = [mark for mark in marks if mark.kl > level]
+    if not within:
+        return None
+    before = within[-1]
+    if not beyond:
+        reached = any(spot.truth("test", "kl") >= level for spot in spots)
+        return AtKL(seeds, before.rewards, before.kl, reached)
+    low, high = math.sqrt(before.kl), math.sqrt(beyond[0].kl)
+    share = (math.sqrt(level) - low) / (high - low)
+    return AtKL(seeds, (1 - share) * before.rewards + share * beyond[0].rewards, level, True)
+
+
+def difference(one: AtKL, other: AtKL) -> Interval | None:
+    """The difference of two arms at one level, paired by seed and prompt; None when they share no seed."""
+    shared = [seed for seed in one.seeds if seed in other.seeds]
+    if not shared:
+        return None
+    rows = [found.rewards[[found.seeds.index(seed) for seed in shared]] for found in (one, other)]
+    return paired_difference(rows[0], rows[1])

@@ -1,0 +1,79 @@
+"""Rewards at a KL, read off an arm's path: numbers derived by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnpo.studies.frontier import at_kl, difference, path_of
+from attnpo.studies.grid import Arm
+from attnpo.studies.spots import Spot
+
+ARM = Arm("attention", ())
+BASE = [-1.0, 0.0]  # rewards of the base on two test prompts
+
+
+def result(kl: float, validation: float, rewards: list[float], base: list[float] | None = BASE) -> dict[str, Any]:
+    scores = {
+        "validation": {"reward": validation, "kl": 9.0},  # another KL than on test prompts, and not looked at
+        "test": {"reward": float(np.mean(rewards)), "kl": kl, "rewards": rewards},
+    }
+    return {"truth": {"scores": scores, **({} if base is None else {"base_rewards": {"test": base}})}}
+
+
+def spot(name: str, kl: float, validation: float, rewards: list[float], seeds: tuple[int, ...] = (0,)) -> Spot:
+    return Spot(ARM, (name,), seeds, tuple(result(kl, validation, rewards) for _ in seeds))
+
+
+def test_between_two_points_the_reward_is_linear_in_the_root_of_kl() -> None:
+    found = at_kl([spot("a", 1.0, 0.1, [0.0, 0.2]), spot("b", 4.0, 0.2, [1.0, 0.6])], 2.25)
+    assert found is not None and (found.kl, found.reached) == (2.25, True)
+    assert found.rewards == pytest.approx(np.array([[0.5, 0.4]])), "roots 1, 1.5, 2: half way, prompt by prompt"
+
+
+def test_below_the_first_point_the_path_starts_at_the_base() -> None:
+    found = at_kl([spot("a", 1.0, 0.1, [0.0, 1.0])], 0.25)
+    assert found is not None and found.rewards == pytest.approx(np.array([[-0.5, 0.5]]))
+
+
+def test_without_the_bases_rewards_there_is_nothing_below_the_first_point() -> None:
+    lone = Spot(ARM, ("a",), (0,), (result(1.0, 0.1, [0.0, 1.0], base=None),))
+    assert at_kl([lone], 0.25) is None
+    found = at_kl([lone], 1.0)
+    assert found is not None and found.reached and found.reward == 0.5
+
+
+def test_a_point_that_validation_likes_less_than_one_nearer_is_not_on_the_path() -> None:
+    """It is the best on the test prompts, which must not choose."""
+    near, worse, far = spot("a", 1.0, 0.5, [0.2, 0.2]), spot("b", 2.0, 0.4, [9.0, 9.0]), spot("c", 4.0, 0.6, [0.4, 0.4])
+    seeds, marks = path_of([far, worse, near])
+    assert seeds == (0,) and [mark.kl for mark in marks] == [0.0, 1.0, 4.0]
+    end = at_kl([near, worse], 2.0)
+    assert end is not None and (end.reward, end.kl, end.reached) == (pytest.approx(0.2), 1.0, True)
+
+
+def test_a_path_that_ends_before_the_level_says_so() -> None:
+    found = at_kl([spot("a", 0.7, 0.5, [0.2, 0.4])], 2.0)
+    assert found is not None and (found.kl, found.reached) == (0.7, False)
+
+
+def test_a_point_below_the_base_stays_on_the_path() -> None:
+    """An arm that harms must not be shown as the untrained model."""
+    found = at_kl([spot("a", 1.0, -5.0, [-2.0, -2.0])], 1.0)
+    assert found is not None and found.reward == -2.0
+
+
+def test_arms_are_compared_on_the_seeds_they_share() -> None:
+    """Seed 1 of the first arm alone is far better; it has no partner."""
+    lucky = Spot(ARM, ("a",), (0, 1), (result(1.0, 0.1, [0.5, 0.5]), result(1.0, 0.1, [9.0, 9.0])))
+    one, other = at_kl([lucky], 1.0), at_kl([spot("a", 1.0, 0.1, [0.25, 0.25])], 1.0)
+    assert one is not None and other is not None
+    found = difference(one, other)
+    assert found is not None and found.mean == 0.25 and found.seeds == 1
+    apart = at_kl([spot("a", 1.0, 0.1, [0.25, 0.25], seeds=(7,))], 1.0)
+    assert apart is not None and difference(one, apart) is None
+
+
+def test_a_grid_point_that_lacks_a_seed_is_not_on_the_path() -> None:
+    whole, part = spot("a", 1.0, 0.1, [0.0, 0.0], seeds=(0, 1)), spot("b", 2.0, 0.9, [1.0, 1.0])
+    assert [mark.kl for mark in path_of([whole, part])[1]] == [0.0, 1.0]
