@@ -218,6 +218,9 @@ def layer_curve(
 # ------------------------------------------------------------------------------------------------ frontier
 
 
+FAR, NAMED = 5.0, 3  # times the largest limit that a figure reaches; points beyond it that are named
+
+
 @dataclass(frozen=True)
 class FrontierPoint:
     """Reward and KL (nats) of one point of an arm's grid; ``label`` names the point ("beta 0.1, lr 5e-5").
@@ -247,15 +250,20 @@ def frontier(
 
     The best points are ringed, and named in the legend.
     KL has a root axis, on which rewards at a KL are interpolated; KL below 0 (an estimate's noise) is drawn at 0.
-    ``limits``: KL values to mark by vertical lines. Points that are not finite are left out and counted below.
+    ``limits``: KL values to mark by vertical lines; points more than ``FAR`` times beyond the largest are named below
+    and not drawn: they would press all others together. Points that are not finite are left out and counted below.
     """
     every = list(points)
-    kept = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
+    finite = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
+    edge = FAR * max(limits) if limits else math.inf
+    kept = [point for point in finite if point.kl <= edge] or finite
     arms = list(dict.fromkeys(point.arm for point in kept))
     figure = new_figure(7.6, 5.0)
     axes = figure.add_subplot()
-    left_out = len(every) - len(kept)
+    left_out = len(every) - len(finite)
     note = f" ({left_out} points not finite, left out)" if left_out else ""
+    far = [f"{point.arm} KL {point.kl:.3g} reward {point.reward:.2f}" for point in finite if point not in kept]
+    note += f"\nfarther, not drawn: {'; '.join(far[:NAMED])}{'; ...' if len(far) > NAMED else ''}" if far else ""
     _dress(axes, title, f"KL to the base, nats, root scale{note}", ylabel)
     for number, arm in enumerate(arms):
         line = sorted((point for point in kept if point.arm == arm), key=lambda point: point.kl)

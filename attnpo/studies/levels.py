@@ -25,8 +25,8 @@ def level_tables(outcome: Outcome) -> list[Section]:
     chosen = {world: at_levels(outcome, world) for world in outcome.worlds}
     note = (
         "test reward on each arm's own path: the base, then the grid points by KL whose validation reward is above "
-        "those of all with less; linear in the root of KL between neighbours. In brackets the KL of the path's best point "
-        f"where nothing beyond is better on validation; {ENDS} the path ends there, not a comparison at equal KL"
+        "those of all with less; linear in the root of KL between neighbours. In brackets the KL of the path's best "
+        f"point where nothing beyond is better on validation; {ENDS} the path ends there, not a comparison at equal KL"
     )
     if study.control is not None:
         note += f"; differences to {study.control} at the same level, paired by seed and prompt"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attnpo.analysis import heat_figure
-from attnpo.analysis.figures import DPI, FrontierPoint, LayerPoint, frontier, layer_curve, training_curves
+from attnpo.analysis.figures import COLOURS, DPI, FrontierPoint, LayerPoint, frontier, layer_curve, training_curves
 from attnpo.analysis.heat import HeatRow, HeatSide, HeatToken
 from attnpo.analysis.heat_figure import CELLS, heatmap_figure
 from attnpo.schema import Message
@@ -160,3 +160,13 @@ def test_no_figure_stays_open_and_pyplot_is_never_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_point_far_off_is_named_and_does_not_press_the_others_together(tmp_path: Path) -> None:
+    near = [FrontierPoint("uniform", 0.5, 0.1), FrontierPoint("uniform", 2.0, 0.3)]
+    far = FrontierPoint("truth", 400.0, -0.8)
+    frontier([*near, far], tmp_path / "far.png", limits=[2.0])
+    frontier([*near, far], tmp_path / "all.png")
+    first, second = COLOURS[:2]
+    assert has_colour(tmp_path / "far.png", first) and not has_colour(tmp_path / "far.png", second, least=1)
+    assert has_colour(tmp_path / "all.png", second)
