@@ -28,6 +28,7 @@ from attnpo.console import is_user_error, missing_package
 
 ABSENT = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
+_INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _ACCEPTED: dict[Any, tuple[type, ...]] = {
     int: (int,),
     float: (float, int),
@@ -112,7 +113,7 @@ def resolve(node: Any, path: str, problems: list[str], origins: dict[str, str] |
     values: dict[Any, Any] = {}
     keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
     for key in keys:
-        origin = re.fullmatch(r"\$\{([\w.]+)\}", str(node._get_node(key)))
+        origin = _INTERPOLATION.fullmatch(str(node._get_node(key)))
         if origins is not None and origin is not None:
             origins[join(path, key)] = origin[1]
         try:
@@ -120,10 +121,27 @@ def resolve(node: Any, path: str, problems: list[str], origins: dict[str, str] |
         except InterpolationToMissingValueError:
             item = MISSING
         except OmegaConfBaseException as error:
-            problems.append(f"{join(path, key)}: {str(error).splitlines()[0]}")
+            empty = None if origin is None else _null_parent(node, origin[1])
+            why = str(error).splitlines()[0] if empty is None else _without(empty, join(path, key))
+            problems.append(f"{join(path, key)}: {why}")
             item = ABSENT
         values[key] = resolve(item, join(path, key), problems, origins)
     return values if isinstance(node, DictConfig) else list(values.values())
+
+
+def _null_parent(node: Any, key: str) -> str | None:
+    """The nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
+    root, parents = node._get_root(), key.split(".")[:-1]
+    paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
+    return next((path for path in paths if OmegaConf.select(root, path, default=ABSENT) is None), None)
+
+
+def _without(empty: str, key: str) -> str:
+    """Why the value of ``key``, which reads below the null node ``empty``, is not there, and what to do."""
+    return (
+        f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of "
+        f"`{key.partition('.')[0]}`"
+    )
 
 
 def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:

@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 from attnpo.config import run_entry
 
 DESCRIPTION = """\
-Tables from the store and from finished folders, with printed=FILE.csv beside a paper's numbers.
+Tables from the store and from finished folders; printed=FILE.csv puts a paper's numbers of the same model below ours.
 
   weights           statistics of the weights a run would train with: concentration, most-weighted tokens, sink share
   study FOLDER ...  the tables of finished studies again, and several side by side

@@ -237,6 +237,18 @@ def test_a_value_read_from_another_key_is_reported_where_it_is_set() -> None:
 
 
 @pytest.mark.usefixtures("configs")
+@pytest.mark.parametrize("reads", ["path.grammar", "weights.limit.size.x"])
+def test_a_value_read_below_a_null_is_said_in_words(reads: str) -> None:
+    empty = reads.partition(".grammar")[0].removesuffix(".size.x")
+    advice = f"`{empty}` is null in this setting: leave setting= out (testbed), or choose another option of `weights`"
+    assert refused(f"weights.sink.tokens=${{{reads}}}") == f"weights.sink.tokens (read from {reads}): {advice}"
+    cfg = config.compose("fit", [f"weights.sink.tokens=${{{reads}}}"])
+    for failing in (lambda: config.build(cfg.weights), lambda: config.plain(cfg)):
+        with pytest.raises(UserError, match=r"^" + re.escape(f"weights.sink.tokens: {advice}") + "$"):
+            failing()
+
+
+@pytest.mark.usefixtures("configs")
 def test_required_fields() -> None:
     text = refused("weights=mixture", "~weights.parts", "~weights.scale", "beta=1")
     assert text == "weights.parts: required by Mixture; give weights.parts=VALUE"
@@ -636,6 +648,20 @@ def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.Mon
             config.check(config.compose(root, [override]), complete=False)
         checked.add(config.CONFIG_DIR / group / f"{option}.yaml")
     assert checked == set(files)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [(["weights=true_importance"], "weights.grammar"), (["verbalizer=testbed"], "verbalizer.known_parts.grammar")],
+)
+def test_options_of_the_testbed_say_what_they_lack_elsewhere(overrides: list[str], key: str) -> None:
+    cfg = config.compose("fit", ["setting=llama3_8b_instruct", *overrides])
+    with pytest.raises(UserError) as caught:
+        config.check(cfg, complete=False)
+    assert str(caught.value) == (
+        f"{key} (read from prepare.grammar): `prepare` is null in this setting: leave setting= out (testbed), or "
+        f"choose another option of `{key.partition('.')[0]}`"
+    )
 
 
 def test_shipped_files_name_no_place_of_this_machine() -> None:

@@ -48,13 +48,6 @@ class Mode(Enum):
     KEEP = "keep"
 
 
-class Toward(Enum):
-    """Whose log-odds: those of the answer that the judge itself prefers with the full prompt, or of the chosen one."""
-
-    VERDICT = "verdict"
-    CHOSEN = "chosen"
-
-
 @dataclass(frozen=True)
 class Removal:
     """What is removed and what it is compared with.
@@ -69,7 +62,6 @@ class Removal:
     draws: int = 2
     seed: int = 0
     modes: tuple[Mode, ...] = (Mode.REMOVE, Mode.KEEP)
-    toward: Toward = Toward.VERDICT
 
     def __post_init__(self) -> None:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
@@ -101,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Measured:
-    """Log-odds in nats, averaged over both orders, all towards the same answer of a pair.
+    """Log-odds in nats, averaged over both orders, towards the answer that the judge prefers with the whole responses.
 
     ``full``: with the whole responses. ``changes``: by name of the weights, mode and share. ``counts``: responses that
     were left empty (the judge template's rule then shows one space), pairs left out. ``prompts``: prompts read.
@@ -128,10 +120,15 @@ class Measured:
         more: Array = change.top - change.random
         return -more if mode is Mode.REMOVE else more
 
-    def score(self, name: str) -> float:
-        """Mean over pairs and shares of the advantage under removal: what layers are chosen by."""
+    def scores(self, name: str) -> Array:
+        """Mean over shares of the advantage under removal, per pair."""
         shares = [share for mode, share in self.changes[name] if mode is Mode.REMOVE]
-        return float(np.mean([self.advantage(name, Mode.REMOVE, share).mean() for share in shares]))
+        mean: Array = np.mean([self.advantage(name, Mode.REMOVE, share) for share in shares], axis=0)
+        return mean
+
+    def score(self, name: str) -> float:
+        """Its mean over pairs: what layers are chosen by."""
+        return float(self.scores(name).mean())
 
 
 # --------------------------------------------------------------------------------------------- what is removed
@@ -283,7 +280,7 @@ def measure(
             f"faithfulness: expected pairs that the judge can be shown with tokens removed, got none of {len(pairs)}; "
             "see the log for pairs that cannot be judged"
         )
-    sign = np.where(full < 0, -1.0, 1.0) if removal.toward is Toward.VERDICT else np.ones_like(full)
+    sign = np.where(full < 0, -1.0, 1.0)
     return Measured(
         pair_ids=tuple(pair.pair_id for pair, good in zip(usable, sound, strict=True) if good),
         full=(sign * full)[sound],

@@ -1,17 +1,17 @@
-"""Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and both joined by key.
+"""Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and printed rows with ours.
 
-A joined table has, for every column both know, ours, the printed number and, unless they are whole numbers such as
-ranks, the difference ours minus printed. What
-one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
+Our tables stay as they are. A joined table has the printed rows, each with what of ours meets it by key: for every
+column both know ours, the printed number and, unless they are whole numbers such as ranks, the difference ours minus
+printed. What one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
 """
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
 
-from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell
+from attnpo.analysis.tables import Cell
 from attnpo.schema import UserError
 
 PRINTED, DIFFERENCE = " printed", " difference"
@@ -112,59 +112,65 @@ def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
 
 
 def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> KeyedTable:
-    """``table`` joined with the printed numbers by the key columns both have.
+    """The printed rows in the columns of their file, each with ours that meets it; for each group of ours anew.
 
-    Within each group a printed row without ours stands below ours where all keys but the last are met there (the same
-    model and side); other printed rows without ours come last, once. ``fold``: upper and lower case are the same in
-    keys, for names (never for tokens). UserError when no key is shared.
+    Rows meet by the key columns both have; ours has a number only where ``table`` has a column of that name. ``fold``:
+    upper and lower case are the same in keys, for names (never for tokens). UserError when no key is shared.
     """
+    keys = shared_keys(table, printed)
+    values = [name for name in printed.columns if name not in keys and name in printed.digits]
+    known = {name for name in values if name in table.columns}
+    compared = {name for name in known if printed.digits[name]}
+    own = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
+    wide = [*own, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
+
+    def meeting(group: Cell, theirs: Mapping[str, Cell]) -> Sequence[Mapping[str, Cell] | None]:
+        return [row for row in table.of(group) if meets(row, theirs, keys, fold=fold)] or [None]
+
+    def joined(ours: Mapping[str, Cell] | None, theirs: Mapping[str, Cell], group: Cell) -> dict[str, Cell]:
+        row: dict[str, Cell] = {name: (ours or {}).get(name) for name in own} | dict(theirs)
+        if table.group is not None:
+            row[table.group] = group
+        row |= {key: ours[key] for key in keys} if ours is not None else {}
+        for name in values:
+            row[name], row[name + PRINTED] = (ours or {}).get(name), theirs[name]
+            row[name + DIFFERENCE] = _difference(row[name], theirs[name])
+        return {name: row[name] for name in wide}
+
+    rows = [
+        joined(ours, theirs, group)
+        for group in table.groups()
+        for theirs in printed.rows
+        for ours in meeting(group, theirs)
+    ]
+    digits = dict(table.digits or {})
+    for name in values:
+        digits[name] = max(digits.get(name, 0), printed.digits[name])
+        digits |= {name + PRINTED: printed.digits[name], name + DIFFERENCE: digits[name]}
+    title = f"Printed numbers of {label_of(printed.path)}, with ours"
+    return replace(
+        table, name=f"{table.name}{PRINTED}", title=title, columns=tuple(wide), rows=tuple(rows), digits=digits
+    )
+
+
+def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
+    """The key columns both have. UserError when there is none."""
     keys = [name for name in table.keys if name in printed.columns]
     if not keys:
         raise UserError(
             f"printed={printed.path}: expected a column {' or '.join(table.keys)}, got {', '.join(printed.columns)}"
         )
-    values = [name for name in printed.columns if name not in keys and name in printed.digits]
-    texts = [name for name in printed.columns if name not in keys and name not in values]
-    columns = [*dict.fromkeys([*texts, *table.columns, *values])]
-    compared = {name for name in values if name in table.columns and printed.digits[name]}
-    wide = [part for name in columns for part in _parts(name, name in values, name in compared)]
+    return keys
 
-    def joined(ours: Mapping[str, Cell] | None, theirs: Mapping[str, Cell] | None, group: Cell) -> dict[str, Cell]:
-        row: dict[str, Cell] = dict(ours or {})
-        if theirs is not None:
-            row |= {name: theirs[name] for name in (texts if ours is not None else [*keys, *texts])}
-        if ours is None and table.group is not None:
-            row[table.group] = group
-        for name in values:
-            mine, other = (ours or {}).get(name), (theirs or {}).get(name)
-            row[name], row[name + PRINTED] = mine, other
-            if name in compared:
-                row[name + DIFFERENCE] = _difference(mine, other)
-        return {name: row.get(name) for name in wide}
 
-    rows: list[dict[str, Cell]] = []
-    met: set[int] = set()
-    for group in table.groups():
-        mine = table.of(group)
-        found: set[int] = set()
-        for ours in mine:
-            places = [
-                i for i, row in enumerate(printed.rows) if all(_same(ours.get(key), row[key], fold) for key in keys)
-            ]
-            found |= set(places)
-            rows += [joined(ours, printed.rows[i], group) for i in places] or [joined(ours, None, group)]
-        heads = {tuple(str(ours.get(key)) for key in keys[:-1]) for ours in mine}
-        for i, row in enumerate(printed.rows):
-            if i not in found and len(keys) > 1 and tuple(str(row[key]) for key in keys[:-1]) in heads:
-                rows.append(joined(None, row, group))
-                found.add(i)
-        met |= found
-    rows += [joined(None, row, None) for i, row in enumerate(printed.rows) if i not in met]
-    digits = dict(table.digits or {})
-    for name in values:
-        digits[name] = max(digits.get(name, 0), printed.digits[name])
-        digits |= {name + PRINTED: printed.digits[name], name + DIFFERENCE: digits[name]}
-    return replace(table, columns=tuple(wide), rows=tuple(rows), digits=digits)
+def meets(ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False) -> bool:
+    """Whether a row of ours and a printed one have the same keys."""
+    return all(_same(ours.get(key), theirs[key], fold) for key in keys)
+
+
+def label_of(path: Path) -> str:
+    """What notes and titles call a file of printed numbers: its folder and name."""
+    return "/".join(path.parts[-2:])
 
 
 def unmet(table: KeyedTable) -> list[str]:
@@ -174,43 +180,20 @@ def unmet(table: KeyedTable) -> list[str]:
 
 
 def for_reading(table: KeyedTable) -> KeyedTable:
-    """The table as people read it: a dash where ours or the printed number is missing.
-
-    Where ours has nothing of a printed column at all, both share a column: "- / 60.77".
-    """
+    """The table as people read it: a dash where ours or the printed number is missing; any other table as it is."""
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     if not compared:
         return table
-    alone = unmet(table)
-    dashed = {name + part for name in compared for part in ("", PRINTED, DIFFERENCE)} | {table.group}
-    heads = {name: f"{name} (ours / printed)" if name in alone else name for name in table.columns}
-    columns = [heads[name] for name in table.columns if name.removesuffix(PRINTED) not in alone or name in alone]
-    rows: list[dict[str, Cell]] = []
-    for row in table.rows:
-        told: dict[str, Cell] = {
-            name: DASH if row.get(name) is None and name in dashed else row.get(name) for name in table.columns
-        }
-        for name in alone:
-            other = format_cell(row.get(name + PRINTED), (table.digits or {}).get(name, DEFAULT_DIGITS)) or DASH
-            told[heads[name]] = f"{DASH} / {other}"
-        rows.append({name: told[name] for name in columns})
-    return replace(table, columns=tuple(columns), rows=tuple(rows))
+    dashed = {name + part for name in compared for part in ("", PRINTED, DIFFERENCE)}
+    rows = [{name: DASH if row[name] is None and name in dashed else row[name] for name in row} for row in table.rows]
+    return replace(table, rows=tuple(rows))
 
 
-def in_brief(table: KeyedTable) -> KeyedTable:
-    """A joined table without our own columns that have no printed number; any other as it is."""
-    printed = {name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)}
-    if not printed:
-        return table
-    texts = {name for name in table.columns if any(isinstance(row.get(name), str) for row in table.rows)}
-    kept = texts | {name + part for name in printed for part in ("", PRINTED, DIFFERENCE)}
-    return replace(table, columns=tuple(name for name in table.columns if name in kept))
-
-
-def _parts(name: str, printed: bool, compared: bool) -> list[str]:
-    if not printed:
+def _parts(name: str, number: bool, known: Container[str], compared: Container[str]) -> list[str]:
+    """The columns that one of a printed file becomes."""
+    if not number:
         return [name]
-    return [name, name + PRINTED, name + DIFFERENCE] if compared else [name, name + PRINTED]
+    return [*([name] if name in known else []), name + PRINTED, *([name + DIFFERENCE] if name in compared else [])]
 
 
 def _same(ours: Cell, theirs: Cell, fold: bool) -> bool:

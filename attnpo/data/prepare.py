@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
-UNCOVERED = f"{DROPPED_FOR_COVERAGE} below align.min_coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
@@ -218,6 +217,7 @@ def prepare_examples(
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
     examples, content, unmatched = [], 0, 0
     least = least_coverage(source, align.min_coverage)
+    uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = UNREADABLE if "judge" in source.requires else UNASKED
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
@@ -234,7 +234,7 @@ def prepare_examples(
             tally.add(SILENT, pair_id)
             continue
         if min(weights.coverage) < least:
-            tally.add(f"{UNCOVERED} {least:g}", pair_id)
+            tally.add(f"{uncovered} {least:g}", pair_id)
             continue
         for side in weights.flat:
             tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
@@ -246,9 +246,9 @@ def prepare_examples(
     return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
 
 
-def length_percentiles(examples: Sequence[TrainingExample]) -> dict[str, int]:
-    """Tokens of the longer branch at the 50th, 90th and 99th percentile and the maximum."""
-    ordered = sorted(example.longest for example in examples)
+def percentiles(counts: Sequence[int]) -> dict[str, int]:
+    """The 50th, 90th and 99th percentile of ``counts`` and their maximum; empty for none."""
+    ordered = sorted(counts)
     if not ordered:
         return {}
     at = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}

@@ -132,7 +132,7 @@ def load_tokenizer(
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
     """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
-    return int(_text_config(path, revision).num_hidden_layers)
+    return int(text_config(path, revision).num_hidden_layers)
 
 
 def model_heads(path: str | Path, revision: str | None = None) -> int:
@@ -140,7 +140,7 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
     Raises ``UserError`` when there is none to read, and when layers differ in it.
     """
-    config = _text_config(path, revision)
+    config = text_config(path, revision)
     counts = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads]
     if len(set(counts)) > 1:
         raise UserError(
@@ -151,7 +151,8 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
     return int(counts[0])
 
 
-def _text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
+def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
+    """The config of a model's text part; UserError for a folder that holds none, or a hub that is out of reach."""
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_config(source)

@@ -9,7 +9,7 @@ import torch
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.config import build
 from attnpo.data.collate import TrainingExample
-from attnpo.data.prepare import DROPPED_FOR_COVERAGE, length_percentiles
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import CHOICE
@@ -47,7 +47,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
             "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
             "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
-            "lengths": length_percentiles(kept),
+            "lengths": percentiles([example.longest for example in kept]),
             "tokens": token_percentiles(kept),
         }
     weighed = inputs.weighed
@@ -74,15 +74,7 @@ def token_percentiles(examples: Sequence[TrainingExample]) -> dict[str, dict[str
         "rejected": [len(example.rejected.response_ids) for example in examples],
         "longest": [example.longest for example in examples],
     }
-    return {name: _percentiles(counts) for name, counts in parts.items()}
-
-
-def _percentiles(counts: Sequence[int]) -> dict[str, int]:
-    ordered = sorted(counts)
-    if not ordered:
-        return {}
-    at = {f"p{q}": ordered[min(len(ordered) - 1, q * len(ordered) // 100)] for q in (50, 90, 99)}
-    return {**at, "max": ordered[-1]}
+    return {name: percentiles(counts) for name, counts in parts.items()}
 
 
 def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:

@@ -1,23 +1,27 @@
-"""The config of every arm and point of a study, composed from overrides, and what of a config can change a number."""
+"""The config of every arm and point of a study, composed from overrides; what a user may override in one."""
 
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import compose, plain
+from attnpo.config import compose
 from attnpo.schema import UserError, digest
-from attnpo.studies.grid import ONLY, Point, Study
+from attnpo.studies.auto_layer import LAYER, is_auto
+from attnpo.studies.grid import ONLY, Arm, Grid, Point, Study
+from attnpo.studies.identity import LAYERS, below, paths_of, result_of
 from attnpo.studies.publish import study_overrides
+from attnpo.weights.layers import resolve_layer
 
 log = logging.getLogger(__name__)
 
 Composed = tuple[DictConfig, list[str]]  # a config, and the overrides that give it on the command line
 
-# Parts of a config that change no number of a run.
-BOOKKEEPING = ("name", "output", "store", "resume", "logger", "study", "grid", "grids", "seeds", "composed")
+# What says whose attention an arm with a judge of its own reads.
+WHOSE = ("judge.path", "judge.other")
 
 
 def key_of(override: str) -> str:
@@ -64,17 +68,85 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
 
 
 def check_user(cfg: DictConfig, study: Study) -> None:
-    """Nothing; refuses an override of what the study's arms or worlds choose themselves."""
+    """Nothing; refuses overrides that would be lost to the study's choices or make its arms others than they are named.
+
+    UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
+    value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
+    layer stay free: the arm keeps its own, the others take the user's.
+    """
     user = of_points(cfg)
     arms = list(study.arms_with(cfg.truth is not None).values())
     chosen = {key_of(item) for overrides in arms for item in overrides if "." not in key_of(item)}
     _refuse(study, "arms", chosen, [override for override in user if key_of(override) in chosen])
     fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
-    _refuse(study, "worlds", fixed, [override for override in user if key_of(override) in fixed])
+    _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
+    for problem in (*_mislabelled(cfg, study, user, chosen), *_lost_to_grids(cfg, study, user)):
+        raise UserError(f"study {study.name}: {problem}, or add study=none for a single run")
     for override in user:
         group, dot, _ = key_of(override).partition(".")
         if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
             compose("fit", layered([override], arms[0], ["study=none"]), config_dir(cfg))
+
+
+def _mislabelled(cfg: DictConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
+    """What is wrong with overrides that reach every arm and that some arms are told apart by."""
+    written: Any = OmegaConf.to_container(cfg.study, resolve=False)
+    arms = study.arms_with(cfg.truth is not None)
+    sets = [item for name in arms for item in {**written["arms"], **(written.get("truth_arms") or {})}[name]]
+    literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
+    own = {key for key in literal if "." in key and key != LAYER}
+    for override in user:
+        key = key_of(override)
+        if _touches(key, own):
+            yield (
+                f"its arms differ in {key}, so {override} would make some of them others than they are named: leave "
+                "it out"
+            )
+        if study.layers and key == LAYERS:
+            yield (
+                f"study.layers makes an arm of every layer, and {override} would be read in place of each: give "
+                f"study.layers={override.partition('=')[2]}"
+            )
+        if "judge" in chosen and key in WHOSE:
+            yield (
+                f"some arms read another judge than others, and {override} would make them one: give "
+                "other_judge.path to change the other judge"
+            )
+
+
+def _lost_to_grids(cfg: DictConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
+    """What is wrong with overrides whose key is an axis of a grid of the study."""
+    grids = list(_grids(cfg, study))
+    for override in user:
+        value = override.partition("=")[2]
+        axis = key_of(override).rpartition(".")[2]
+        sets = [f"{name}.{axis}=[{value}]" for name, grid in grids if key_of(override) in axes(grid)]
+        if sets:
+            yield f"{override} would be lost, the study's grid sets it: {' '.join(sets)}"
+
+
+def _grids(cfg: DictConfig, study: Study) -> Iterator[tuple[str, Grid]]:
+    """The grids that the study's arms get, each with the key that it is overridden by."""
+    arms = list(study.arms_with(cfg.truth is not None))
+    node: Any = OmegaConf.to_container(cfg.study, resolve=False)
+    named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
+    own = node.get("grids") or {}
+    named |= {f"study.grids.{name}": (own.get(name), study.grids[name]) for name in arms if name in study.grids}
+    seen: dict[str, Grid] = {}
+    for key, (text, grid) in named.items():
+        origin = re.fullmatch(r"\$\{([\w.]+)\}", str(text))
+        seen.setdefault(key if origin is None else origin[1], grid)
+    yield from seen.items()
+
+
+def axes(grid: Grid) -> set[str]:
+    """The keys that a grid sets."""
+    return {key_of(override) for override in grid.overrides()[0]}
+
+
+def _touches(key: str, others: set[str]) -> bool:
+    """Whether an override of ``key`` changes one of ``others``, or is changed by it; a group's choice is neither."""
+    return key in others or ("." in key and any(below(key, [other]) or below(other, [key]) for other in others))
 
 
 def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> None:
@@ -83,6 +155,36 @@ def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> No
             f"study {study.name} chooses {', '.join(sorted(chosen))} for each of its {of}, so {' '.join(clash)} would "
             "be lost: leave it out, or add study=none for a single run"
         )
+
+
+def check_distinct(
+    study: Study,
+    arms: Sequence[Arm],
+    configs: Mapping[tuple[str, str], DictConfig],
+    depths: Mapping[tuple[str, str], int] | None = None,
+) -> None:
+    """Nothing; raises UserError naming two arms of a world that would train the very same points.
+
+    ``configs`` by world and arm; ``depths``: layers of an arm's judge, as far as known, which make "last" a number.
+    """
+    seen: dict[str, Arm] = {}
+    for arm in arms:
+        place = (arm.world, arm.name)
+        same = digest(_trained(configs[place], arm.grid or study.grid, (depths or {}).get(place, 0)))
+        other = seen.setdefault(f"{arm.world}/{same}", arm)
+        if other is not arm:
+            raise UserError(
+                f"study {study.name}: its arms {other.label} and {arm.label} would be the same runs under two names: "
+                "leave out the override that makes them one, or one of the arms"
+            )
+
+
+def _trained(cfg: DictConfig, grid: Grid, depth: int) -> dict[str, Any]:
+    """All that an arm's points are made of, but the seed."""
+    values = {key: value for key, value in counted(cfg).items() if key not in axes(grid)}
+    if depth and LAYER in values and not is_auto(values[LAYER]):
+        values[LAYER] = resolve_layer(values[LAYER], depth)
+    return {"config": values, "paths": paths_of(cfg), "grid": grid.overrides()}
 
 
 def applies(cfg: DictConfig, override: str, arm: Sequence[str]) -> bool:
@@ -129,7 +231,7 @@ def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str
 
     That is the composed config and ``facts``: what the files it names hold, and the versions of the code.
     """
-    values = numbers_of(cfg)
+    values = result_of(cfg)
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
     name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
@@ -137,16 +239,6 @@ def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str
     return folder / "points" / f"{clean(name)}-seed{point.seed}-{found}"
 
 
-def numbers_of(cfg: DictConfig) -> dict[str, Any]:
-    """The parts of a config that can change a number; paths of model and data give way to what they hold."""
-    values = {key: value for key, value in plain(cfg).items() if key not in BOOKKEEPING}
-    for node in ("model", "data"):
-        values[node] = {key: value for key, value in values[node].items() if key != "path"}
-    return values
-
-
 def counted(cfg: DictConfig) -> dict[str, Any]:
-    """``numbers_of`` an arm without the seed, which differs between its points."""
-    values = numbers_of(cfg)
-    prepare = values["prepare"]
-    return {**values, "seed": None, "prepare": None if prepare is None else {**prepare, "seed": None}}
+    """What can change a number of an arm, without the seed, which differs between its points."""
+    return {key: value for key, value in result_of(cfg).items() if key not in ("seed", "prepare.seed")}

@@ -2,7 +2,7 @@
 
 Needs no truth and no training: every layer is scored on a few training pairs by ``attnpo.analysis.faithfulness``, the
 best one becomes the run's ``weights.layer``, and scores and choice stay in the store, so that it is found once per
-judge, prompts and pairs.
+judge, prompts and pairs. A choice that the sample does not carry is taken all the same, with a warning.
 """
 
 import json
@@ -10,9 +10,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from attnpo.config import build
@@ -34,6 +35,8 @@ AUTO = "auto"
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
 """Where the record of a choice stands: the folder in the store, the key in ``Ground.prepared`` and in a result."""
+CLEAR = 2.0
+"""How many standard errors must lie between two numbers for a sample to tell them apart."""
 
 
 @dataclass(frozen=True)
@@ -62,30 +65,66 @@ class AutoLayer:
 class Choice:
     """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
 
-    ``full``: mean log-odds of the judge's own verdict with whole responses, the most that can fall. ``prompts`` and
-    ``seconds`` are what it took.
+    ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
+    differences to it; None for fewer than two pairs. ``full``: mean log-odds of the judge's own verdict with whole
+    responses, the most that can fall. ``pairs`` of the sample were read, ``left_out`` could not be shown to the judge,
+    ``emptied`` counts shortened responses without a token. ``prompts`` and ``seconds`` are what it took.
     """
 
     layer: int
     scores: dict[int, float]
+    error: float | None
+    errors: dict[int, float | None]
     full: float
     pairs: int
+    left_out: int
+    emptied: int
     prompts: int
     seconds: float
-    rules: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, Any]
+
+    def doubts(self) -> list[str]:
+        """What the sample leaves open, each with what to do; empty when it carries the choice."""
+        more = "raise auto_layer.pairs"
+        if self.pairs + self.left_out < self.rules["pairs"]:
+            more = "there are no more training pairs, so name a layer by weights.layer"
+        found = []
+        best = self.scores[self.layer]
+        if self.error is None or best <= CLEAR * self.error:
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layer {self.layer} from random tokens "
+                f"({best:+.3f}, standard error {_shown(self.error)}): {more}"
+            )
+        like = [layer for layer, error in self.errors.items() if error is None or self._lead(layer) <= CLEAR * error]
+        if like:
+            *first, last = sorted([self.layer, *like])
+            gaps = ", ".join(f"{layer}: {self._lead(layer):.3f} +- {_shown(self.errors[layer])}" for layer in like)
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
+                f"(behind layer {self.layer}, with standard errors: {gaps}): {more}"
+            )
+        return found
+
+    def _lead(self, layer: int) -> float:
+        return self.scores[self.layer] - self.scores[layer]
 
     def numbers(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """All of it as plain data, ``doubts`` included."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
-        return values
+        return {**values, "doubts": self.doubts()}
 
     def text(self) -> str:
         """The choice with the scores of all layers, for the log."""
         scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
         return (
             f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
-            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs)"
+            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs, {self.left_out} left out, "
+            f"{self.emptied} shortened responses left empty)"
         )
+
+
+def _shown(error: float | None) -> str:
+    return "unknown" if error is None else f"{error:.3f}"
 
 
 def is_auto(layer: object) -> bool:
@@ -108,8 +147,8 @@ def wants_auto(cfg: "DictConfig") -> bool:
 def settle_layer(ground: "Ground", encoded: "Mapping[str, EncodedSet]") -> "Ground":
     """``ground`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
 
-    Logs the choice. The record is taken from the store where it is known; otherwise the sample is judged, which is
-    refused in a job of several processes (UserError).
+    Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
+    otherwise the sample is judged, which is refused in a job of several processes (UserError).
     """
     if not wants_auto(ground.cfg):
         return ground
@@ -123,12 +162,14 @@ def find_choice(ground: "Ground", train: "EncodedSet") -> Choice:
     """The layer for these training pairs, from the store or computed and stored."""
     from attnpo.analysis.faithfulness import VERSION
     from attnpo.studies.ground import judge_room
+    from attnpo.weights.capture import CAPTURE_VERSION
 
-    rules: AutoLayer = build(ground.cfg.auto_layer) if ground.cfg.get("auto_layer") else AutoLayer()
+    rules: AutoLayer = build(ground.cfg.auto_layer)
     sample = calibration_pairs(train.pairs, rules.pairs)
     room = judge_room(ground)
     key = {
         "version": VERSION,
+        "capture": CAPTURE_VERSION,
         "pairs": [pair.pair_id for pair in sample],
         "rules": asdict(rules),
         "weights": {name: value for name, value in _plain(ground.cfg.weights).items() if name != "store_layers"},
@@ -149,6 +190,8 @@ def find_choice(ground: "Ground", train: "EncodedSet") -> Choice:
         log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
     else:
         log.info("%s; from the store", known.text())
+    for doubt in known.doubts():
+        log.warning("weights.layer=auto: %s", doubt)
     return known
 
 
@@ -161,7 +204,7 @@ def calibration_pairs(pairs: "list[PreferencePair]", count: int) -> "list[Prefer
 def _score(
     ground: "Ground", train: "EncodedSet", sample: "list[PreferencePair]", room: "JudgeRoom", rules: AutoLayer
 ) -> Choice:
-    from attnpo.analysis.faithfulness import Mode, Removal, measure
+    from attnpo.analysis.faithfulness import EMPTIED, Mode, Removal, measure
     from attnpo.studies.ground import device_of
 
     began = time.perf_counter()
@@ -178,16 +221,29 @@ def _score(
     found = measure(
         sample, {str(layer): rows for layer, rows in ranked.items()}, tools.judge, tools.prompts, removal, _progress
     )
-    scores = {layer: round(found.score(str(layer)), 6) for layer in ranked}
+    each = {layer: found.scores(str(layer)) for layer in ranked}
+    scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
+    best = best_layer(scores)
     return Choice(
-        layer=best_layer(scores),
+        layer=best,
         scores=scores,
+        error=standard_error(each[best].tolist()),
+        errors={
+            layer: standard_error((each[best] - values).tolist()) for layer, values in each.items() if layer != best
+        },
         full=round(float(found.full.mean()), 6),
         pairs=len(found.pair_ids),
+        left_out=len(sample) - len(found.pair_ids),
+        emptied=found.counts[EMPTIED],
         prompts=found.prompts,
         seconds=round(time.perf_counter() - began, 2),
         rules=asdict(rules),
     )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of ``values``, None for fewer than two."""
+    return round(stdev(values) / math.sqrt(len(values)), 6) if len(values) > 1 else None
 
 
 def best_layer(scores: Mapping[int, float]) -> int:
@@ -251,8 +307,9 @@ def _read(path: Path) -> Choice | None:
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
-        stored.pop("key")
-        choice = Choice(scores=scores, **stored)
+        errors = {int(layer): error for layer, error in stored.pop("errors").items()}
+        del stored["key"], stored["doubts"]
+        choice = Choice(scores=scores, errors=errors, **stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return choice if choice.layer in scores and all(map(math.isfinite, scores.values())) else None

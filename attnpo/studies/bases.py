@@ -1,5 +1,6 @@
 """What the points of one world and seed stand on: base, pairs, one judge pass, and what is measured beside them."""
 
+import inspect
 import json
 import logging
 import traceback
@@ -15,11 +16,13 @@ from attnpo.data.prepare import EncodedSet
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
-from attnpo.studies.arms import Composed, arm_config, clean, numbers_of
+from attnpo.studies.analyses import StudyAnalysis
+from attnpo.studies.arms import Composed, arm_config, clean
 from attnpo.studies.auto_layer import settle_layer
 from attnpo.studies.execution import last_line
 from attnpo.studies.grid import ONLY, Arm, Study
-from attnpo.studies.ground import Ground, lay_ground, settle
+from attnpo.studies.ground import Ground, lay_ground, settle, settle_judge
+from attnpo.studies.identity import settings_of, source_digest
 from attnpo.studies.inputs import APART, encode, read_pairs
 from attnpo.studies.weighing import Weighed, weigh
 
@@ -30,7 +33,10 @@ ANALYSES, COSTS = "analyses", "costs.json"
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds that were spent once for all arms; None where nothing is known of it."""
+    """Seconds that were spent once for all arms; None where nothing is known of it.
+
+    ``judge``: the passes of judge and verbalizer over the pairs, those of all commands together.
+    """
 
     base: float | None = None
     judge: float | None = None
@@ -42,7 +48,8 @@ class Basis:
 
     ``facts``: what identifies the inputs of every arm (contents, not paths). ``keys``: what identifies an arm's
     captured weights. ``lost``: arms that could not be weighed, with the error. ``measured``: results of the study's
-    analyses; ``unmeasured``: those that failed, with the error.
+    analyses; ``unmeasured``: those that failed, with the error. ``depths``: layers of each arm's judge. ``gates``:
+    whether the judge of this base, and of another base that judges, passed its gate, as far as that was measured.
     """
 
     world: str
@@ -54,11 +61,22 @@ class Basis:
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     cost: Cost = Cost()
+    depths: dict[str, int] = field(default_factory=dict)
+    gates: dict[str, bool] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
         """A short name for logs."""
         return f"world {self.world}, seed {self.seed}" if self.world else f"seed {self.seed}"
+
+    @property
+    def warnings(self) -> list[str]:
+        """A line for every base whose judge missed its gate."""
+        return [
+            f"WARNING {self.label}: the judge of {name} missed its gate; what its attention does here proves little"
+            for name, passed in self.gates.items()
+            if not passed
+        ]
 
     def facts_of(self, study: Study, arm: Arm) -> dict[str, Any]:
         """What identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
@@ -95,6 +113,7 @@ def lay_basis(
         fill_paths(config, settled)
     ground = _ground(basis, configs)
     encoded = _facts(basis, ground)
+    _note_gate(basis, "this base", ground.prepared.get("base"))
     done: dict[str, Weighed] = {}
     for name, config in configs.items():
         if name in basis.lost:
@@ -103,12 +122,14 @@ def lay_basis(
         try:
             if same not in done:
                 done[same] = weigh(settle_layer(replace(ground, cfg=config), encoded), encoded)
+                _note_gate(basis, "the second base", settle_judge(config)[1])
         except Exception as error:
             basis.lost[name] = told(error)
             if len(basis.lost) == len(configs):
                 raise
             continue
         basis.keys[name] = done[same].key
+        basis.depths[name] = done[same].depth
         if not study.layers or name == study.layer_arm:  # the layers told apart are those of that arm's judge
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
@@ -131,11 +152,17 @@ def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> Ground:
     raise AssertionError("a study has an arm")
 
 
+def _note_gate(basis: Basis, name: str, report: object) -> None:
+    """Nothing; puts into ``basis`` whether a judge passed its gate, where its base was built with one."""
+    if isinstance(report, Mapping) and isinstance(report.get("gate_passed"), bool):
+        basis.gates[name] = report["gate_passed"]
+
+
 def _facts(basis: Basis, ground: Ground) -> dict[str, EncodedSet]:
     """The encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
     pairs = read_pairs(ground)
     basis.facts = {
-        "code": versions(),
+        "code": {**versions(), "source": source_digest()},
         "world": ground.prepared.get("digest"),
         "model": weights_fingerprint(ground.model.path, ground.model.revision),
         "chat": ground.chat.fingerprint(),
@@ -175,10 +202,17 @@ def measure(
     """Nothing; puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
     config = at_seed(arm_config(cfg, study, [], basis.world)[0], basis.seed)
     fill_paths(config, ground.cfg)
-    values = {key: value for key, value in numbers_of(config).items() if key not in APART}
+    values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
     settings = plain(cfg)["study"]["analyses"]
     for name, analysis in study.analyses.items():
-        same = digest({"facts": basis.facts, "weights": basis.keys, "config": values, "settings": settings[name]})[:16]
+        same = digest(
+            {
+                "facts": {**basis.facts, "analysis": _source(analysis)},
+                "weights": basis.keys,
+                "config": values,
+                "settings": settings[name],
+            }
+        )[:16]
         parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same]
         path = folder / ANALYSES / f"{clean('-'.join(parts))}.json"
         if path.is_file():
@@ -199,6 +233,12 @@ def measure(
         basis.measured[name] = json.loads(text)  # as a repeated command will read it
 
 
+def _source(analysis: StudyAnalysis) -> str:
+    """Digest of an analysis's own module and of the package's room of analyses."""
+    own = Path(inspect.getfile(type(analysis)))
+    return source_digest(("analysis",)) + source_digest((own.name,), own.parent)
+
+
 # ------------------------------------------------------------------------------------------------ costs
 
 
@@ -210,13 +250,25 @@ def _cost(ground: Ground, weighed: list[Weighed]) -> Cost:
 
 
 def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
-    """Nothing; writes the seconds of base and judge pass to ``folder``, and takes from there what was spent earlier."""
+    """Nothing; adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
     path = folder / COSTS
-    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = _known_costs(path)
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"
-        if basis.cost.judge is None:
-            basis.cost = replace(basis.cost, judge=known.get(name))
-        else:
-            known[name] = basis.cost.judge
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        if basis.cost.judge is not None:
+            known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
+        basis.cost = replace(basis.cost, judge=known.get(name))
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _known_costs(path: Path) -> dict[str, float]:
+    """The seconds in a file; nothing, with a line in the log, where it cannot be read."""
+    if not path.is_file():
+        return {}
+    try:
+        return {str(name): float(seconds) for name, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as problem:
+        log.warning("%s cannot be read and is written anew, without what earlier commands spent: %s", path, problem)
+        return {}

@@ -2,14 +2,15 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import compose
 from attnpo.schema import UserError
@@ -19,43 +20,78 @@ from attnpo.studies.run import run
 Job = tuple[list[str], Path]  # the overrides of a point and its folder
 
 
-def execute(
-    jobs: Sequence[Job], workers: int, config_dir: Path | None, store: str | None
-) -> Iterator[tuple[int, dict[str, Any], str | None]]:
-    """(place in ``jobs``, result, error) of every job as it finishes, ``workers`` at a time in processes of their own.
+Done = tuple[int, dict[str, Any], str | None]  # a job's place, its result, its error
 
-    A GPU is not shared: with one, jobs run in this process one after the other.
-    """
+KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
+
+
+def on_gpu(configs: Iterable[DictConfig]) -> bool:
+    """Whether one of these points would train on a GPU of this machine."""
     import torch
 
+    return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
+
+
+def execute(
+    jobs: Sequence[Job], workers: int, config_dir: Path | None, store: str | None, here: bool = False
+) -> Iterator[Done]:
+    """(place in ``jobs``, result, error) of every job as it finishes, ``workers`` at a time in processes of their own.
+
+    ``here``: one after the other in this process, as where they need a GPU, which is not shared.
+    """
     if not jobs:
         return
-    workers = min(workers, len(jobs), max(1, os.cpu_count() or 1))
-    if workers == 1 or torch.cuda.is_available():
+    workers = min(workers, max(1, os.cpu_count() or 1))
+    if workers == 1 or here:
         try:
             for place, (overrides, folder) in enumerate(jobs):
                 yield (place, *run_point(overrides, folder, config_dir, store, None))
         finally:
             forget()
         return
+    workers = min(workers, len(jobs))
     threads = max(1, (os.cpu_count() or workers) // workers)
+    calls = [(overrides, folder, config_dir, store, threads) for overrides, folder in jobs]
+    left = deque(range(len(jobs)))
+    while left:
+        suspects = yield from _until_broken(calls, left, workers)
+        for place in suspects:
+            # One that was killed alone is the culprit; of several each is tried once more, by itself.
+            if len(suspects) == 1 or (yield from _until_broken(calls, deque([place]), 1)):
+                yield place, {}, KILLED
+
+
+Call = tuple[list[str], Path, Path | None, str | None, int]
+
+
+def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
+    """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
+    at_work: dict[Future[tuple[dict[str, Any], str | None]], int] = {}
+    killed: list[int] = []
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures: dict[Future[tuple[dict[str, Any], str | None]], int] = {
-            pool.submit(run_point, overrides, folder, config_dir, store, threads): place
-            for place, (overrides, folder) in enumerate(jobs)
-        }
         try:
-            for future in as_completed(futures):
-                try:
-                    result, error = future.result()
-                except BrokenProcessPool as broken:  # the process was killed, for its memory perhaps
-                    result, error = {}, f"the point's process ended abruptly: {broken}"
-                yield futures[future], result, error
+            while (left or at_work) and not killed:
+                # No more than are worked on: what only waits for a process is not lost with it.
+                while left and len(at_work) < workers:
+                    at_work[pool.submit(run_point, *calls[left[0]])] = left[0]
+                    left.popleft()
+                ended = wait(at_work, return_when=FIRST_COMPLETED).done
+                if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
+                    ended = wait(at_work).done
+                for future in ended:
+                    place = at_work.pop(future)
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        killed.append(place)
+                    else:
+                        yield place, *future.result()
+        except BrokenProcessPool:  # on submitting, to a pool that broke just before
+            killed += at_work.values()
         except KeyboardInterrupt:  # also a point's own Interrupted
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in active_children():
                 worker.terminate()
             raise
+    return sorted(killed)
 
 
 def run_point(

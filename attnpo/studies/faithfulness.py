@@ -38,8 +38,9 @@ class Faithfulness:
 
     The top-weighted ``shares`` of the tokens of both responses are removed, or alone kept, against ``draws`` random
     sets of as many tokens from the same places, keyed by ``seed`` (an even number, so that the judge's liking for a
-    place cancels). ``layers`` empty measures every layer of the judge. ``kl_limit``: rewards are compared at the best
-    point with validation KL up to it.
+    place cancels). ``layers`` empty measures every layer of the judge. Layers are read with the study's own weights
+    (their post-processing, their heads), the rollout with the same post-processing. ``kl_limit``: the KL to the base at
+    which trained rewards are set beside it, each layer's read off its own path over the grid.
     """
 
     pairs: int = 250
@@ -114,7 +115,7 @@ class Faithfulness:
         self, ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]", grammar: "Grammar | None"
     ) -> "dict[str, tuple[int | None, Rankings]]":
         """What is measured, by name: its layer if it is one, and its weights."""
-        layers = layer_rankings(reading(ground, "attention.Attention"), pool, sample, self.layers)
+        layers = layer_rankings(by_layer(ground), pool, sample, self.layers)
         found: dict[str, tuple[int | None, Rankings]] = {
             f"layer {layer}": (layer, rows) for layer, rows in layers.items()
         }
@@ -139,21 +140,30 @@ class Faithfulness:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def reading(ground: "Ground", component: str) -> "Ground":
-    """The same ground with the weights of one of ``attnpo.weights.sources``, as they are by default."""
+def by_layer(ground: "Ground") -> "Ground":
+    """``ground`` where its weights read a layer, as they are; else the same with attention as it is by default."""
+    return ground if "layer" in ground.cfg.weights else reading(ground, "attention.Attention")
+
+
+def reading(ground: "Ground", component: str, **settings: Any) -> "Ground":
+    """The same ground with the weights of one of ``attnpo.weights.sources``; what is not given is as by default."""
     from omegaconf import OmegaConf
 
     cfg = ground.cfg.copy()
-    cfg.weights = OmegaConf.create({"_target_": f"attnpo.weights.sources.{component}"})
+    cfg.weights = OmegaConf.create({"_target_": f"attnpo.weights.sources.{component}", **settings})
     return replace(ground, cfg=cfg)
 
 
 def rollout_rankings(ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
-    """The rollout's weights of ``sample``; what the store lacks is judged."""
+    """The rollout's weights of ``sample``, post-processed as the study's are; what the store lacks is judged."""
+    from omegaconf import OmegaConf
+
     from attnpo.analysis.faithfulness import rankings
     from attnpo.studies.weighing import weigh
 
-    weighed = weigh(reading(ground, "rollout.Rollout"), sample_of(pool, sample))
+    own = by_layer(ground).cfg.weights.get("postprocess")
+    settings = {} if own is None else {"postprocess": OmegaConf.to_container(own, resolve=True)}
+    weighed = weigh(reading(ground, "rollout.Rollout", **settings), sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
@@ -172,9 +182,11 @@ def truth_of(ground: "Ground") -> "Grammar | None":
 
 def true_rankings(sample: "Sequence[PreferencePair]", tokens: "Rankings", grammar: "Grammar") -> "Rankings":
     """Weight 1 for the tokens that hold a decisive character, 0 for the others."""
+    from attnpo.testbed.importance import decisive
+
     return {
         pair.pair_id: {
-            side: replace(row, weights=tuple(map(float, decisive(pair, side, row, grammar))))
+            side: replace(row, weights=tuple(map(float, decisive(pair, side, row.offsets, grammar))))
             for side, row in tokens[pair.pair_id].items()
         }
         for pair in sample
@@ -184,28 +196,17 @@ def true_rankings(sample: "Sequence[PreferencePair]", tokens: "Rankings", gramma
 
 def true_mass(sample: "Sequence[PreferencePair]", rows: "Rankings", grammar: "Grammar") -> float:
     """The share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
+    from attnpo.testbed.importance import decisive
+
     shares = []
     for pair in sample:
         for side in SIDES:
             row = rows[pair.pair_id][side]
-            marks = decisive(pair, side, row, grammar)
+            marks = decisive(pair, side, row.offsets, grammar)
             total = sum(row.weights)
             if any(marks) and total > 0:
                 shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
     return round(sum(shares) / len(shares), 4) if shares else math.nan
-
-
-def decisive(pair: "PreferencePair", side: str, row: "Ranking", grammar: "Grammar") -> list[bool]:
-    """Whether each token holds a decisive character. UserError for a prompt that is not the grammar's."""
-    try:
-        topic = grammar.parse_prompt(pair.prompt[-1]["content"]).topic
-    except ValueError as error:
-        raise UserError(
-            f"pair {pair.pair_id}: the setting's truth knows the prompts of the testbed alone ({error}): set "
-            "truth=null for other data"
-        ) from error
-    spans = grammar.importance(pair.response(side), topic)
-    return [any(start < stop and begin < end for begin, stop in spans) for start, end in row.offsets]
 
 
 def _progress(done: int, total: int) -> None:

@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.schema import UserError
 
 STUDY_FILES = ("study.json", "results.csv", "table.md")
-RESULT, CONFIG = "result.json", "config.yaml"
+RESULT, CONFIG, ANALYSES = "result.json", "config.yaml", "analyses"
 KEYS = ("world", "arm")
+RUNS = ("run",)
+HEADLINES = ("reward", "val accuracy")
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
 
 
@@ -25,7 +27,8 @@ class StudyFolder:
     """A study as its folder tells it.
 
     ``tables`` are those it printed, the first with its arms; ``notes`` what stood under them; ``runs`` the rows of its
-    results.csv; ``points`` how many of its points have a result.
+    results.csv; ``setting`` the one its points were composed with. One that is not ``finished`` has a table of the
+    points it has.
     """
 
     path: Path
@@ -33,7 +36,8 @@ class StudyFolder:
     tables: tuple[KeyedTable, ...]
     notes: tuple[str, ...]
     runs: tuple[Mapping[str, Cell], ...]
-    points: int
+    setting: str | None
+    finished: bool
 
 
 def kind_in(folder: Path) -> str:
@@ -67,19 +71,23 @@ def read_study(folder: Path) -> StudyFolder:
     UserError when there is neither a table nor a finished point, and for files that cannot be read.
     """
     results = sorted(folder.glob(f"points/*/{RESULT}"))
-    if (folder / "table.md").is_file():
+    finished = (folder / "table.md").is_file()
+    if finished:
         tables, notes = read_tables(folder / "table.md")
     elif results:
-        tables = [runs_table([run_row(path.parent) for path in results], "points")]
-        notes = [f"not finished: no table.md; {len(results)} points have a result"]
+        begun = sum(path.is_dir() for path in (folder / "points").iterdir())
+        title = f"not finished, {len(results)} of {begun} begun points have a result"
+        tables = [replace(runs_table([run_row(path.parent) for path in results]), title=title)]
+        notes = [f"{title}, and there is no table.md: run the study's command again to finish it"]
     else:
         raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
     if not tables:
         raise UserError(f"{folder / 'table.md'}: expected a table in Markdown, there is none; run the study again")
-    runs = read_runs(folder / "results.csv")
+    runs = read_runs(folder / "results.csv") if finished else []
     if runs and len(results) < len(runs):
         notes.append(f"{len(runs) - len(results)} of {len(runs)} runs in results.csv have no {RESULT} under points/")
-    return StudyFolder(folder, folder.resolve().name, tuple(tables), tuple(notes), tuple(runs), len(results))
+    setting = next(filter(None, (setting_in(path.parent) for path in results)), None)
+    return StudyFolder(folder, folder.resolve().name, tuple(tables), tuple(notes), tuple(runs), setting, finished)
 
 
 def read_runs(path: Path) -> list[dict[str, Cell]]:
@@ -101,7 +109,8 @@ def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
             block.append(cells_of(line))
             continue
         if len(block) > 1:
-            tables.append(keyed(block[0], block[2:], caption or heading))
+            tables.append(keyed(block[0], block[1], block[2:], caption or heading))
+            caption = ""
         block = []
         if line.startswith("#"):
             heading, caption = line.lstrip("#").strip(), ""
@@ -118,20 +127,19 @@ def cells_of(line: str) -> list[str]:
     return [re.sub(r"\\([|\\])", r"\1", part.strip()).replace("&lt;", "<") for part in parts[1:-1]]
 
 
-def keyed(columns: Sequence[str], lines: Sequence[Sequence[str]], title: str, name: str = "arms") -> KeyedTable:
-    """A table of texts as one of numbers where a column holds them, with as many decimals as it was written with."""
+def keyed(columns: Sequence[str], rule: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> KeyedTable:
+    """A table of texts as one of numbers in the columns that ``rule`` sets to the right, with their decimals."""
     rows: list[dict[str, Cell]] = [{} for _ in lines]
     digits = {}
     for place, column in enumerate(columns):
         texts = [line[place] for line in lines]
-        values = [value_of(text) for text in texts]
-        numeric = all(value is None or isinstance(value, int | float) for value in values)
+        numeric = rule[place].endswith(":")
         if numeric:
             digits[column] = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
-        for row, text, value in zip(rows, texts, values, strict=True):
-            row[column] = value if numeric else text
+        for row, text in zip(rows, texts, strict=True):
+            row[column] = value_of(text) if numeric else text
     keys = tuple(key for key in KEYS if key in columns) or (columns[0],)
-    return KeyedTable(name, title, tuple(columns), tuple(rows), keys, None, digits)
+    return KeyedTable("arms", title, tuple(columns), tuple(rows), keys, None, digits)
 
 
 def value_of(text: str) -> Cell:
@@ -146,7 +154,10 @@ def value_of(text: str) -> Cell:
 
 
 def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """The first column of numbers of a study's table and its cells by the row's keys, with the interval behind it."""
+    """The column that tells a study's arms apart and its cells by the row's keys, with the interval behind it.
+
+    The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
+    """
     numeric = [
         name
         for name in table.columns
@@ -156,7 +167,7 @@ def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
     ]
     if not numeric:
         return "", {}
-    name = numeric[0]
+    name = next((wanted for wanted in HEADLINES if wanted in numeric), numeric[0])
     after = table.columns[table.columns.index(name) + 1 :][:1]
     cells = {}
     for row in table.rows:
@@ -230,8 +241,7 @@ def settings_in(path: Path) -> dict[str, Cell]:
         return {}
     cfg: Any = OmegaConf.load(path)
     choices = OmegaConf.select(cfg, "composed.choices") or {}
-    layer = OmegaConf.select(cfg, "weights.layer")
-    weights = str(choices.get("weights", "")) + ("" if layer is None else f" L{layer}")
+    weights = " ".join([str(choices.get("weights", "")), *rows_in(cfg)])
     found = {
         "weights": " + ".join([weights, *map(str, OmegaConf.select(cfg, "transforms") or {})]),
         "objective": choices.get("objective"),
@@ -241,10 +251,25 @@ def settings_in(path: Path) -> dict[str, Cell]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def rows_in(cfg: Any) -> list[str]:
+    """Which layers and heads of the judge a saved configuration weighs by, in words; none for weights without any."""
+    layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
+    layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
+    return [mark + "+".join(map(str, rows)) for mark, rows in (("L", layers), ("H", heads)) if rows]
+
+
+def setting_in(folder: Path) -> str | None:
+    """The setting that a run was composed with; None when its folder does not say."""
+    if not (folder / CONFIG).is_file():
+        return None
+    found = OmegaConf.select(OmegaConf.load(folder / CONFIG), "composed.choices.setting")
+    return None if found is None else str(found)
+
+
 def runs_table(rows: Sequence[Mapping[str, Cell]], name: str = "runs") -> KeyedTable:
     """The rows of several runs as one table, with the columns that any of them has."""
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     tail = tuple(column for column in columns if column == "s/run")
     columns = tuple(column for column in columns if column not in tail) + tail
-    digits = {"beta": 4, "lr": 7, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
-    return KeyedTable(name, "Finished runs", columns, tuple(rows), ("run",), None, digits)
+    digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
+    return KeyedTable(name, "Finished runs", columns, tuple(rows), RUNS, None, digits)

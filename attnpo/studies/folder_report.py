@@ -1,49 +1,68 @@
 """Reports of finished folders: each study's tables again, studies side by side, runs row by row, printed numbers."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnpo.analysis.page import Image, Section, TableBlock
-from attnpo.analysis.printed import KeyedTable, beside, read_printed
+from attnpo.analysis.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
+from attnpo.analysis.tables import Cell
 from attnpo.studies.finished import (
+    ANALYSES,
     StudyFolder,
     column_names,
     kind_in,
     read_study,
     run_row,
     runs_table,
+    setting_in,
     side_by_side,
 )
 from attnpo.studies.report_output import publish
 from attnpo.studies.reporting import RUN, STUDY
 
-# What the paper's tables call the column that names the rows.
-METHOD = "method"
+METHOD = "method"  # what the paper's tables call the column that names the rows
+SETTING = "setting"
+MODELS = (SETTING, "base_model", "model")  # columns that say whose numbers a printed row holds, the first that is there
 GRADED = "scores of graded answers are no part of a study's folder"
+FIGURES = ("frontier", "layers")  # of every study, or of each of its worlds
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A table that printed rows may meet, and the settings of its numbers; none where its folders do not say."""
+
+    table: KeyedTable
+    settings: frozenset[str]
 
 
 def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
     """Nothing; prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
 
-    ``kind``: study or run; empty goes by what each folder holds. ``printed``: CSV files, put beside the studies side by
-    side if there are several, else beside the only one (or beside the runs when there is none). UserError for a folder
-    that holds nothing of the kind.
+    ``kind``: study or run; empty goes by what each folder holds. ``printed``: CSV files, of which each study has those
+    rows that are of its setting, in a table below its own (the runs likewise). UserError for a folder that holds
+    nothing of the kind.
     """
     kinds = [kind or kind_in(folder) for folder in folders]
     studies = [read_study(folder) for folder, one in zip(folders, kinds, strict=True) if one == STUDY]
-    rows = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
-    tables = [table for study in studies for table in named(study, [one.path for one in studies])]
-    if len(studies) > 1:
-        tables.insert(0, side_by_side(studies))
-    if rows:
-        names = column_names(rows)
-        tables.append(runs_table([{**run_row(folder), "run": name} for folder, name in zip(rows, names, strict=True)]))
-    for path in printed:
-        tables[0] = joined(tables[0], path)
+    runs = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
     notes = [f"{study.title}: {line}" if len(studies) > 1 else line for study in studies for line in study.notes]
+    told = [named(study, [one.path for one in studies]) for study in studies]
+    if runs:
+        rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
+        told.append([runs_table(rows)])
+    settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
+    ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
+    for path in printed:
+        found, lines = put_beside(ours, path)
+        notes += lines
+        for tables, table in zip(told, found, strict=True):
+            tables[1:1] = [] if table is None else [table]
+    finished = [study for study in studies if study.finished]
+    together = [side_by_side(finished)] if len(finished) > 1 else []
     sections = [section for study in studies for section in pictures(study)]
-    publish(title_of(studies, rows), tables, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
+    every = [*together, *(table for tables in told for table in tables)]
+    publish(title_of(studies, runs), every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
 def named(study: StudyFolder, others: Sequence[Path]) -> list[KeyedTable]:
@@ -54,26 +73,117 @@ def named(study: StudyFolder, others: Sequence[Path]) -> list[KeyedTable]:
     ]
 
 
-def joined(table: KeyedTable, path: Path) -> KeyedTable:
-    """``table`` with the printed numbers of a file. UserError when it has no column that names our rows.
+# ------------------------------------------------------------------------------------------------ printed numbers
 
-    Its column of methods meets our arms; a file that calls them otherwise can have a column of arms beside it.
+
+def put_beside(ours: Sequence[Ours], path: Path) -> tuple[list[KeyedTable | None], list[str]]:
+    """For each of our tables the rows of a file that are of its setting, joined with ours; and what must be said.
+
+    A row without any of ours is shown once, below the first table of its setting. UserError when the file has no column
+    that names our rows.
+    """
+    files = [read_rows(path, one.table) for one in ours]
+    mine = [
+        [place for place, row in enumerate(file.rows) if is_of(row, one)] for file, one in zip(files, ours, strict=True)
+    ]
+    met = [
+        [place for place in places if met_in(one.table, file, file.rows[place])]
+        for file, one, places in zip(files, ours, mine, strict=True)
+    ]
+    left = {place for places in mine for place in places} - {place for places in met for place in places}
+    notes = about_rows(path, files[0], ours, sorted(left), {place for places in mine for place in places})
+    tables: list[KeyedTable | None] = []
+    for file, one, places, found in zip(files, ours, mine, met, strict=True):
+        shown = [place for place in places if place in found or place in left]
+        left -= set(shown)
+        if not shown:
+            tables.append(None)
+            continue
+        columns = tuple(name for name in file.columns if name != SETTING)
+        table = beside(one.table, replace(file, columns=columns, rows=tuple(file.rows[i] for i in shown)), fold=True)
+        where = f", {SETTING} {', '.join(sorted(one.settings))}" if one.settings else ""
+        tables.append(replace(table, title=f"{one.table.name}: printed numbers of {label_of(path)}{where}"))
+    return tables, notes
+
+
+def read_rows(path: Path, table: KeyedTable) -> PrintedTable:
+    """A file with its rows named as ours are: its column of methods stands for one of arms (or runs) where it has none.
+
+    UserError when it has neither.
     """
     item = table.keys[-1]
-    printed = read_printed(path, [*table.keys, METHOD])
+    printed = read_printed(path, [*table.keys, METHOD, *MODELS])
     if item not in printed.columns:
-        printed = read_printed(path, table.keys, {METHOD: item})
-    return beside(table, printed, fold=True)
+        printed = read_printed(path, [*table.keys, *MODELS], {METHOD: item})
+    shared_keys(table, printed)
+    return printed
+
+
+def whose(row: Mapping[str, Cell]) -> str | None:
+    """The setting a printed row is of, or the name of its model; None when it does not say."""
+    return next((str(row[name]) for name in MODELS if row.get(name) is not None), None)
+
+
+def is_of(row: Mapping[str, Cell], ours: Ours) -> bool:
+    """Whether a printed row is of a setting of ours; names are compared by letters and digits alone.
+
+    A row that says nothing of its model may stand beside any.
+    """
+    name = whose(row)
+    return name is None or letters(name) in {letters(setting) for setting in ours.settings}
+
+
+def letters(name: str) -> str:
+    """A name without case and signs: a model's name as the paper writes it is then that of its setting."""
+    return "".join(sign for sign in name.casefold() if sign.isalnum())
+
+
+def met_in(table: KeyedTable, printed: PrintedTable, row: Mapping[str, Cell]) -> bool:
+    """Whether a printed row has a row of ours."""
+    keys = shared_keys(table, printed)
+    return any(meets(ours, row, keys, fold=True) for ours in table.rows)
+
+
+def about_rows(
+    path: Path, printed: PrintedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
+) -> list[str]:
+    """Lines on the rows of a file that are of another model, and on those of which we have no row."""
+    names = dict.fromkeys(whose(row) for place, row in enumerate(printed.rows) if place not in mine)
+    others = ", ".join(str(name) for name in names)
+    settings = ", ".join(sorted({setting for one in ours for setting in one.settings}))
+    here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml says it)"
+    if not mine:
+        return [f"{label_of(path)}: left out, its numbers belong to other models ({others}) than these, of {here}"]
+    lines = [f"{label_of(path)}: rows of other models left out ({others})"] if others else []
+    item = ours[0].table.keys[-1]
+    if left and item in printed.columns:
+        lacking = dict.fromkeys(str(printed.rows[place][item]) for place in left)
+        lines.append(f"{label_of(path)}: printed alone, with no {item} of ours: {', '.join(lacking)}")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------ page
 
 
 def pictures(study: StudyFolder) -> list[Section]:
-    """A study's figures, and every one of its runs."""
-    images = [Image(path, path.stem) for path in sorted(study.path.glob("*.png"))]
+    """A finished study's own figures, and every one of its runs."""
+    images = [Image(path, path.stem) for path in figures(study.path)] if study.finished else []
     found = [Section(f"{study.title}: figures", images)] if images else []
     if study.runs:
         columns = list(study.runs[0])
         found.append(Section(f"{study.title}: every run", [TableBlock(columns, study.runs)]))
     return found
+
+
+def figures(folder: Path) -> list[Path]:
+    """The figures that a study draws: its own, those of its worlds, and of analyses that have a result there."""
+    measured = [path.name for path in (folder / ANALYSES).glob("*.json")]
+    return [
+        path
+        for path in sorted(folder.glob("*.png"))
+        if any(path.stem == name or path.stem.startswith(f"{name}-") for name in FIGURES)
+        or any(name.startswith(f"{path.stem}-") for name in measured)
+    ]
 
 
 def title_of(studies: Sequence[StudyFolder], runs: Sequence[Path]) -> str:

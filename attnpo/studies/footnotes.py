@@ -2,14 +2,23 @@
 
 from collections.abc import Iterator
 
+from attnpo.studies.arms import key_of
 from attnpo.studies.execution import last_line
-from attnpo.studies.grid import Point
+from attnpo.studies.grid import Arm, Point
 from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import gather, has_truth
+from attnpo.studies.spots import all_seeds, gather, has_truth, label_of, lacking_seeds
+
+NO_CONTROL = (
+    "WARNING: no control that keeps sharpness and destroys placement (transform=shuffled): a lead does not show its "
+    "reason; experiment=controls has them all"
+)
 
 
 def warnings(outcome: Outcome) -> list[str]:
-    """What keeps a study's table from being believed: no control, a single arm, a control that is lost."""
+    """What keeps a study's table from being believed: no control, a single arm, a control that is lost, ill settings.
+
+    Behind them what the study's own checks found.
+    """
     study, out = outcome.study, []
     names = dict.fromkeys(arm.name for arm in outcome.arms)
     if len(names) == 1:
@@ -21,20 +30,33 @@ def warnings(outcome: Outcome) -> list[str]:
         if not has:
             where = f" in world {world}" if world else ""
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
-    return out
+    if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
+        out.append(NO_CONTROL)
+    return [*out, *outcome.warnings]
+
+
+def _controls(outcome: Outcome, arm: Arm) -> bool:
+    """Whether an arm is a control beside the study's own: transformed weights, or the truth as weights."""
+    changed = any(key_of(item) == "transform" and not item.endswith("=null") for item in arm.overrides)
+    return arm.name in outcome.study.truth_arms or (changed and arm.name != outcome.study.control)
 
 
 def footnotes(outcome: Outcome) -> list[str]:
     """What stands under the table: seeds, choice of points, what was fixed before, what it cost, what failed."""
     seeds = sorted({point.seed for point, _ in outcome.points})
+    lost = [str(seed) for seed in all_seeds(outcome) if seed not in seeds]
+    without = f" (none of seed {', '.join(lost)})" if lost else ""
     lines = [
-        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs, each scored after its last step",
+        f"seeds {', '.join(map(str, seeds))}; {len(outcome.points)} runs{without}, each scored after its last step",
         how_chosen(outcome),
         *_grids(outcome),
+        *_no_candidates(outcome),
         f"digest of world, grid and arms, fixed before the runs: {outcome.digest}",
     ]
     if len(seeds) == 1:
-        lines.append("one seed: the intervals hold for the choice of prompts only, not for the noise of training")
+        known = has_truth(gather(outcome.points))
+        shown = "the intervals hold for the choice of prompts only, not for" if known else "nothing here tells of"
+        lines.append(f"one seed: {shown} the noise of training")
     return [*lines, *_judges(outcome), *_costs(outcome), *_failures(outcome), *outcome.unmeasured]
 
 
@@ -43,7 +65,10 @@ def how_chosen(outcome: Outcome) -> str:
     one = all(len((arm.grid or outcome.study.grid).overrides()) == 1 for arm in outcome.arms)
     if not has_truth(gather(outcome.points)):
         chosen = "one point per arm" if one else "points chosen by validation accuracy"
-        return f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic"
+        return (
+            f"{chosen}; the numbers are of the same validation pairs, so slightly optimistic; chosen and rejected "
+            "tokens are the medians of the training responses"
+        )
     if one:
         return "one point per arm, nothing tuned; reward and intervals on held-out test prompts"
     return (
@@ -60,20 +85,41 @@ def _grids(outcome: Outcome) -> Iterator[str]:
         yield f"grid of {name}, whose beta has another unit: {grid}"
 
 
+def _no_candidates(outcome: Outcome) -> Iterator[str]:
+    """The grid points that no arm can stand on, since they lack seeds that others of the arm have."""
+    every = len(all_seeds(outcome))
+    parts = [
+        f"{f'{world}: ' if world else ''}{name} {label_of(values)} ({have} of {every} seeds)"
+        for world in outcome.worlds
+        for name, lacking in lacking_seeds(outcome, world).items()
+        for values, have in lacking.items()
+    ]
+    if parts:
+        yield f"of the grid, but no candidates, since they lack seeds: {', '.join(parts)}"
+
+
 def _judges(outcome: Outcome) -> Iterator[str]:
-    """A line per world and seed on how good the judge is."""
-    judged: dict[tuple[str, int], dict[str, float]] = {}
+    """A line per world, seed and judge on how good it is; judges are told apart by how they judge."""
+    judged: dict[tuple[str, int], list[tuple[dict[str, float], list[str]]]] = {}
     for point, result in outcome.points:
-        if "judge" in result["inputs"]:
-            judged.setdefault((point.arm.world, point.seed), result["inputs"]["judge"])
+        if "judge" not in result["inputs"]:
+            continue
+        known = judged.setdefault((point.arm.world, point.seed), [])
+        arms = next((arms for judge, arms in known if judge == result["inputs"]["judge"]), None)
+        if arms is None:
+            known.append((result["inputs"]["judge"], [point.arm.name]))
+        elif point.arm.name not in arms:
+            arms.append(point.arm.name)
     worlds = {world: i for i, world in enumerate(outcome.worlds)}
-    for (world, seed), judge in sorted(judged.items(), key=lambda item: (worlds[item[0][0]], item[0][1])):
-        yield (
-            f"judge, {f'world {world}, ' if world else ''}seed {seed}, on the study's pairs: "
-            f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
-            f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in {100 * judge['consistency']:.1f} %, "
-            f"{100 * judge['other_tokens']:.1f} % of verdicts are neither label"
-        )
+    for (world, seed), found in sorted(judged.items(), key=lambda item: (worlds[item[0][0]], item[0][1])):
+        for judge, arms in found:
+            whose = f" of {', '.join(arms)}" if len(found) > 1 else ""
+            yield (
+                f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}, on the study's pairs: "
+                f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
+                f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in "
+                f"{100 * judge['consistency']:.1f} %, {100 * judge['other_tokens']:.1f} % of verdicts are neither label"
+            )
 
 
 def _costs(outcome: Outcome) -> Iterator[str]:
@@ -81,7 +127,7 @@ def _costs(outcome: Outcome) -> Iterator[str]:
     parts = []
     for name, values in (
         ("base", [cost.base for cost in outcome.costs.values() if cost.base is not None]),
-        ("judge pass", [cost.judge for cost in outcome.costs.values() if cost.judge is not None]),
+        ("judge and verbalizer passes", [cost.judge for cost in outcome.costs.values() if cost.judge is not None]),
     ):
         if values:
             parts.append(f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})")

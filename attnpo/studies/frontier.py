@@ -45,14 +45,16 @@ class AtKL:
 def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[Mark]]:
     """The seeds that all grid points of an arm share, and its path: the base, then the points by rising KL.
 
-    A point stays if its validation reward is above those of all points with less KL. The base only gives the path its
-    start; it competes with no point, and is left out where its rewards were not stored.
+    A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
+    place. The base only gives the path its start; it competes with no point, and is left out where its rewards were not
+    stored.
     """
     whole = complete(spots)
     seeds = tuple(seed for seed in whole[0].seeds if all(seed in spot.seeds for spot in whole)) if whole else ()
     if not seeds:
         return (), []
-    marks = sorted((_mark(spot, seeds) for spot in whole), key=lambda mark: mark.kl)
+    found = (_mark(spot, seeds) for spot in whole)
+    marks = sorted((mark for mark in found if math.isfinite(mark.kl)), key=lambda mark: mark.kl)
     kept: list[Mark] = []
     for mark in marks:
         if not kept or mark.validation > kept[-1].validation:
@@ -65,7 +67,9 @@ def _mark(spot: Spot, seeds: Sequence[int]) -> Mark:
     chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
     kl = float(np.mean([found["scores"]["test"]["kl"] for found in chosen]))
     validation = float(np.mean([found["scores"]["validation"]["reward"] for found in chosen]))
-    return Mark(max(0.0, kl), validation, np.array([found["scores"]["test"]["rewards"] for found in chosen]))
+    return Mark(
+        float(np.maximum(kl, 0.0)), validation, np.array([found["scores"]["test"]["rewards"] for found in chosen])
+    )
 
 
 def _base(spot: Spot, seeds: Sequence[int]) -> Mark | None:
@@ -87,7 +91,7 @@ def at_kl(spots: Sequence[Spot], level: float) -> AtKL | None:
         return None
     before = within[-1]
     if not beyond:
-        reached = any(spot.truth("test", "kl") >= level for spot in spots)
+        reached = any(level <= spot.truth("test", "kl") < math.inf for spot in complete(spots))
         return AtKL(seeds, before.rewards, before.kl, reached)
     low, high = math.sqrt(before.kl), math.sqrt(beyond[0].kl)
     share = (math.sqrt(level) - low) / (high - low)

@@ -87,7 +87,8 @@ class Study:
         unknown = [name for name in self.grids if name not in every]
         if unknown:
             yield f"study.grids has {', '.join(unknown)}, which is no arm; arms are {', '.join(every)}"
-        repeated = [str(layer) for layer, count in Counter(self.layers).items() if count > 1 and isinstance(layer, int)]
+        given = Counter(str(layer).strip().lower() for layer in self.layers)
+        repeated = [layer for layer, count in given.items() if count > 1]
         if repeated:
             yield f"study.layers has {', '.join(repeated)} more than once; give each layer once"
         if any(not level > 0 for level in self.kl_levels) or not self.kl_limit > 0:

@@ -1,4 +1,4 @@
-"""What every later step of a run stands on: model and data settled, store, tokenizer, chat format, the judge's room."""
+"""What every later step of a run stands on: model, data and judge settled, store, tokenizer, chat format, rooms."""
 
 import logging
 import os
@@ -21,6 +21,7 @@ from attnpo.studies.folders import store_root
 from attnpo.studies.judging import JudgeRoom, read_template
 from attnpo.studies.root import require_reader
 from attnpo.studies.startup import log_model
+from attnpo.studies.verbalizing import VerbalizerRoom
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import WeightSource
@@ -103,7 +104,8 @@ def settle_judge(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
 def lay_ground(cfg: DictConfig) -> Ground:
     """The settled config with store, model description, tokenizer and chat format.
 
-    Logs what the model is. Raises UserError for a judge or a layer that could not be read, before any data is.
+    Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
+    weights that nothing would read, before any data is.
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -114,8 +116,10 @@ def lay_ground(cfg: DictConfig) -> Ground:
     log_model(model)
     ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
     source: WeightSource = build(cfg.weights)
+    require_reader(source, build(cfg.objective))
+    if "generator" in source.requires:
+        verbalizer_room(ground)
     if "judge" in source.requires:
-        require_reader(source, build(cfg.objective))
         room = judge_room(ground)
         if not wants_auto(cfg):
             source.resolve(room.num_layers)
@@ -127,6 +131,11 @@ def judge_room(ground: Ground) -> JudgeRoom:
     room = JudgeRoom(build(settle_judge(ground.cfg)[0].judge), ground.model, ground.chat)
     check_tokenizers(ground, room)
     return room
+
+
+def verbalizer_room(ground: Ground) -> VerbalizerRoom:
+    """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
+    return VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
 
 
 def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:

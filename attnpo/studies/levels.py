@@ -7,7 +7,7 @@ from attnpo.analysis.page import Paragraph, Section, TableBlock
 from attnpo.studies.frontier import AtKL, at_kl, difference
 from attnpo.studies.intervals import Interval
 from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import by_arm, difference_text, gather, has_truth, verdict
+from attnpo.studies.spots import all_seeds, by_arm, difference_text, gather, has_truth, verdict
 from attnpo.studies.tables import Row, columns_of, lost_row
 
 NONE = "-"
@@ -30,11 +30,24 @@ def level_tables(outcome: Outcome) -> list[Section]:
     )
     if study.control is not None:
         note += f"; differences to {study.control} at the same level, paired by seed and prompt"
+    note += _few_seeds(outcome, chosen)
     rows = [row for world in outcome.worlds for row in _level_rows(outcome, world, chosen[world])]
     tables = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
     if study.worlds and study.control is not None:
         tables.append(_worlds_table(outcome, chosen))
     return tables
+
+
+def _few_seeds(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], "AtLevel"]]) -> str:
+    """The arms whose paths stand on fewer seeds than the study has, for the note; empty if there are none."""
+    every = len(all_seeds(outcome))
+    few = [
+        f"{f'{world}: ' if world else ''}{name} on {len(at.found.seeds)}"
+        for world, places in chosen.items()
+        for (name, _), at in places.items()
+        if at.found is not None and len(at.found.seeds) < every
+    ]
+    return f"; on fewer seeds than the study's {every}: {', '.join(dict.fromkeys(few))}" if few else ""
 
 
 @dataclass(frozen=True)

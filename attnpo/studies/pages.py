@@ -160,8 +160,11 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
         yield Image(path, f"true reward by layer{of}, each at its best grid point")
 
 
-def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> None:
-    """Nothing; draws the figures and writes the study's ``report.html``, which begins with ``tables``."""
+def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
+    """The names of the study's figures, those in ``tables`` included; draws its own and writes its ``report.html``.
+
+    The page begins with ``tables``.
+    """
     images = study_figures(outcome)
     runs: list[list[Cell]] = [
         [*([world] if world else []), name, spot.label, ", ".join(map(str, spot.seeds))]
@@ -176,3 +179,5 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> None:
     ]
     title = outcome.study.title or outcome.study.name
     (outcome.folder / REPORT).write_text(report_page(title, sections), encoding="utf-8")
+    drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
+    return sorted({path.name for path in drawn if isinstance(path, Path) and path.parent == outcome.folder})

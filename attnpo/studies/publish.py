@@ -83,17 +83,21 @@ def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
         return
     import wandb
 
-    from attnpo.studies.tables import gather, has_truth, metric_table, truth_table
+    from attnpo.studies.tables import main_table
 
-    columns, rows = truth_table(outcome) if has_truth(gather(outcome.points)) else metric_table(outcome)
-    points = [[point.arm.name, point.seed, " ".join(point.values)] for point, _ in outcome.points]
+    columns, rows = main_table(outcome)
+    worlds = ["world"] if outcome.study.worlds else []
+    points = [
+        [*([point.arm.world] if worlds else []), point.arm.name, point.seed, " ".join(point.values)]
+        for point, _ in outcome.points
+    ]
     every = [dict(numbers(result)) for _, result in outcome.points]
     names = list(dict.fromkeys(name for one in every for name in one))
     media: dict[str, Any] = {
         "study/table": _table((columns, [[row.get(name) for name in columns] for row in rows])),
         "study/points": _table(
             (
-                ["arm", "seed", "values", *names],
+                [*worlds, "arm", "seed", "values", *names],
                 [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
             )
         ),

@@ -1,6 +1,7 @@
 """A report's tables for the terminal, as Markdown, CSV and one page."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.columns import Columns
@@ -8,8 +9,9 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from attnpo.analysis.page import Block, Paragraph, Section, TableBlock, report_page
-from attnpo.analysis.printed import KeyedTable, for_reading, in_brief, unmet
-from attnpo.analysis.tables import Cell, table_csv, table_markdown, table_rich
+from attnpo.analysis.printed import KeyedTable, for_reading, unmet
+from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv, table_markdown, table_rich
+from attnpo.studies.finished import RUNS
 from attnpo.studies.reporting import write_files
 
 Rows = Sequence[Mapping[str, Cell]]
@@ -37,7 +39,7 @@ def publish(
     notes = [*dict.fromkeys(notes), *absent(tables, why)]
     whole, tables = tables, [for_reading(table) for table in tables]
     console = Console(width=None if Console().is_terminal else WIDTH)
-    for table in map(for_reading, map(in_brief, whole)):
+    for table in map(narrowed, tables):
         for heading, parts in pieces(table, by):
             drawn = [drawn_table(name, columns, rows, table.digits) for name, columns, rows in parts]
             console.print(heading, highlight=False, markup=False, style="bold")
@@ -59,18 +61,34 @@ def publish(
 
 
 def drawn_table(title: str, columns: Sequence[str], rows: Rows, digits: Mapping[str, int] | None) -> RichTable:
-    """A table for the console whose heads can be broken between words."""
+    """A table for the console; heads break between words, names of rows do not, and no cell is cut off."""
     heads = {name: name.replace("_", " ") for name in columns}
     told = [{heads[name]: row.get(name) for name in columns} for row in rows]
     decimals = {heads.get(name, name): count for name, count in (digits or {}).items()}
-    return table_rich(list(heads.values()), told, digits=decimals, title=title)
+    table = table_rich(list(heads.values()), told, digits=decimals, title=title)
+    for column in table.columns:
+        column.overflow = "fold"
+    table.columns[0].no_wrap = True
+    return table
+
+
+def narrowed(table: KeyedTable) -> KeyedTable:
+    """A listing of runs with the columns alone that tell them apart, the others in its title; any other as it is."""
+    if table.keys != RUNS or len(table.rows) < 2:
+        return table
+    first = table.rows[0]
+    same = [name for name in table.columns if all(row.get(name) == first.get(name) for row in table.rows)]
+    digits = table.digits or {}
+    told = ", ".join(f"{name} {format_cell(first.get(name), digits.get(name, DEFAULT_DIGITS))}" for name in same)
+    columns = tuple(name for name in table.columns if name not in same)
+    return replace(table, columns=columns, title=f"{table.title} (the same in all: {told})" if told else table.title)
 
 
 def absent(tables: Sequence[KeyedTable], why: str = "") -> list[str]:
     """A line on printed columns that have none of ours beside them, if there are such."""
     lacking = list(dict.fromkeys(name for table in tables for name in unmet(table)))
     reason = f": {why}" if why else ""
-    return [f"printed alone (a dash for ours): {', '.join(lacking)}{reason}"] if lacking else []
+    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
 
 
 def joined_csv(tables: Sequence[KeyedTable]) -> str:

@@ -89,9 +89,9 @@ def report(cfg: DictConfig) -> None:
     """Nothing; prints the tables asked for and writes them into the report's folder. UserError for what cannot be."""
     if world_size() > 1:
         raise UserError(f"report was started with {world_size()} processes; it works alone: start it without torchrun")
+    kind = kind_of(cfg.what)
     given = [*cfg.what, *cfg.composed.get("overrides", [])]
     log.info("%s", shlex.join(["python", "-m", "attnpo.report", *map(str, given)]))
-    kind = kind_of(cfg.what)
     folder = report_folder(cfg, kind)
     check_free(folder, mark_of(cfg))
     if kind == WEIGHTS:

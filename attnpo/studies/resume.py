@@ -3,18 +3,19 @@
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import plain
 from attnpo.config import save as save_config
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
-from attnpo.studies.auto_layer import LAYER, is_auto
+from attnpo.studies.auto_layer import CHOICE, LAYER, is_auto
+from attnpo.studies.identity import may_lack
+from attnpo.studies.identity import numbers_of as numbers_of
 from attnpo.studies.inputs import Inputs
 from attnpo.training.folders import STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
@@ -28,34 +29,6 @@ CHECKPOINTS = ("best", "last")
 PAGES = ("generations.jsonl", "curves.png", "report.html")
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
-
-# Keys, or parents of keys, that may change while a run goes on: they move no number of the training beyond rounding.
-BOOKKEEPING = (
-    *("name", "output", "store", "resume", "logger", "study", "grid", "grids", "seeds", "composed", "truth"),
-    *("model.path", "data.path", "judge.path"),  # what lies there is compared instead
-    *("judge.token_budget", "batch.micro", "batch.eval_micro", "callbacks"),
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.threads"),
-    *("trainer.progress", "trainer.log_every_n_steps", "trainer.validate_every"),
-)
-# What decides which policy is the best.
-KEPT = ("callbacks.monitor", "callbacks.mode")
-
-
-def numbers_of(cfg: DictConfig) -> dict[str, Any]:
-    """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
-    return {
-        key: value
-        for key, value in _flat(plain(cfg), "")
-        if key in KEPT or not any(key == parent or key.startswith(f"{parent}.") for parent in BOOKKEEPING)
-    }
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
 
 
 def contents_of(inputs: Inputs) -> dict[str, str]:
@@ -71,7 +44,7 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
 
 def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
     """Nothing; raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
-    for key in [*asked, *(key for key in stored if key not in asked)]:
+    for key in [*asked, *(key for key in stored if key not in asked and not may_lack(key))]:
         old, new = stored.get(key, "nothing"), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
@@ -153,8 +126,13 @@ def finished(cfg: DictConfig, folder: Path) -> dict[str, Any] | None:
     if (folder / CONFIG).is_file():
         before: Any = OmegaConf.load(folder / CONFIG)
         check_same(numbers_of(before), numbers_of(cfg), folder / CONFIG)
-    log.info("resume=auto: the run in %s is finished; this is its result, nothing is run", folder)
     result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    if is_auto(OmegaConf.select(cfg, LAYER)) and CHOICE not in result["inputs"]:
+        raise UserError(
+            f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "
+            "the layer again, or another name"
+        )
+    log.info("resume=auto: the run in %s is finished; this is its result, nothing is run", folder)
     return result
 
 

@@ -106,6 +106,7 @@ class RunConfig:
     judge: Judge
     other_judge: OtherJudge
     verbalizer: Verbalizer
+    auto_layer: AutoLayer
     objective: PreferenceObjective
     optimizer: Optimizer
     trainer: TrainerSettings
@@ -128,7 +129,6 @@ class RunConfig:
     truth: Truth | None = None
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
-    auto_layer: AutoLayer = field(default_factory=AutoLayer)
     study: Study | None = None
     composed: dict[str, Any] = field(default_factory=dict)
 

@@ -16,6 +16,7 @@ from attnpo.studies.analyses import MeasuredBy
 from attnpo.studies.arms import (
     Composed,
     arm_config,
+    check_distinct,
     check_user,
     config_dir,
     counted,
@@ -24,7 +25,7 @@ from attnpo.studies.arms import (
     point_folder,
 )
 from attnpo.studies.bases import Basis, Cost, compose_arms, keep_costs, lay_basis, told
-from attnpo.studies.execution import execute, last_line
+from attnpo.studies.execution import execute, last_line, on_gpu
 from attnpo.studies.folders import make_folder, require_one_process
 from attnpo.studies.grid import ONLY, Arm, Point, Study, expand_arms, grid_record, make_points
 from attnpo.studies.resume import RESULT
@@ -39,7 +40,7 @@ class Outcome:
     """A finished study: its points with their results, those that failed with their errors, the grid's digest.
 
     ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
-    ``costs``: what was spent once per world and seed.
+    ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
     """
 
     study: Study
@@ -52,6 +53,7 @@ class Outcome:
     measured: dict[str, MeasuredBy] = field(default_factory=dict)
     unmeasured: list[str] = field(default_factory=list)
     costs: dict[Place, Cost] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     @property
     def digest(self) -> str:
@@ -70,7 +72,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
     A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing else.
 
     Raises:
-        UserError: started under several processes, or every point failed.
+        UserError: started under several processes, an override that spoils the study, or every point failed.
     """
     require_one_process(cfg)
     study: Study = build(cfg.study)
@@ -85,9 +87,13 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
     composed = compose_arms(cfg, study)
     for place, (config, _) in composed.items():
         _check(study, place, config)
+    whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
+    named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
+    check_distinct(study, named, {place: composed[place][0] for place in whole})
     bases, missing = lay_bases(cfg, study, seeds, composed, folder)
     arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, bases, world)]
     own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
+    check_distinct(study, arms, {place: config for place, (config, _) in own.items()}, _depths(study, arms, bases))
     record = _record(study, own, bases)
     log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
     points = make_points(study, arms, seeds)
@@ -114,6 +120,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
             for name, error in basis.unmeasured.items()
         ],
         {place: basis.cost for place, basis in bases.items()},
+        [line for basis in bases.values() for line in basis.warnings],
     )
 
 
@@ -148,6 +155,13 @@ def _arms(cfg: DictConfig, study: Study, bases: Mapping[Place, Basis], world: st
     found = [basis.depth for basis in bases.values() if basis.world == world]
     depth = max(found or [basis.depth for basis in bases.values()])
     return expand_arms(study, depth, truth=cfg.truth is not None, world=world)
+
+
+def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[Place, Basis]) -> dict[tuple[str, str], int]:
+    """Layers of the judge of every arm that has one, by world and arm."""
+    known = {(world, name): depth for (world, _), basis in bases.items() for name, depth in basis.depths.items()}
+    source = {(arm.world, arm.name): arm.name if arm.layer is None else study.layer_arm for arm in arms}
+    return {place: known[place[0], name] for place, name in source.items() if (place[0], name) in known}
 
 
 def _composed(cfg: DictConfig, study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
@@ -189,6 +203,7 @@ def _run_points(
     done: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
+    configs: list[DictConfig] = []
     for i, point in enumerate(points):
         place = (point.arm.world, point.seed)
         lost = _lost(study, point, bases, missing)
@@ -202,10 +217,12 @@ def _run_points(
             done[i] = before
         else:
             jobs[i] = (overrides, at)
+            configs.append(config)
     if done:
         log.info("%d of %d points are finished already and reused", len(done), len(points))
     places = list(jobs)
-    for job, result, error in execute(list(jobs.values()), study.workers, config_dir(cfg), plain_store(cfg)):
+    alone = on_gpu(configs)
+    for job, result, error in execute(list(jobs.values()), study.workers, config_dir(cfg), plain_store(cfg), alone):
         i = places[job]
         count = len(done) + len(errors) + 1
         if error is None:

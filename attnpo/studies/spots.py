@@ -46,6 +46,16 @@ class Spot:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
         return float(np.mean([result["inputs"][split].get(name, math.nan) for result in self.results]))
 
+    def tokens(self, side: str) -> float:
+        """The median training tokens of a side's responses, mean over seeds; NaN where they are missing."""
+        found = [result["inputs"]["train"].get("tokens", {}).get(side, {}) for result in self.results]
+        return float(np.mean([counts.get("p50", math.nan) for counts in found]))
+
+    @property
+    def steps(self) -> float:
+        """The mean optimiser steps of a run."""
+        return float(np.mean([result["steps"] for result in self.results]))
+
     @property
     def seconds(self) -> float:
         """The mean seconds of a run."""
@@ -54,8 +64,13 @@ class Spot:
     @property
     def label(self) -> str:
         """The grid values, as in "lr 5e-05 beta 0.1"."""
-        pairs = [value.split("=", 1) for value in self.values]
-        return " ".join(f"{key.rpartition('.')[-1]} {value}" for key, value in pairs)
+        return label_of(self.values)
+
+
+def label_of(values: Sequence[str]) -> str:
+    """Grid values for reading."""
+    pairs = [value.split("=", 1) for value in values]
+    return " ".join(f"{key.rpartition('.')[-1]} {value}" for key, value in pairs)
 
 
 def gather(points: Sequence[tuple[Point, Result]]) -> list[Spot]:
@@ -78,28 +93,52 @@ def has_truth(spots: Sequence[Spot]) -> bool:
 
 
 def complete(spots: Sequence[Spot]) -> list[Spot]:
-    """The grid points that have as many seeds as any: one that lacks some is not chosen."""
+    """The grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
     most = max((len(spot.results) for spot in spots), default=0)
     return [spot for spot in spots if len(spot.results) == most]
+
+
+def all_seeds(outcome: Outcome) -> list[int]:
+    """The seeds of a study, those without results too."""
+    return sorted({point.seed for point, _ in [*outcome.points, *outcome.failed]})
+
+
+def lacking_seeds(outcome: Outcome, world: str) -> dict[str, dict[tuple[str, ...], int]]:
+    """Of arms with results, the grid points that are no candidates: by arm and values, how many seeds they have."""
+    out: dict[str, dict[tuple[str, ...], int]] = {}
+    for name, spots in by_arm(outcome, world).items():
+        ran = [*outcome.points, *outcome.failed]
+        every = dict.fromkeys(point.values for point, _ in ran if (point.arm.name, point.arm.world) == (name, world))
+        counts = {spot.values: len(spot.results) for spot in spots}
+        candidates = {spot.values for spot in complete(spots)}
+        lacking = {values: counts.get(values, 0) for values in every if values not in candidates}
+        if spots and lacking:
+            out[name] = lacking
+    return out
 
 
 def best_point(spots: Sequence[Spot], kl_limit: float) -> Spot:
     """The point that stands for an arm, chosen on validation data alone.
 
     With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
-    one with the smallest KL). Otherwise the highest validation accuracy of the rewards.
+    one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses.
     """
     whole = complete(spots)
     if not has_truth(whole):
-        return max(whole, key=lambda spot: spot.metric("val/rewards/accuracies"))
+        return max(whole, key=lambda spot: _or_worst(spot.metric("val/rewards/accuracies"), -math.inf))
     found = best_within(whole, kl_limit)
-    return min(whole, key=lambda spot: spot.truth("validation", "kl")) if found is None else found
+    return min(whole, key=lambda spot: _or_worst(spot.truth("validation", "kl"), math.inf)) if found is None else found
 
 
 def best_within(spots: Sequence[Spot], kl: float) -> Spot | None:
     """The point with the highest validation reward among those with validation KL up to ``kl``; None if none has."""
     within = [spot for spot in complete(spots) if spot.truth("validation", "kl") <= kl]
-    return max(within, key=lambda spot: spot.truth("validation", "reward"), default=None)
+    return max(within, key=lambda spot: _or_worst(spot.truth("validation", "reward"), -math.inf), default=None)
+
+
+def _or_worst(value: float, worst: float) -> float:
+    """``value``, or ``worst`` for one that is not finite: NaN has no order."""
+    return value if math.isfinite(value) else worst
 
 
 def by_arm(outcome: Outcome, world: str) -> dict[str, list[Spot]]:
@@ -124,6 +163,12 @@ def against(one: Spot, other: Spot) -> Interval | None:
     rows = [one.rewards("test")[[one.seeds.index(seed) for seed in shared]]]
     rows.append(other.rewards("test")[[other.seeds.index(seed) for seed in shared]])
     return paired_difference(rows[0], rows[1])
+
+
+def seeds_mark(have: int, outcome: Outcome) -> str:
+    """A mark on what stands on fewer seeds than the study has; else empty."""
+    every = len(all_seeds(outcome))
+    return "" if have == every else f" ({have} of {every} seeds)"
 
 
 def interval_text(interval: Interval) -> str:

@@ -18,13 +18,18 @@ from attnpo.studies.spots import (
     best_by_arm,
     difference_text,
     interval_text,
+    seeds_mark,
 )
 from attnpo.studies.spots import gather as gather
 from attnpo.studies.spots import has_truth as has_truth
 
 log = logging.getLogger(__name__)
 
-DIGITS = {"sum": 3, "eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
+TOKENS = {"chosen tokens": "chosen", "rejected tokens": "rejected"}
+DIGITS = {
+    **{"sum": 3, "eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1, "pairs": 1, "steps": 1},
+    **dict.fromkeys(TOKENS, 1),
+}
 Row = dict[str, Cell]
 
 
@@ -38,7 +43,8 @@ def truth_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     World by world where there are several.
     """
-    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world)]
+    uneven = uneven_training(outcome)
+    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven)]
     return columns_of(rows), rows
 
 
@@ -48,7 +54,35 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
 
-def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
+def uneven_training(outcome: Outcome) -> list[str]:
+    """Of "pairs" and "steps" those in which the arms of any world differ."""
+    every = [[trained_on(spot) for spot in best_by_arm(outcome, world).values()] for world in outcome.worlds]
+    return [
+        name
+        for name in ("pairs", "steps")
+        if any(len({row[name] for row in rows if not math.isnan(row[name])}) > 1 for rows in every)
+    ]
+
+
+def trained_on(spot: Spot) -> dict[str, int | float]:
+    """How many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
+    found = {"pairs": spot.input("pairs"), "steps": spot.steps}
+    return {name: int(value) if value.is_integer() else value for name, value in found.items()}
+
+
+def _inputs_of(spot: Spot, uneven: Sequence[str]) -> Row:
+    """The last columns of every table: what an arm's runs stood on and took."""
+    mass = spot.input("mass")
+    return {
+        **{name: value for name, value in trained_on(spot).items() if name in uneven},
+        **({} if math.isnan(mass) else {"sum": mass}),
+        "eff. weights/n": spot.input("effective_share"),
+        "coverage": spot.input("coverage"),
+        "s/run": spot.seconds,
+    }
+
+
+def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator[Row]:
     best = best_by_arm(outcome, world)
     control = best.get(outcome.study.control or "")
     named: Row = {"world": world} if world else {}
@@ -60,11 +94,10 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
             yield {**named, **lost_row(outcome, arm.name, world)}
             continue
         versus = None if control is None or spot is control else against(spot, control)
-        mass = spot.input("mass")
         yield {
             **named,
             "arm": arm.name,
-            "point": spot.label + over_limit(spot, outcome),
+            "point": spot.label + over_limit(spot, outcome) + seeds_mark(len(spot.seeds), outcome),
             "reward": spot.truth("test", "reward"),
             "95 %": interval_text(spot.interval),
             **({} if outcome.study.control is None else {f"minus {outcome.study.control}": difference_text(versus)}),
@@ -72,10 +105,7 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
             "KL": spot.truth("test", "kl"),
             "length": spot.truth("test", "length"),
             "broken": spot.truth("test", "broken"),
-            **({} if math.isnan(mass) else {"sum": mass}),
-            "eff. weights/n": spot.input("effective_share"),
-            "coverage": spot.input("coverage"),
-            "s/run": spot.seconds,
+            **_inputs_of(spot, uneven),
         }
 
 
@@ -107,26 +137,23 @@ def base_row(spot: Spot) -> Row:
 
 def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     """Columns and rows for settings without a truth: validation metrics of every arm's best point."""
-    rows: list[Row] = []
+    uneven, rows = uneven_training(outcome), []
     for arm in outcome.arms:
         named: Row = {"world": arm.world} if arm.world else {}
         spot = best_by_arm(outcome, arm.world).get(arm.name)
         if spot is None:
             rows.append({**named, **lost_row(outcome, arm.name, arm.world)})
             continue
-        mass = spot.input("mass")
         rows.append(
             {
                 **named,
                 "arm": arm.name,
-                "point": spot.label,
+                "point": spot.label + seeds_mark(len(spot.seeds), outcome),
                 "val loss": spot.metric("val/loss"),
                 "val accuracy": spot.metric("val/rewards/accuracies"),
                 "val margin": spot.metric("val/rewards/margins"),
-                **({} if math.isnan(mass) else {"sum": mass}),
-                "eff. weights/n": spot.input("effective_share"),
-                "coverage": spot.input("coverage"),
-                "s/run": spot.seconds,
+                **{name: spot.tokens(side) for name, side in TOKENS.items()},
+                **_inputs_of(spot, uneven),
             }
         )
     return columns_of(rows), rows
@@ -159,7 +186,7 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
 
 
 def finish_study(outcome: Outcome) -> None:
-    """Nothing; prints the study's tables and writes table.md, results.csv, study.json and the figures."""
+    """Nothing; prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
     from attnpo.studies.levels import level_tables
     from attnpo.studies.pages import write_study_report
 
@@ -169,14 +196,27 @@ def finish_study(outcome: Outcome) -> None:
     print_sections(console, outcome.study.title or outcome.study.name, sections)
     (folder / "table.md").write_text("\n\n".join(markdown(sections)) + "\n", encoding="utf-8")
     (folder / "results.csv").write_text(all_points(gather(outcome.points)), encoding="utf-8")
-    (folder / "study.json").write_text(
-        json.dumps({**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1)}, indent=1) + "\n",
-        encoding="utf-8",
-    )
-    write_study_report(outcome, sections)
+    keep_record(outcome, write_study_report(outcome, sections))
     console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted(folder.glob("points/*/best")):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
+
+
+def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
+    """Nothing; writes study.json, and removes the figures of an earlier command in the folder that are none of these.
+
+    ``figures``: the names of those that belong to this one.
+    """
+    path = outcome.folder / "study.json"
+    try:
+        earlier = json.loads(path.read_text(encoding="utf-8")).get("figures", [])
+    except (OSError, ValueError):  # there is none, or it was cut short
+        earlier = []
+    for name in earlier:
+        if name not in figures:
+            (outcome.folder / name).unlink(missing_ok=True)
+    record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------ every run
@@ -192,6 +232,7 @@ def all_points(spots: Sequence[Spot]) -> str:
             for split, scores in (result["truth"] or {"scores": {}})["scores"].items():
                 row.update({f"{split}/{name}": value for name, value in scores.items() if name != "rewards"})
             row.update({name: value for name, value in result["metrics"].items() if name.startswith("val/")})
+            row["pairs"], row["steps"] = result["inputs"]["train"].get("pairs"), result["steps"]
             row["seconds"] = result["seconds"]["all"]
             rows.append(row)
     columns = list(dict.fromkeys(name for row in rows for name in row))

@@ -3,8 +3,11 @@
 Answers go into the store as text, by prompt: another reading of them, or an interrupted pass, generates nothing again.
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
@@ -22,10 +25,14 @@ if TYPE_CHECKING:
     from attnpo.text.chat import ChatFormat
     from attnpo.weights.cache import Store, Table
 
+log = logging.getLogger(__name__)
+
 ANSWERS = "answers"
 ANSWER = "answer"
 # Raised by hand with every change of the code that moves an answer.
 ANSWERS_VERSION = "1"
+BATCHES_AT_ONCE = 4
+"""Batches of answers that go into the store together."""
 
 
 @runtime_checkable
@@ -116,13 +123,12 @@ class VerbalizerRoom:
 
     def _prompt_room(self) -> int | None:
         """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
-        from transformers import AutoConfig
-
         from attnpo.models.generate import context_length
+        from attnpo.models.loading import text_config
 
         limit = self.verbalizer.max_length
         if limit is None:
-            limit = context_length(AutoConfig.from_pretrained(self.path, revision=self.revision or "main"))
+            limit = context_length(text_config(self.path, self.revision))
         new = self.verbalizer.sampling.max_new_tokens
         if limit is not None and limit <= new:
             source = "verbalizer.max_length" if self.verbalizer.max_length is not None else f"positions of {self.path}"
@@ -151,7 +157,8 @@ class VerbalizerRoom:
 
     def tools(self, device: "torch.device") -> Tools:
         """Generator, questions and decoding for capturing; the model is loaded when the first answer is missing."""
-        generator = KeptAnswers(self._answers(), lambda: self._generator(device))
+        at_once = BATCHES_AT_ONCE * self.verbalizer.batch_size
+        generator = KeptAnswers(self._answers(), lambda: self._generator(device), at_once)
         return Tools(generator=generator, questions=self.questions, sampling=self.verbalizer.sampling)
 
     def _generator(self, device: "torch.device") -> Generator:
@@ -197,11 +204,12 @@ def kept(table: "Table", keys: Sequence[str]) -> dict[str, str]:
 class KeptAnswers:
     """A generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
 
-    Equal prompts get one answer. ``make`` is called at most once.
+    Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
+    whenever there are ``at_once`` of them: an interruption loses no more.
     """
 
-    def __init__(self, table: "Table", make: Callable[[], Generator]) -> None:
-        self.table, self.make = table, make
+    def __init__(self, table: "Table", make: Callable[[], Generator], at_once: int = 64) -> None:
+        self.table, self.make, self.at_once = table, make, at_once
         self._generator: Generator | None = None
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
@@ -209,11 +217,16 @@ class KeptAnswers:
         keys = [prompt_key(prompt) for prompt in prompts]
         found = kept(self.table, keys)
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
-        if missing:
-            if self._generator is None:
-                self._generator = self.make()
-            answers = self._generator.generate(list(missing.values()), sampling)
-            new = dict(zip(missing, answers, strict=True))
+        if missing and self._generator is None:
+            self._generator = self.make()
+        # The longest first, as within a batch: what does not fit into memory fails at once, and little is padded.
+        waiting = iter(sorted(missing, key=lambda key: -sum(len(turn["content"]) for turn in missing[key])))
+        done, began = 0, time.perf_counter()
+        while self._generator is not None and (some := list(islice(waiting, self.at_once))):
+            answers = self._generator.generate([missing[key] for key in some], sampling)
+            new = dict(zip(some, answers, strict=True))
             self.table.append({key: {ANSWER: text} for key, text in new.items()})
             found |= new
+            done += len(new)
+            log.info("verbalizer: %d of %d answers, %.0f s", done, len(missing), time.perf_counter() - began)
         return [found[key] for key in keys]

@@ -10,10 +10,9 @@ from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.studies.auto_layer import settle_layer
-from attnpo.studies.ground import Ground, device_of, judge_room
+from attnpo.studies.ground import Ground, device_of, judge_room, verbalizer_room
 from attnpo.studies.root import require_reader
 from attnpo.studies.startup import log_store
-from attnpo.studies.verbalizing import VerbalizerRoom
 from attnpo.weights.base import Tools, WeightSource
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import (
@@ -104,7 +103,7 @@ def _judge(ground: Ground) -> Means:
 
 
 def _verbalizer(ground: Ground) -> Means:
-    room = VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
+    room = verbalizer_room(ground)
     return Means(
         name="verbalizer",
         done="scored in words",

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.analysis.heat import HeatRow
 from attnpo.analysis.heatmap import heatmap_html
 from attnpo.analysis.page import Fragment, KeyValues, Preformatted, Section
-from attnpo.analysis.printed import KeyedTable, PrintedTable, beside, counterpart, read_printed
+from attnpo.analysis.printed import KeyedTable, PrintedTable, beside, counterpart, label_of, read_printed
 from attnpo.analysis.tables import Cell
 from attnpo.analysis.weight_stats import (
     ResponseStats,
@@ -92,12 +92,15 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
         measured, model_label(ground), lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top
     )
     notes = notes_on(ground, measured, cfg)
+    below: list[list[KeyedTable]] = [[] for _ in tables]
     for path in files(plain(cfg)["printed"]):
         printed = read_printed(path, KEYS)
         place = counterpart(tables, printed)
-        tables[place] = beside(tables[place], printed)
-        notes += unnamed(printed, model_label(ground))
+        mine = rows_on(printed, model_label(ground))
+        below[place] += [beside(tables[place], mine)] if mine.rows else []
+        notes += left_out(printed, mine, model_label(ground))
     tables[1] = shortened(tables[1], cfg.top)
+    shown = [one for table, joined in zip(tables, below, strict=True) for one in (table, *joined)]
     sections = [
         Section(f"Token weights of the first pairs: {one.label}", [Fragment(heatmap_html(one.heat, page=False))])
         for one in measured
@@ -111,7 +114,7 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
         ),
     ]
     heading = f"Token weights: {model_label(ground)}"
-    publish(heading, tables, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
+    publish(heading, shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
 
 
 # ------------------------------------------------------------------------------------------------ what is weighed
@@ -207,8 +210,8 @@ def weight_tables(
 ) -> list[KeyedTable]:
     """The three tables, a row per weights (and side, and token): concentration, tokens, sink share.
 
-    The table of tokens holds every token met ``min_count`` times, so that a printed one can be found; ``shortened``
-    cuts it to the first ``top``. ``piece`` gives a token's text as the vocabulary has it.
+    The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours; ``shortened`` cuts
+    it to the first ``top``. ``piece`` gives a token's text as the vocabulary has it.
     """
     spread: list[dict[str, Cell]] = []
     tokens: list[dict[str, Cell]] = []
@@ -241,18 +244,9 @@ def weight_tables(
 
 
 def shortened(table: KeyedTable, top: int) -> KeyedTable:
-    """The table of tokens with ranks up to ``top``, and those that have a printed number."""
-    rank = "rank printed"
-    return replace(
-        table,
-        rows=tuple(
-            row
-            for row in table.rows
-            if row.get("weight printed") is not None
-            or row.get(rank) is not None
-            or (isinstance(row["rank"], int) and row["rank"] <= top)
-        ),
-    )
+    """The table of tokens with ranks up to ``top``."""
+    rows = tuple(row for row in table.rows if isinstance(row["rank"], int) and row["rank"] <= top)
+    return replace(table, rows=rows)
 
 
 def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, ...]) -> KeyedTable:
@@ -284,14 +278,24 @@ def model_label(ground: Ground) -> str:
     return Path(str(cfg.judge.path or ground.model.path)).name
 
 
-def unnamed(printed: PrintedTable, model: str) -> list[str]:
-    """A line when no printed row is about ``model``, unless there is none to choose from."""
-    names = list(dict.fromkeys(str(row.get(KEYS[0])) for row in printed.rows if row.get(KEYS[0]) is not None))
-    if not names or model in names:
+def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
+    """The printed rows about a model; all of a file that names none."""
+    if KEYS[0] not in printed.columns:
+        return printed
+    return replace(printed, rows=tuple(row for row in printed.rows if row[KEYS[0]] == model))
+
+
+def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]:
+    """A line on printed rows about other models, if there are such."""
+    names = list(dict.fromkeys(str(row[KEYS[0]]) for row in printed.rows if row not in mine.rows))
+    if not names:
         return []
+    if mine.rows:
+        return [f"{label_of(printed.path)}: rows of other models left out ({', '.join(names)})"]
+    said = f"say label={names[0]}" + (f" (or {', '.join(names[1:])})" if names[1:] else "")
     return [
-        f"{printed.path.name} has no {model}; where it is one of them under another name, say label={names[0]}"
-        + (f" (or {', '.join(names[1:])})" if names[1:] else "")
+        f"{label_of(printed.path)}: left out, its numbers belong to other models than {model}; where {model} is one of "
+        f"them under another name, {said}"
     ]
 
 

@@ -55,22 +55,31 @@ class TrueImportance:
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""
-        spans = self.grammar.importance(pair.response(side), self._topic(pair))
         places = encoded.offsets
-        decisive = [any(start < stop and begin < end for begin, stop in spans) for start, end in places]
-        chosen = decisive if any(decisive) else [start < end for start, end in places]
+        marks = decisive(pair, side, places, self.grammar)
+        chosen = marks if any(marks) else [start < end for start, end in places]
         if not any(chosen):  # nothing but the end of the turn
             chosen = [True] * len(places)
         row = torch.tensor(chosen, dtype=torch.float32)
         return row / row.sum().clamp(min=1)
 
-    def _topic(self, pair: PreferencePair) -> str:
-        if [turn["role"] for turn in pair.prompt] == ["user"]:
-            try:
-                return self.grammar.parse_prompt(pair.prompt[0]["content"]).topic
-            except ValueError:
-                pass
-        raise UserError(
-            f"pair {pair.pair_id}: weights=true_importance knows the truth of the testbed's own prompts alone, got "
-            f"{pair.prompt[-1]['content'][:60]!r}: choose other weights for this data"
-        )
+
+def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]], grammar: Grammar) -> list[bool]:
+    """Whether each token, given by its characters of the response, holds a character that decides the true reward.
+
+    UserError naming the pair whose prompt is not one question of the grammar.
+    """
+    spans = grammar.importance(pair.response(side), _topic(pair, grammar))
+    return [any(start < stop and begin < end for begin, stop in spans) for start, end in places]
+
+
+def _topic(pair: PreferencePair, grammar: Grammar) -> str:
+    if [turn["role"] for turn in pair.prompt] == ["user"]:
+        try:
+            return grammar.parse_prompt(pair.prompt[0]["content"]).topic
+        except ValueError:
+            pass
+    raise UserError(
+        f"pair {pair.pair_id}: true importance is known for the testbed's own prompts alone, got "
+        f"{pair.prompt[-1]['content'][:60]!r}: for this data choose weights other than true_importance, and truth=null"
+    )

@@ -51,15 +51,20 @@ EMPTY_PART = "part without text"
 def read_answer(answer: str, response: str) -> Reading:
     """The scored spans of ``response`` that ``answer`` names.
 
-    Understood: a JSON list of objects or pairs (in a code fence, cut off at the end, with trailing commas), or lines
-    and table rows that hold a part and a score. A part may be quoted with other blanks, quotation marks or case; one
-    that stands several times takes the first free place behind the part before it.
+    Understood: JSON objects, pairs and lists of them, however nested (in a code fence, cut off at the end, with
+    trailing commas), or lines and table rows that hold a part and a score; where both can be read, what covers more of
+    the response. A part may be quoted with other blanks, quotation marks or case; one that stands several times takes
+    the first free place behind the part before it.
     """
+    readings = [_reading(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
+    if not readings:
+        return Reading([], Counter({NO_PARTS: 1}))
+    return max(readings, key=lambda reading: reading.covered(len(response)))  # of equal ones the first: JSON
+
+
+def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> Reading:
     problems: Counter[str] = Counter()
-    parts = list(_usable(_parts(answer), problems))
-    spans = _locate(parts, response, problems)
-    if not spans and not problems:
-        problems[NO_PARTS] += 1
+    spans = _locate(list(_usable(parts, problems)), response, problems)
     return Reading(spans, problems)
 
 
@@ -75,7 +80,10 @@ def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -
 
 # ------------------------------------------------------------------------------------------------ reading
 
-_OBJECT = re.compile(r"\{[^{}]*\}|\[\s*\"(?:[^\"\\]|\\.)*\"\s*,\s*[^\[\]]*?\]", re.DOTALL)
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_LOOSE = re.compile(rf"\{{(?:[^{{}}\"]|{_STRING})*\}}|\{{[^{{}}]*\}}|\[\s*{_STRING}\s*,\s*[^\[\]]*?\]", re.DOTALL)
+_STRING_OR_COMMA = re.compile(rf"({_STRING})|,\s*(?=[}}\]])", re.DOTALL)
+_JSON = json.JSONDecoder(strict=False, object_pairs_hook=tuple)  # an object is a tuple: it may have a key twice
 _SCORE = r"(?P<score>-?\d+(?:\.\d+)?)(?:\s*(?:/|out of)\s*(?P<of>\d+))?"
 _PART_THEN_SCORE = re.compile(
     rf"^\W{{0,3}}(?:\d+[.)]\s+)?(?P<text>.+?)\s*(?:\||->|=>|\u2192|:|\u2014|\u2013|\t|-|\(|\[|=)\s*\**(?:score\s*[:=]?\s*)?{_SCORE}\**\s*[\])|.]*\s*$",
@@ -85,38 +93,79 @@ _SCORE_THEN_PART = re.compile(
     rf"^\s*[-*]?\s*[\[(|]?\s*(?:score\s*[:=]?\s*)?{_SCORE}\s*[\])|:.\-\u2013\u2014\t]+\s*(?P<text>\S.*?)\s*\|?\s*$",
     re.IGNORECASE,
 )
+_OPENING = re.compile(r"[{\[]")
 _TEXT_KEYS = ("part", "text", "segment", "phrase", "sentence", "span", "content")
 _SCORE_KEYS = ("score", "rating", "importance", "value", "weight")
+_HUGE = 10**9  # far from any scale; an integer of JSON can be too large for a float
 
 
-def _parts(answer: str) -> list[tuple[str, float | None]]:
-    """Parts and scores as written, in order; a score that is no number is None."""
-    found = [item for match in _OBJECT.finditer(answer) if (item := _from_json(match[0])) is not None]
-    return found or [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
+def _json_parts(answer: str) -> list[tuple[str, float | None]]:
+    """Parts and scores of all JSON in ``answer``, in order; a score that is no number is None."""
+    found: list[tuple[str, float | None]] = []
+    place = 0
+    while (start := _OPENING.search(answer, place)) is not None:
+        value, place = _decoded(answer, start.start())
+        found += _in_value(value)
+    return found
 
 
-def _from_json(text: str) -> tuple[str, float | None] | None:
+def _line_parts(answer: str) -> list[tuple[str, float | None]]:
+    """The same from lines that end or begin with a score."""
+    return [item for line in answer.splitlines() if (item := _from_line(line)) is not None]
+
+
+def _decoded(answer: str, start: int) -> tuple[object, int]:
+    """The JSON value at ``start`` and where it ends; None and the next place where there is none, or a broken one."""
     try:
-        value = json.loads(re.sub(r",\s*([}\]])", r"\1", text), strict=False)
-    except ValueError:
-        return None
-    if isinstance(value, list) and len(value) == 2 and isinstance(value[0], str):
-        return value[0], _number(value[1])
-    if not isinstance(value, dict):
-        return None
-    lowered = {str(key).lower(): item for key, item in value.items()}
-    part = next((lowered[key] for key in _TEXT_KEYS if isinstance(lowered.get(key), str)), None)
+        return _JSON.raw_decode(answer, start)
+    except (ValueError, RecursionError):
+        pass
+    match = _LOOSE.match(answer, start)
+    if match is None:
+        return None, start + 1
+    try:
+        return _JSON.decode(_STRING_OR_COMMA.sub(lambda found: found[1] or "", match[0])), match.end()
+    except (ValueError, RecursionError):
+        return None, start + 1
+
+
+def _in_value(value: object) -> Iterator[tuple[str, float | None]]:
+    """The parts in a decoded value, an object being a tuple of its members."""
+    if isinstance(value, tuple):
+        yield from _in_object(value)
+    elif isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and _is_plain(value[1]):
+        yield value[0], _number(value[1])
+    elif isinstance(value, list):
+        for item in value:
+            yield from _in_value(item)
+
+
+def _in_object(members: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, float | None]]:
+    lowered = {key.lower(): item for key, item in reversed(members)}
+    part = next((item for key in _TEXT_KEYS if isinstance(item := lowered.get(key), str)), None)
     score = next((lowered[key] for key in _SCORE_KEYS if key in lowered), None)
-    if part is None and score is None and len(value) == 1:  # {"the part": 4}
-        (part, score), *_ = value.items()
-    return None if part is None else (part, _number(score))
+    if part is not None and score is not None:
+        yield part, _number(score)
+        return
+    nested = [found for _, item in members if not _is_plain(item) for found in _in_value(item)]
+    if nested:
+        yield from nested
+    elif part is not None:
+        yield part, None
+    elif score is None and (len(members) == 1 or any(_number(item) is not None for _, item in members)):
+        for key, item in members:  # {"one part": 4, "another": 2}
+            yield key, _number(item)
+
+
+def _is_plain(value: object) -> bool:
+    return not isinstance(value, list | tuple)
 
 
 def _number(value: object) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return float(value)
+        return float(value) if abs(value) < _HUGE else None
     match = re.fullmatch(rf"\s*{_SCORE}\s*", value) if isinstance(value, str) else None
     return None if match is None else _scaled(match)
 

@@ -39,18 +39,19 @@ class PlainProgress(L.Callback):
 
 
 class StepValidation(L.Callback):
-    """Validates behind every ``every``-th optimiser step.
+    """Validates behind every ``every``-th optimiser step, or behind the last one of every epoch.
 
     Lightning's own interval counts micro-batches, of which the short last step of an epoch has fewer: it would drift
     and validate (and save) within a step. Callbacks that come later find the decision in ``trainer.val_check_batch``.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int | str) -> None:
         self.every = every
-        self._before = 0
+        self._interval, self._before = sys.maxsize, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Nothing; no validation is due, so that Lightning does not look for one when it resumes."""
+        self._interval = self.every if isinstance(self.every, int) else _steps_per_epoch(trainer)
         trainer.val_check_batch = sys.maxsize
 
     def on_train_batch_start(
@@ -63,8 +64,14 @@ class StepValidation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Nothing; makes this micro-batch one that Lightning validates behind, or not."""
-        due = trainer.global_step > self._before and trainer.global_step % self.every == 0
+        due = trainer.global_step > self._before and trainer.global_step % self._interval == 0
         trainer.val_check_batch = 1 if due else sys.maxsize
+
+
+def _steps_per_epoch(trainer: L.Trainer) -> int:
+    """The optimiser steps of an epoch on as many processes as there are, as the data module counts them."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return int(data.steps_per_epoch(trainer.world_size))
 
 
 class FinalValidation(L.Callback):

@@ -7,13 +7,16 @@ from attnpo.schema import UserError
 
 PRECISIONS = ("32-true", "bf16-mixed")
 STRATEGIES = ("auto", "ddp", "fsdp")
+EPOCH = "epoch"
+"""The value of ``validate_every`` that counts the epoch's steps, however many they are."""
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
     """What Lightning's Trainer is given, under its own names.
 
-    ``validate_every`` counts optimiser steps (paper: 500); validation also runs before the first step and at the end.
+    ``validate_every`` counts optimiser steps (paper: 500), or is "epoch" for the end of every epoch; validation also
+    runs before the first step and at the end.
     ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
     """
 
@@ -25,7 +28,7 @@ class TrainerSettings:
     num_nodes: int = 1
     strategy: str = "auto"
     precision: str = "32-true"
-    validate_every: int = 500
+    validate_every: int | str = 500
     log_every_n_steps: int = 1
     threads: int | None = None
     progress: bool = True
@@ -38,8 +41,10 @@ class TrainerSettings:
             )
         if self.strategy not in STRATEGIES:
             raise UserError(f"trainer.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
-        if self.validate_every < 1:
-            raise UserError(f"trainer.validate_every must be at least 1 optimiser step, got {self.validate_every}")
+        if self.validate_every != EPOCH and (isinstance(self.validate_every, str) or self.validate_every < 1):
+            raise UserError(
+                f"trainer.validate_every must be at least 1 optimiser step, or {EPOCH}, got {self.validate_every!r}"
+            )
         if self.max_steps < 0 and self.max_epochs < 1:
             raise UserError("trainer.max_epochs must be at least 1 when trainer.max_steps is not set")
 

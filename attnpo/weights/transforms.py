@@ -93,11 +93,18 @@ class Shuffled(_Pure):
 
 @dataclass(frozen=True)
 class Inverse(_Pure):
-    """The largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round."""
+    """The largest weight where the smallest was and so on: keeps the multiset, turns the order of tokens round.
+
+    Equal weights are ordered at random, by (seed, pair id, side): by place they would hand the largest weights to the
+    first of the tokens that had none.
+    """
+
+    seed: int = 0
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
-        """The row with its values handed out in reverse order of size; equal weights keep their order."""
-        order = torch.argsort(row.weights, stable=True)
+        """The row with its values handed out in reverse order of size."""
+        mixed = torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))
+        order = mixed[torch.argsort(row.weights[mixed], stable=True)]
         out = torch.empty_like(row.weights)
         out[order] = row.weights[order].flip(0)
         return out

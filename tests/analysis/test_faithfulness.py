@@ -17,7 +17,6 @@ from attnpo.analysis.faithfulness import (
     Ranking,
     Rankings,
     Removal,
-    Toward,
     bins_of,
     count_of,
     matched_tokens,
@@ -187,6 +186,9 @@ def test_the_right_tokens_are_found_and_others_are_not() -> None:
     # Four of twenty words fall at random: of the two that count about a fifth each, of four nats 0.8.
     assert 0.2 < (found.full - found.changes["right"][Mode.REMOVE, 0.2].random).mean() < 1.8
     assert found.score("right") > 2.5 > -0.01 > found.score("wrong")
+    each = [found.advantage("right", Mode.REMOVE, share) for share in (0.1, 0.2)]
+    np.testing.assert_allclose(found.scores("right"), (each[0] + each[1]) / 2)
+    assert found.scores("right").shape == (12,) and found.score("right") == found.scores("right").mean()
     assert found.advantage("right", Mode.KEEP, 0.1).mean() > 2.5
     assert judge.layers == {()}
     assert found.prompts == len(judge.prompts)
@@ -225,18 +227,13 @@ class NoBias(CountingJudge):
         return JudgeReading(reading.rows, None, reading.verdict_logits - torch.tensor([BIAS, 0.0]), LABELS[0])
 
 
-def test_log_odds_are_towards_the_judges_own_verdict_or_the_label() -> None:
+def test_log_odds_are_towards_the_judges_own_verdict_not_the_label() -> None:
+    """In the second pair the judge prefers the rejected response."""
     pairs = [pair(0), pair(1, chosen=(), rejected=(3, 9, 11))]
-    sources = {"right": ranked(pairs, right)}
-
-    def full(toward: Toward) -> list[float]:
-        removal = Removal(shares=(0.2,), draws=1, toward=toward)
-        found = measure(pairs, sources, CountingJudge(), FakePrompts(), removal)
-        np.testing.assert_allclose(found.fall("right", 0.2), found.full, atol=1e-6)
-        return [round(value, 4) for value in found.full.tolist()]
-
-    assert full(Toward.VERDICT) == [4.0, 6.0]
-    assert full(Toward.CHOSEN) == [4.0, -6.0]
+    removal = Removal(shares=(0.2,), draws=1)
+    found = measure(pairs, {"right": ranked(pairs, right)}, CountingJudge(), FakePrompts(), removal)
+    np.testing.assert_allclose(found.full, [4.0, 6.0], atol=1e-6)
+    np.testing.assert_allclose(found.fall("right", 0.2), found.full, atol=1e-6)
 
 
 def test_a_response_that_loses_its_last_token_is_counted() -> None:

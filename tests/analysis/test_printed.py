@@ -9,7 +9,6 @@ from attnpo.analysis.printed import (
     beside,
     counterpart,
     for_reading,
-    in_brief,
     read_printed,
     unmet,
 )
@@ -48,46 +47,51 @@ def test_rows_are_matched_by_their_keys(tmp_path: Path) -> None:
         tmp_path, 'model,side,rank,token,weight\nm,chosen,1,yes,0.9\nm,chosen,2,1,0.2\nother,chosen,1,"a,b",0.1\n'
     )
     table = beside(OURS, read_printed(path, KEYS))
-    assert told(table, "weights", "token", "weight", "weight printed") == [
-        ("L1", "Yes", 0.5, None),
-        ("L1", "1", 0.25, 0.2),
-        ("L1", "yes", None, 0.9),
-        ("L2", "no", 0.125, None),
-        ("L2", "yes", None, 0.9),
-        ("L2", "1", None, 0.2),
-        (None, "a,b", None, 0.1),
+    assert told(table, "weights", "model", "token", "rank", "rank printed", "weight", "weight printed") == [
+        ("L1", "m", "yes", None, 1, None, 0.9),
+        ("L1", "m", "1", 2, 2, 0.25, 0.2),
+        ("L1", "other", "a,b", None, 1, None, 0.1),
+        ("L2", "m", "yes", None, 1, None, 0.9),
+        ("L2", "m", "1", None, 2, None, 0.2),
+        ("L2", "other", "a,b", None, 1, None, 0.1),
     ]
     assert table.rows[1]["weight difference"] == pytest.approx(0.05)
-    assert {row["weight difference"] for row in [table.rows[0], *table.rows[2:]]} == {None}
+    assert {row["weight difference"] for row in (table.rows[0], *table.rows[2:])} == {None}
     assert table.columns == (
         *("weights", "model", "side", "rank", "rank printed", "token"),
-        *("weight", "weight printed", "weight difference", "count"),
+        *("weight", "weight printed", "weight difference"),
     )
 
 
 def test_what_one_lacks_is_a_dash_for_readers_only(tmp_path: Path) -> None:
-    path = printed(tmp_path, "model,side,token,weight\nm,chosen,1,0.2\n")
+    path = printed(tmp_path, "model,side,token,weight\nm,chosen,1,0.2\nm,chosen,Yes,-\n")
     table = beside(OURS, read_printed(path, KEYS))
     read = for_reading(table)
-    assert told(read, "weight", "weight printed") == [(0.5, "-"), (0.25, 0.2), (0.125, "-"), ("-", 0.2)]
-    assert table.rows[0]["weight printed"] is None
-    assert "count" in read.columns and "count" not in in_brief(table).columns
-    assert in_brief(OURS) is OURS and for_reading(OURS) is OURS
+    assert told(read, "weight", "weight printed") == [(0.25, 0.2), (0.5, "-"), ("-", 0.2), ("-", "-")]
+    assert table.rows[1]["weight printed"] is None
+    assert for_reading(OURS) is OURS
 
 
 def test_columns_that_only_the_paper_has_stand_alone(tmp_path: Path) -> None:
-    arms = KeyedTable("arms", "", ("arm", "reward"), ({"arm": "DPO", "reward": 0.5},), ("arm",))
-    path = printed(tmp_path, "base_model,method,mt_bench\nbig,DPO,6.73\nbig,Other,7.1\nsmall,DPO,5.50\n")
-    table = beside(arms, read_printed(path, arms.keys, {"method": "arm"}))
+    """A row of ours that no printed one meets is not repeated; one that two meet is there for both."""
+    rows: tuple[dict[str, Cell], ...] = ({"arm": "dpo", "reward": 0.5}, {"arm": "shuffled", "reward": 0.25})
+    arms = KeyedTable("arms", "", ("arm", "reward"), rows, ("arm",))
+    path = printed(tmp_path, "base_model,arm,mt_bench,reward\nbig,DPO,6.73,0.4\nbig,Other,7.1,-\nsmall,DPO,5.50,-\n")
+    table = beside(arms, read_printed(path, arms.keys), fold=True)
     assert unmet(table) == ["mt_bench"]
-    assert told(table, "base_model", "arm", "reward", "mt_bench printed") == [
-        ("big", "DPO", 0.5, 6.73),
-        ("small", "DPO", 0.5, 5.5),
-        ("big", "Other", None, 7.1),
+    assert table.columns == (
+        "base_model",
+        "arm",
+        "mt_bench printed",
+        "reward",
+        "reward printed",
+        "reward difference",
+    )
+    assert told(table, "base_model", "arm", "mt_bench printed", "reward", "reward printed") == [
+        ("big", "dpo", 6.73, 0.5, 0.4),
+        ("big", "Other", 7.1, None, None),
+        ("small", "dpo", 5.5, 0.5, None),
     ]
-    read = for_reading(table)
-    assert read.columns == ("base_model", "arm", "reward", "mt_bench (ours / printed)")
-    assert told(read, "mt_bench (ours / printed)") == [("- / 6.73",), ("- / 5.50",), ("- / 7.10",)]
 
 
 def test_a_file_goes_to_the_table_it_shares_numbers_with(tmp_path: Path) -> None:

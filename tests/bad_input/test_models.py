@@ -158,19 +158,29 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 # ------------------------------------------------------------------------------------------------ tokenizers, templates
 
 
-def test_a_tokenizer_without_offsets(attempts: Attempts, record: Record) -> None:
-    """ByT5's works on bytes in Python: there is no fast one that could say which characters a token holds."""
+def slow(folder: Path) -> None:
+    """Damage: ByT5's tokenizer, which works on bytes in Python; no fast one could say what characters a token holds."""
     from transformers import ByT5Tokenizer
 
-    def slow(folder: Path) -> None:
-        (folder / "tokenizer.json").unlink()
-        tokenizer = ByT5Tokenizer()
-        tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        tokenizer.save_pretrained(folder)
+    (folder / "tokenizer.json").unlink()
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
 
+
+def test_a_tokenizer_without_offsets(attempts: Attempts, record: Record) -> None:
     message = attempts.fit(world=attempts.broken_model(slow)).refused()
     assert "gives no character offsets (ByT5Tokenizer, not a fast tokenizer)" in message
     record("a tokenizer without offsets", message, NOT_STARTED)
+
+
+@pytest.mark.parametrize("overrides", [["judge.path=SLOW"], ["judge=other", "other_judge.path=SLOW"]])
+def test_another_judges_tokenizer_without_offsets(attempts: Attempts, record: Record, overrides: list[str]) -> None:
+    folder = attempts.broken_model(slow).model
+    given = [override.replace("SLOW", str(folder)) for override in overrides]
+    message = attempts.fit(*given, "align.method=characters", "data.path=nowhere").refused()
+    assert f"judge.path={folder}: expected a fast tokenizer" in message and "got ByT5Tokenizer" in message
+    record(f"{overrides[-1]}: a tokenizer without offsets", message, NOT_STARTED)
 
 
 TEMPLATES = {

@@ -14,7 +14,7 @@ from tests.bad_input.conftest import Record
 NOT_STARTED = "run not started"
 
 LAYERS = ["weights.layer=3", "weights.layer=0", "weights.layer=-1", "weights.layer=3/2", "weights.layer=1/0",
-          "weights.layer=first", "weights.layer=auto", "weights.layer=1.5"]  # fmt: skip
+          "weights.layer=first", "weights.layer=1.5"]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", LAYERS)
@@ -30,7 +30,11 @@ KEYS = {
     "weights.layr=1": ("weights.layr", "did you mean weights.layer?"),
     "objective.bta=1": ("objective.bta", "did you mean objective.beta?"),
     "+data.columns.chsen=x": ("data.columns.chsen: unknown key", "did you mean data.columns.chosen?"),
-    "weights=attension": ("weights/attension", "attention, rollout, uniform"),
+    "weights=attension": (
+        "weights/attension",
+        "did you mean weights=attention?",
+        "attention, rollout, true_importance",
+    ),
     "logger=mlflow": ("logger/mlflow", "csv, wandb"),
     "setting=llama": ("setting/llama", "real_smoke"),
     "trainer.max_epochs=many": ("trainer.max_epochs: expected int, got 'many'",),

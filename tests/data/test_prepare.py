@@ -15,7 +15,7 @@ from attnpo.data.prepare import (
     Tally,
     encode_pairs,
     fit_transforms,
-    length_percentiles,
+    percentiles,
     prepare_examples,
 )
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
@@ -221,12 +221,11 @@ def test_a_tally_counts_all_and_names_three() -> None:
     assert tally.lines() == ["cut: what: 1 (aaaaaaaa)", "dropped: why: 5 (00000000, 11111111, 22222222)"]
 
 
-def test_percentiles_are_those_of_the_longer_branch(chat: ChatFormat) -> None:
-    pairs = [make_pair(2, count, shift=count) for count in (3, 5, 7, 9)]
-    made = prepare_examples(encode_pairs(pairs, chat, LengthRules(200, 100)), Uniform(), {}, AlignRules())
-    # 7 prompt tokens, the words, the end of turn: 11, 13, 15, 17; place q * 4 // 100 of the rising list.
-    assert length_percentiles(made.examples) == {"p50": 15, "p90": 17, "p99": 17, "max": 17}
-    assert length_percentiles([]) == {}
+def test_percentiles_are_places_of_the_rising_list() -> None:
+    """Place q * n // 100, counted from 0, and never beyond the last."""
+    assert percentiles([17, 11, 15, 13]) == {"p50": 15, "p90": 17, "p99": 17, "max": 17}
+    assert percentiles(range(200)) == {"p50": 100, "p90": 180, "p99": 198, "max": 199}
+    assert percentiles([]) == {}
 
 
 def scored(
@@ -250,9 +249,11 @@ def scored(
 def test_a_source_that_may_be_silent_brings_its_own_least_coverage(chat: ChatFormat) -> None:
     encoded, made, _ = scored(chat, [(4, 10), (4, 9), (4, 8), (3, 10), (0, 10)])
     assert [example.pair_id for example in made.examples] == [pair.pair_id for pair in encoded.pairs[:2]]
-    assert made.tally.counts == {"dropped: coverage below align.min_coverage 0.9": 2, SILENT: 1}
+    assert made.tally.counts == {"dropped: coverage below weights.min_coverage 0.9": 2, SILENT: 1}
     assert (made.dropped, made.unmatched_tokens) == (3, 8)
     assert made.examples[1].coverage == (1.0, 0.9)
+    _, asked, _ = scored(chat, [(4, 10), (4, 8)], min_coverage=0.9)
+    assert asked.tally.counts == {"dropped: coverage below align.min_coverage 0.9": 1}  # the key that was set
 
 
 def test_the_run_may_ask_for_less_but_silence_never_becomes_uniform(chat: ChatFormat) -> None:

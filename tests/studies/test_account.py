@@ -9,6 +9,7 @@ import pytest
 
 from attnpo import console
 from attnpo.config import compose, plain
+from attnpo.data.prepare import percentiles
 from attnpo.schema import UserError
 from attnpo.studies import startup
 from attnpo.studies.account import example_statistics, log_inputs, token_percentiles, versions
@@ -184,7 +185,9 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert f"train: cut: prompt to its last 11 tokens: 7 of {TRAIN} (58.3%; first: " in caplog.text
     assert "prompt 11/11/11/11, chosen " in caplog.text and "longest " in caplog.text
     statistics = example_statistics(inputs)["train"]
-    assert statistics["tokens"]["longest"] == statistics["lengths"]
+    longest = sorted(example.longest for example in inputs.examples["train"].examples)
+    assert statistics["tokens"]["longest"] == statistics["lengths"] == percentiles(longest)
+    assert statistics["lengths"]["max"] == longest[-1] == 26
     assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}
     assert token_percentiles([])["longest"] == {}
     assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text

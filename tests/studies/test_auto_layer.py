@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
+from omegaconf.errors import ConfigAttributeError
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import (
     CHOICE,
     AutoLayer,
+    Choice,
     best_layer,
     calibration_pairs,
     settle_layer,
+    standard_error,
     wants_auto,
 )
 from attnpo.studies.ground import Ground, lay_ground
@@ -61,11 +64,82 @@ def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog
     record = found.prepared[CHOICE]
     assert set(record["scores"]) == {"1", "2"}
     assert record["layer"] == layer == int(max(record["scores"], key=record["scores"].__getitem__))
-    assert record["pairs"] == 4
+    assert (record["pairs"], record["left_out"]) == (4, 0) and record["emptied"] >= 0
+    assert set(record["errors"]) == {"1", "2"} - {str(layer)} and record["error"] > 0
     (stored,) = (tmp_path / CHOICE).glob("*.json")
     assert json.loads(stored.read_text(encoding="utf-8"))["scores"] == record["scores"]
     lines = [line for line in caplog.messages if f"auto is layer {layer} of 2" in line]
     assert len(lines) == 2 and "from the store" in lines[1]
+    assert again.prepared[CHOICE] == record
+
+
+def test_four_pairs_carry_no_choice_and_every_run_is_told(
+    made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A judge of random weights: no layer matters. The warning stands in the record and comes from the store too."""
+    record = settle_layer(asking(made, tmp_path), made[2]).prepared[CHOICE]
+    said = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    assert said == [f"weights.layer=auto: {doubt}" for doubt in record["doubts"]]
+    assert "the sample of 4 pairs does not tell layers 1 and 2 apart" in "".join(said)
+    assert said[-1].endswith("raise auto_layer.pairs")
+    caplog.clear()
+    settle_layer(asking(made, tmp_path), made[2])
+    assert [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING] == said
+
+
+def choice(scores: dict[int, float], error: float | None, errors: dict[int, float | None], **more: Any) -> Choice:
+    values = {"full": 2.0, "pairs": 60, "left_out": 4, "emptied": 0, "prompts": 9, "seconds": 1.0} | more
+    return Choice(best_layer(scores), scores, error, errors, rules={"pairs": 64}, **values)
+
+
+@pytest.mark.parametrize(
+    ("scores", "error", "errors", "said"),
+    [
+        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.3, 3: 0.1}, []),
+        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.3, 3: 0.2}, ["layers 2 and 3 apart"]),
+        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.2, {1: 0.4, 3: 0.2}, ["layers 1, 2 and 3 apart"]),
+        ({1: 0.1, 2: 0.9, 3: 0.5}, 0.45, {1: 0.3, 3: 0.1}, ["does not tell layer 2 from random tokens"]),
+        ({1: -0.4, 2: -0.3}, 0.01, {1: 0.01}, ["does not tell layer 2 from random tokens"]),
+        ({1: 0.5, 2: 0.5}, 0.1, {1: 0.0}, ["layers 1 and 2 apart"]),
+        ({1: 0.5, 2: 0.9}, None, {1: None}, ["layer 2 from random tokens", "layers 1 and 2 apart"]),
+        ({1: 0.5}, 0.1, {}, []),
+    ],
+)
+def test_a_lead_of_two_standard_errors_or_less_is_doubted(
+    scores: dict[int, float], error: float | None, errors: dict[int, float | None], said: list[str]
+) -> None:
+    doubts = choice(scores, error, errors).doubts()
+    assert len(doubts) == len(said)
+    for doubt, words in zip(doubts, said, strict=True):
+        assert words in doubt and doubt.startswith("the sample of 60 pairs does not tell")
+        assert doubt.endswith(": raise auto_layer.pairs")
+
+
+def test_no_more_pairs_are_asked_for_than_there_are() -> None:
+    (doubt,) = choice({1: 0.1, 2: 0.2}, 0.05, {1: 0.1}, pairs=12, left_out=0).doubts()
+    assert doubt.endswith("there are no more training pairs, so name a layer by weights.layer")
+
+
+def test_the_standard_error_is_that_of_a_mean() -> None:
+    assert standard_error([1.0, 2.0, 3.0, 6.0]) == pytest.approx(1.080123)  # sqrt(14 / 3) / 2
+    assert standard_error([1.0]) is None and standard_error([]) is None
+
+
+def test_rows_captured_another_way_are_another_choice(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle_layer(asking(made, tmp_path), made[2])
+    monkeypatch.setattr("attnpo.weights.capture.CAPTURE_VERSION", "a later one")
+    settle_layer(asking(made, tmp_path), made[2])
+    assert len(list((tmp_path / CHOICE).glob("*.json"))) == 2
+
+
+def test_the_rules_are_those_of_the_configuration_or_none(made: Made, tmp_path: Path) -> None:
+    ground = asking(made, tmp_path)
+    with open_dict(ground.cfg):
+        del ground.cfg["auto_layer"]
+    with pytest.raises(ConfigAttributeError, match="auto_layer"):
+        settle_layer(ground, made[2])
 
 
 def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
@@ -141,6 +215,10 @@ def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
     with judge_loads() as loads:
         assert run(cfg, tmp_path / "auto") == result  # finished: nothing is looked for again
     assert not loads
+    with pytest.raises(
+        UserError, match="was given its weights.layer by hand, and is asked for with weights.layer=auto"
+    ):
+        run(cfg, tmp_path / "number")
 
 
 def test_auto_where_a_study_names_layers_is_refused() -> None:

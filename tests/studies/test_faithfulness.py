@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.analysis.faithfulness import Ranking
+from attnpo.analysis.faithfulness import Ranking, rankings
 from attnpo.analysis.page import Image, TableBlock, report_page
 from attnpo.schema import PreferencePair, UserError
 from attnpo.studies.analyses import StudyAnalysis
+from attnpo.studies.auto_layer import calibration_pairs
 from attnpo.studies.faithfulness import (
     EQUAL,
     ROLLOUT,
     TRUTH,
     Faithfulness,
-    decisive,
     rank_correlation,
     true_mass,
 )
@@ -26,19 +26,29 @@ from attnpo.studies.grid import Arm, Point, Study
 from attnpo.studies.ground import Ground, lay_ground
 from attnpo.studies.inputs import encode, read_pairs
 from attnpo.studies.runner import Outcome
-from tests.studies.worlds import GRAMMAR, build_world
+from attnpo.studies.weighing import weigh
+from attnpo.testbed.importance import decisive
+from tests.studies.worlds import GRAMMAR, World, build_world
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ground, dict[str, Any]]:
-    world = build_world(tmp_path_factory.mktemp("world"))
-    ground = lay_ground(world.config("weights=attention", "weights.layer=1"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+def with_truth(world: World, *overrides: str) -> Ground:
+    ground = lay_ground(world.config(*overrides))
     cfg = ground.cfg.copy()
     truth = {"_target_": "attnpo.testbed.scoring.TruthScorer", "grammar": asdict(GRAMMAR)}
     OmegaConf.update(cfg, "truth", truth, force_add=True)
-    ground = replace(ground, cfg=cfg)
+    return replace(ground, cfg=cfg)
+
+
+@pytest.fixture(scope="module")
+def measured(world: World) -> tuple[Ground, dict[str, Any]]:
+    ground = with_truth(world, "weights=attention", "weights.layer=1")
     return ground, RULES.measure(ground, encode(ground, read_pairs(ground)), world.store)
 
 
@@ -54,6 +64,31 @@ def test_every_layer_and_every_reference_is_measured(measured: tuple[Ground, dic
     assert values["weights"][TRUTH]["mass"] == 1.0
     assert 0 < values["weights"][EQUAL]["mass"] < 0.5
     assert json.loads(json.dumps(values)) == values
+
+
+def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> None:
+    """What a user sets of the weights changes the rows of the layers, and of the rollout where it has the setting."""
+    rules = Faithfulness(pairs=4, shares=(0.4,), draws=1)
+
+    def masses(*overrides: str) -> dict[str, float]:
+        ground = with_truth(world, *overrides)
+        values = rules.measure(ground, encode(ground, read_pairs(ground)), world.store)
+        return {name: found["mass"] for name, found in values["weights"].items()}
+
+    plain = masses("weights=attention", "weights.layer=1")
+    sink = masses("weights=attention", "weights.layer=1", "weights.postprocess.sink_tokens=3")
+    heads = masses("weights=attention", "weights.layer=1", "weights.heads=[2]")
+    layers = ["layer 1", "layer 2"]
+    assert all(sink[name] != plain[name] for name in [*layers, ROLLOUT])
+    assert all(heads[name] != plain[name] for name in layers) and heads[ROLLOUT] == plain[ROLLOUT]
+    assert all(found[name] == plain[name] for found in (sink, heads) for name in (EQUAL, TRUTH))
+    assert masses("weights=uniform") == plain, "attention as it is by default where the weights read no layer"
+    ground = with_truth(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
+    encoded = encode(ground, read_pairs(ground))
+    sample = calibration_pairs(encoded["train"].pairs, 4)
+    weighed = weigh(ground, encoded)
+    rows = rankings(weighed.source, weighed.captured, weighed.layers)
+    assert true_mass(sample, rows, GRAMMAR) == sink["layer 2"]
 
 
 def test_a_setting_without_truth_has_no_mass(measured: tuple[Ground, dict[str, Any]]) -> None:
@@ -77,13 +112,13 @@ def test_mass_is_the_share_on_decisive_words() -> None:
         edges.append((at, at + len(word)))
         at += len(word) + 1
     row = Ranking(tuple(edges), tuple(4.0 if texts[0][a:b] == "superb" else 1.0 for a, b in edges))
-    assert decisive(pair, "chosen", row, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
+    assert decisive(pair, "chosen", row.offsets, GRAMMAR) == [texts[0][a:b] == "superb" for a, b in edges]
     nothing = Ranking(((0, 2),), (1.0,))
     rows = {pair.pair_id: {"chosen": row, "rejected": nothing}}
     assert true_mass([pair], rows, GRAMMAR) == pytest.approx(4 / (4 + len(edges) - 1), abs=1e-4)
     foreign = PreferencePair.make([{"role": "user", "content": "hello"}], texts[0], "no")
     with pytest.raises(UserError, match="truth=null"):
-        decisive(foreign, "chosen", row, GRAMMAR)
+        true_mass([foreign], {foreign.pair_id: {"chosen": row, "rejected": nothing}}, GRAMMAR)
 
 
 def aspects(topic: str) -> tuple[str, ...]:

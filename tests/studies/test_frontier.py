@@ -1,5 +1,6 @@
 """Rewards at a KL, read off an arm's path: numbers derived by hand."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -75,5 +76,17 @@ def test_arms_are_compared_on_the_seeds_they_share() -> None:
 
 
 def test_a_grid_point_that_lacks_a_seed_is_not_on_the_path() -> None:
+    """Nor does it show that the arm goes as far as the level."""
     whole, part = spot("a", 1.0, 0.1, [0.0, 0.0], seeds=(0, 1)), spot("b", 2.0, 0.9, [1.0, 1.0])
     assert [mark.kl for mark in path_of([whole, part])[1]] == [0.0, 1.0]
+    found = at_kl([whole, part], 1.5)
+    assert found is not None and (found.kl, found.reached) == (1.0, False)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_point_without_a_finite_kl_is_nowhere_on_the_path(kl: float) -> None:
+    """It must not pass for the base's neighbour at KL 0, nor as one that reaches every level."""
+    near, astray = spot("a", 1.0, 0.1, [0.0, 0.0]), spot("b", kl, 0.9, [1.0, 1.0])
+    assert [mark.kl for mark in path_of([astray, near])[1]] == [0.0, 1.0]
+    found = at_kl([astray, near], 2.0)
+    assert found is not None and (found.kl, found.reached) == (1.0, False)

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from attnpo.config import compose
 from attnpo.schema import UserError
-from attnpo.studies import execution
+from attnpo.studies import bases, execution
 from attnpo.studies.arms import arm_config, layered, point_config, point_folder
 from attnpo.studies.folders import run_folder
 from attnpo.studies.grid import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
@@ -139,6 +139,7 @@ def test_later_layers_of_overrides_win_whatever_their_mark() -> None:
         ({"seeds": 0}, r"study\.seeds and study\.workers must be at least 1"),
         ({"workers": 0}, r"study\.seeds and study\.workers must be at least 1"),
         ({"layers": (2, "1/2", 2, 1)}, r"study\.layers has 2 more than once"),
+        ({"layers": (1, "1/2", "1/2")}, r"study\.layers has 1/2 more than once"),
         ({"layers": (1,), "control": "attention"}, r"study\.control=attention is split into layers"),
         ({"truth_arms": {"uniform": []}}, r"uniform stands in study\.arms and in study\.truth_arms"),
         ({"grids": {"attn": Grid()}}, r"study\.grids has attn, which is no arm; arms are uniform, attention"),
@@ -266,6 +267,24 @@ def test_a_repeated_command_trains_nothing_again(
     assert again.digest == outcome[0].digest
 
 
+def test_changed_code_runs_every_point_again(
+    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store keeps what it has."""
+    cfg, _, folder = study
+    tried: list[str] = []
+
+    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+        tried.append(place.name.partition("-")[0])
+        raise UserError("tried")
+
+    monkeypatch.setattr(execution, "run", run)
+    monkeypatch.setattr(bases, "source_digest", lambda *given: "another version")
+    with judge_loads() as loaded, pytest.raises(UserError, match="all 3 points failed"):
+        run_study(cfg, folder)
+    assert tried == ["uniform", "broken", "attention"] and loaded == []
+
+
 def test_another_setting_is_another_study_in_the_same_folder(
     study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +396,7 @@ def test_a_world_and_an_arm_that_cannot_be_had_are_lost_alone(wide: tuple[World,
     assert "data.val_split=nowhere" in lost["lost", "uniform"] == lost["lost", "attention"]
     assert "/there/is/no/such/judge" in lost["short", "elsewhere"]
     assert outcome.worlds == ["lost", "short"]
+    assert outcome.warnings == []
 
 
 def test_the_points_of_a_world_are_named_after_it(wide: tuple[World, Path, Outcome]) -> None:

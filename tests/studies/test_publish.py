@@ -150,6 +150,7 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
         result = {
             "metrics": {"val/loss": 0.6, "val/rewards/accuracies": accuracy},
             "inputs": {"train": split, "val": split},
+            "steps": 3,
             "seconds": {"all": 1.5},
             "truth": None,
         }
@@ -170,6 +171,24 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
     every = json.loads(media(first, row, "study/points").read_text())
     assert [line[:2] for line in every["data"]] == [["attention", 7], ["uniform", 7]]
     assert only(first, "exit").exit_code == 0
+
+
+def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Path) -> None:
+    """Else two points of an arm could not be told apart."""
+    split = {"effective_share": 0.5, "coverage": 1.0}
+    result = {
+        **{"metrics": {"val/rewards/accuracies": 0.5}, "steps": 3, "seconds": {"all": 1.5}, "truth": None},
+        "inputs": {"train": split, "val": split},
+    }
+    arms = [Arm("uniform", (), world=name) for name in ("calm", "noisy")]
+    study = Study("duel", {"uniform": []}, worlds={"calm": [], "noisy": []})
+    outcome = Outcome(study, arms, [(Point(arm, (), 7), result) for arm in arms], [], {}, tmp_path / "duel", 3.0)
+    publish_study(world.config(*TRACKED), outcome)
+    (session,) = sessions(tmp_path / "duel")
+    (row,) = flat_rows(session)
+    every = json.loads(media(session, row, "study/points").read_text())
+    assert every["columns"][:4] == ["world", "arm", "seed", "values"]
+    assert [line[:3] for line in every["data"]] == [["calm", "uniform", 7], ["noisy", "uniform", 7]]
 
 
 def test_numbers_are_found_at_any_depth_and_nothing_else() -> None:

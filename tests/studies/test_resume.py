@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 
 from attnpo.config import plain
 from attnpo.schema import UserError
-from attnpo.studies.resume import BOOKKEEPING, KEPT, find_resume, finished, numbers_of, refuse_taken
+from attnpo.studies.identity import BESIDE, BOOKKEEPING, KEPT, NEEDED, PATHS, numbers_of
+from attnpo.studies.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.studies.run import run
 from attnpo.training.folders import STATE, read_account
 from attnpo.training.interruption import Interrupted
@@ -61,6 +62,8 @@ def test_a_run_that_was_killed_while_scoring_is_scored_without_training(
         ("batch.pairs=8", "batch.pairs was 4 "),
         ("seed=3", "seed was 0 "),
         ("weights=uniform", "weights._target_ was "),
+        ("weights.layers=[1,2]", "weights.layers was []"),
+        ("judge.max_length=300", "judge.max_length was "),
         ("callbacks.monitor=val/rewards/margins", "callbacks.monitor was 'val/loss'"),
     ],
 )
@@ -76,7 +79,12 @@ def test_another_run_is_refused_by_its_first_differing_key(
 
 
 @pytest.mark.parametrize(
-    "change", ["batch.micro=1", "trainer.threads=2", "callbacks.save_every=5", "trainer.devices=2", "logger=wandb"]
+    "change",
+    [
+        *("batch.micro=1", "trainer.threads=2", "callbacks.save_every=5", "trainer.devices=2", "logger=wandb"),
+        *("verbalizer.max_length=300", "other_judge.path=/x", "default_layer=last", "verbalized_epochs=3"),
+        "trainer.validate_every=2",
+    ],
 )
 def test_bookkeeping_may_change(world: World, done: tuple[Path, dict[str, Any]], change: str) -> None:
     folder, _ = done
@@ -86,9 +94,17 @@ def test_bookkeeping_may_change(world: World, done: tuple[Path, dict[str, Any]],
 def test_every_bookkeeping_key_exists(world: World) -> None:
     """A key renamed in the configs would silently count as one that moves numbers."""
     cfg = OmegaConf.create(plain(world.config()))
-    missing = [key for key in (*BOOKKEEPING, *KEPT) if OmegaConf.select(cfg, key, default="absent") == "absent"]
+    names = (*BOOKKEEPING, *PATHS, *BESIDE, *NEEDED, *KEPT)
+    missing = [key for key in names if OmegaConf.select(cfg, key, default="absent") == "absent"]
     assert missing == []
     assert "model.path" not in numbers_of(world.config()) and "optimizer.lr" in numbers_of(world.config())
+
+
+def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -> None:
+    stored = {"optimizer.lr": 1e-4, "verbalizer.max_length": 300, "other_judge.path": None, "default_layer": 1}
+    check_same(stored, {"optimizer.lr": 1e-4}, Path("last"))
+    with pytest.raises(UserError, match=r"optimizer\.betas was \[0\.9, 0\.95\] in last and is 'nothing' now"):
+        check_same({**stored, "optimizer.betas": [0.9, 0.95]}, {"optimizer.lr": 1e-4}, Path("last"))
 
 
 def test_other_contents_under_the_same_settings_are_refused(

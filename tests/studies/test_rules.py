@@ -1,5 +1,6 @@
 """Rules of runs and studies that keep a command from meaning something else than it says."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ import pytest
 from attnpo.config import build, compose, idle_overrides
 from attnpo.console import process
 from attnpo.schema import UserError
+from attnpo.studies import bases
 from attnpo.studies.arms import arm_config, check_user
-from attnpo.studies.bases import lay_basis
+from attnpo.studies.bases import COSTS, Basis, Cost, keep_costs, lay_basis
 from attnpo.studies.execution import execute
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import make_inputs
@@ -104,6 +106,48 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
     assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
     assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
     assert facts[0].facts == facts[1].facts
+
+
+def spend(folder: Path, judge: float | None) -> float | None:
+    """The cost of the judge as it is told after a command that spent ``judge``."""
+    basis = Basis("", 0, cost=Cost(100.0, judge))
+    keep_costs(folder, {("", 0): basis})
+    assert basis.cost.base == 100.0
+    return basis.cost.judge
+
+
+def test_the_seconds_of_all_commands_are_added_up(tmp_path: Path) -> None:
+    """A later arm's small pass comes on top of the first one; a command without a pass takes over the sum."""
+    assert [spend(tmp_path, judge) for judge in (None, 3600.0, 12.5, None)] == [None, 3600.0, 3612.5, 3612.5]
+    assert [path.name for path in tmp_path.iterdir()] == [COSTS]
+
+
+@pytest.mark.parametrize("broken", ["", "[1]", '{"/0": null}', '{"/0": '])
+def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / COSTS).write_text(broken, encoding="utf-8")
+    assert spend(tmp_path, 12.0) == 12.0
+    assert "costs.json cannot be read and is written anew" in caplog.text
+    assert spend(tmp_path, None) == 12.0
+
+
+def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
+    cfg = world.config(STUDY)
+    study = build(cfg.study)
+    assert lay_basis(cfg, study, 0).warnings == []
+    laid, settled = bases.lay_ground, bases.settle_judge
+    report = {"base": {"gate_passed": False, "seconds": 1.0}}
+    monkeypatch.setattr(bases, "lay_ground", lambda cfg: replace(laid(cfg), prepared=report))
+    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": True}))
+    basis = lay_basis(cfg, study, 0)
+    assert basis.gates == {"this base": False, "the second base": True}
+    (line,) = basis.warnings
+    assert line.startswith("WARNING seed 0: the judge of this base missed its gate; ")
+    monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": False}))
+    assert [line.partition(" missed")[0] for line in lay_basis(cfg, study, 3).warnings] == [
+        "WARNING seed 3: the judge of this base",
+        "WARNING seed 3: the judge of the second base",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Which point stands for an arm, and what the table says, on results made by hand."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -7,20 +8,23 @@ from typing import Any
 
 import pytest
 
-from attnpo.analysis.page import Paragraph, TableBlock
+from attnpo.analysis.figures import training_curves
+from attnpo.analysis.page import Image, Paragraph, Section, TableBlock
 from attnpo.studies.bases import Cost
-from attnpo.studies.footnotes import footnotes, warnings
+from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.studies.grid import Arm, Grid, Point, Study
 from attnpo.studies.intervals import Interval
 from attnpo.studies.levels import level_tables
+from attnpo.studies.pages import write_study_report
 from attnpo.studies.runner import Outcome
 from attnpo.studies.spots import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
-from attnpo.studies.tables import all_points, analysis_sections, metric_table, truth_table
+from attnpo.studies.tables import all_points, analysis_sections, keep_record, main_table, metric_table, truth_table
 from tests.studies.probe import Probe
 
 UNIFORM, ATTENTION = Arm("uniform", ("weights=uniform",)), Arm("attention", ("weights=attention",))
 LOW, HIGH = ("optimizer.lr=5e-05", "objective.beta=0.1"), ("optimizer.lr=0.0001", "objective.beta=0.1")
 STUDY = Study("s", {"uniform": [], "attention": []}, grid=Grid(lr=(5e-5, 1e-4), beta=(0.1,)), kl_limit=2.0)
+TOKENS = {"chosen": {"p50": 21, "max": 40}, "rejected": {"p50": 19, "max": 41}}
 
 
 def scores(reward: float, kl: float, rewards: list[float]) -> dict[str, Any]:
@@ -43,8 +47,9 @@ def result(
     """A result with a known truth; ``test`` are the rewards of the test prompts."""
     test = test or [0.0, 0.0]
     return {
+        "steps": 48,
         "metrics": {"val/loss": 0.5, "val/rewards/accuracies": accuracy, "val/rewards/margins": 0.25},
-        "inputs": {"train": {"effective_share": 0.5, "coverage": 1.0}},
+        "inputs": {"train": {"pairs": 768, "effective_share": 0.5, "coverage": 1.0, "tokens": TOKENS}},
         "seconds": {"all": 10.0},
         "truth": {
             "scores": {
@@ -98,6 +103,19 @@ def test_without_a_truth_the_accuracy_decides() -> None:
     assert best_point([spot(LOW, made[0]), spot(HIGH, made[1])], 2.0).values == HIGH
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
+def test_a_run_without_a_number_is_never_the_best(order: tuple[int, ...]) -> None:
+    """NaN has no order, so that what it is compared with first would win."""
+    broken, low, high = (
+        spot((f"objective.beta={accuracy}",), {**result(accuracy=accuracy), "truth": None})
+        for accuracy in (math.nan, 0.6, 0.7)
+    )
+    assert best_point([(broken, low, high)[place] for place in order], 2.0) is high
+    beyond, astray, near = (spot((f"objective.beta={kl}",), result(kl=kl)) for kl in (3.0, math.nan, 2.5))
+    assert best_point([(astray, beyond, near)[place] for place in order], 2.0) is near
+    assert best_point([broken], 2.0) is broken
+
+
 def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
     points = [
         (Point(ATTENTION, LOW, 1), result(validation=0.25)),
@@ -148,6 +166,29 @@ def test_without_a_truth_the_table_holds_validation_metrics() -> None:
     _, rows = metric_table(make_outcome(points))
     assert [row["arm"] for row in rows] == ["uniform", "attention"]
     assert (rows[0]["val loss"], rows[0]["val accuracy"], rows[0]["val margin"]) == (0.5, 0.5, 0.25)
+    assert (rows[0]["chosen tokens"], rows[0]["rejected tokens"]) == (21.0, 19.0), "medians, not the longest"
+
+
+def without_truth(points: list[tuple[Point, dict[str, Any]]]) -> list[tuple[Point, dict[str, Any]]]:
+    return [(point, {**made, "truth": None}) for point, made in points]
+
+
+@pytest.mark.parametrize("change", [without_truth, list])
+def test_arms_that_train_on_other_pairs_or_longer_show_both(change: Any) -> None:
+    """Nothing is shown where all are alike; else means over seeds, whole numbers as such."""
+    assert not {"pairs", "steps"} & set(main_table(make_outcome(change(POINTS)))[0])
+    points = [
+        (
+            point,
+            made if point.arm is UNIFORM else {**made, "steps": 60, "inputs": {"train": {"pairs": 700 + point.seed}}},
+        )
+        for point, made in POINTS
+    ]
+    columns, rows = main_table(make_outcome(change(points)))
+    assert [(row["pairs"], row["steps"]) for row in rows[-2:]] == [(768, 48), (700.5, 60)]
+    assert columns.index("pairs") > columns.index("broken" if change is list else "rejected tokens")
+    alike = [(point, {**made, "steps": 48}) for point, made in points]
+    assert [name for name in main_table(make_outcome(change(alike)))[0] if name in ("pairs", "steps")] == ["pairs"]
 
 
 def test_a_metric_that_was_not_logged_is_no_number() -> None:
@@ -162,8 +203,61 @@ def test_footnotes_say_what_a_reader_must_know() -> None:
     assert "seeds 0, 1; 4 runs" in text
     assert "lr [5e-05, 0.0001], beta [0.1]" in text
     assert "FAILED attention optimizer.lr=0.0001 objective.beta=0.1 seed=1: RuntimeError: out of luck" in text
-    assert "one seed" not in text
-    assert "one seed" in "\n".join(footnotes(make_outcome(POINTS[::2])))
+    assert "one seed" not in text and "none of seed" not in text
+    assert "one seed: the intervals hold for the choice of prompts" in "\n".join(footnotes(make_outcome(POINTS[::2])))
+    alone = "\n".join(footnotes(make_outcome(without_truth(POINTS[::2]))))
+    assert "one seed: nothing here tells of the noise of training" in alone and "intervals" not in alone
+
+
+def test_points_that_lack_seeds_are_named_with_those_they_have() -> None:
+    """HIGH has one seed of attention and none of uniform: neither stands for its arm, whatever it scored."""
+    points = [*POINTS, (Point(ATTENTION, HIGH, 0), result(9.0, 1.0, [9.0, 9.0]))]
+    failed = [(Point(arm, HIGH, seed), "out of luck") for arm, seed in ((ATTENTION, 1), (UNIFORM, 0), (UNIFORM, 1))]
+    outcome = make_outcome(points, failed)
+    line = (
+        "of the grid, but no candidates, since they lack seeds: uniform lr 0.0001 beta 0.1 (0 of 2 seeds), "
+        "attention lr 0.0001 beta 0.1 (1 of 2 seeds)"
+    )
+    assert line in footnotes(outcome)
+    assert [row["point"] for row in truth_table(outcome)[1]] == ["", "lr 5e-05 beta 0.1", "lr 5e-05 beta 0.1"]
+    assert not [line for line in footnotes(make_outcome(POINTS)) if "candidates" in line]
+
+
+@pytest.mark.parametrize("change", [without_truth, list])
+def test_an_arm_on_fewer_seeds_than_the_study_is_marked(change: Any) -> None:
+    """A seed whose base is lost has no result at all and counts all the same."""
+    points = [item for item in POINTS if item[0] != Point(ATTENTION, LOW, 1)]
+    failed = [(Point(ATTENTION, LOW, 1), "out of luck"), (Point(ATTENTION, LOW, 2), "x"), (Point(UNIFORM, LOW, 2), "x")]
+    outcome = make_outcome(change(points), failed)
+    marks = [row["point"] for row in main_table(outcome)[1][-2:]]
+    assert marks == ["lr 5e-05 beta 0.1 (2 of 3 seeds)", "lr 5e-05 beta 0.1 (1 of 3 seeds)"]
+    assert "seeds 0, 1; 3 runs (none of seed 2), each scored after its last step" in footnotes(outcome)
+
+
+VERDICTS = {"pair_accuracy": 0.9, "agreement": 0.8, "consistency": 0.7, "other_tokens": 0.0}
+
+
+def judged(point: Point, made: dict[str, Any], accuracy: float) -> tuple[Point, dict[str, Any]]:
+    return point, {**made, "inputs": {**made["inputs"], "judge": {**VERDICTS, "pair_accuracy": accuracy}}}
+
+
+def test_every_judge_has_its_line() -> None:
+    """With two, each says which arms it judged; the arm that nobody judged is in neither."""
+    other = Arm("other judge L2", ("judge=other",))
+    points = [
+        *POINTS[:2],
+        *(judged(point, made, 0.9) for point, made in POINTS[2:]),
+        *(judged(Point(other, LOW, seed), result(), 0.6) for seed in (0, 1)),
+    ]
+    found = [line for line in footnotes(tuned(points)) if line.startswith("judge")]
+    assert [line.partition(" agree")[0] for line in found] == [
+        "judge of attention, seed 0, on the study's pairs: 90.0 %",
+        "judge of other judge L2, seed 0, on the study's pairs: 60.0 %",
+        "judge of attention, seed 1, on the study's pairs: 90.0 %",
+        "judge of other judge L2, seed 1, on the study's pairs: 60.0 %",
+    ]
+    alone = [line for line in footnotes(tuned(points[:4])) if line.startswith("judge")]
+    assert [line.partition(" on")[0] for line in alone] == ["judge, seed 0,", "judge, seed 1,"]
 
 
 def test_every_run_is_a_row_of_the_file() -> None:
@@ -215,6 +309,14 @@ def test_at_equal_kl_each_arm_stands_on_its_own_path() -> None:
     assert attention["KL 2"] == "0.812< (0.75)"
     assert attention["minus uniform, KL 0.5"] == "-"
     assert attention["minus uniform, KL 2"] == "+0.250 [0.250, 0.250]<"
+
+
+def test_a_path_on_fewer_seeds_than_the_study_is_named() -> None:
+    points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.25), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.25)[:1]]
+    note = level_tables(tuned(points))[0].blocks[1]
+    assert isinstance(note, Paragraph) and note.text.endswith("; on fewer seeds than the study's 2: attention on 1")
+    whole = level_tables(tuned(points[:2]))[0].blocks[1]
+    assert isinstance(whole, Paragraph) and "fewer seeds" not in whole.text
 
 
 def test_without_a_choice_or_a_truth_there_is_nothing_at_equal_kl() -> None:
@@ -279,11 +381,13 @@ def test_a_lost_control_is_shown_and_warned_of() -> None:
     _, rows = truth_table(outcome)
     assert [(row["arm"], row["point"]) for row in rows][1] == ("uniform", "FAILED, all 2 points")
     assert rows[2]["arm"] == "attention" and rows[2]["minus uniform"] == ""
-    assert warnings(outcome) == ["WARNING: the control uniform has no results: no arm is compared"]
+    assert warnings(outcome)[0] == "WARNING: the control uniform has no results: no arm is compared"
     assert "FAILED seed 0, 2 points of uniform: RuntimeError: out of luck" in footnotes(outcome)
-    assert warnings(make_outcome(POINTS)) == []
-    without = [(point, {**made, "truth": None}) for point, made in POINTS[2:]]
-    assert metric_table(make_outcome(without, failed))[1][0] == {"arm": "uniform", "point": "FAILED, all 2 points"}
+    assert warnings(make_outcome(POINTS)) == [NO_CONTROL]
+    assert metric_table(make_outcome(without_truth(POINTS[2:]), failed))[1][0] == {
+        "arm": "uniform",
+        "point": "FAILED, all 2 points",
+    }
 
 
 def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
@@ -293,15 +397,63 @@ def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
     ]
     free = Study("s", TUNED.arms, grid=TUNED.grid, control=None)
     points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
-    assert warnings(tuned(points, free)) == ["WARNING: no control arm (study.control=null): no difference is shown"]
+    assert warnings(tuned(points, free))[0] == "WARNING: no control arm (study.control=null): no difference is shown"
     columns, _ = truth_table(tuned(points, free))
     assert not [name for name in columns if name.startswith("minus")]
 
 
+def test_a_study_without_any_control_of_the_weights_is_warned_of() -> None:
+    """A transform of the study's own control is none, nor is one without results; the truth as weights is one."""
+    shuffled, truth = Arm("shuffled", ("weights=attention", "transform=shuffled")), Arm("truth", ("weights=t",))
+    known = Study("s", {"uniform": [], "attention": [], "shuffled": []}, truth_arms={"truth": []}, grid=TUNED.grid)
+    plain = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
+    assert warnings(tuned(plain, known)) == [NO_CONTROL] and "\n" not in NO_CONTROL
+    for arm in (shuffled, truth):
+        run = run_of(arm, NEAR, 0.1, 0.4, 0.2)
+        assert warnings(tuned([*plain, *run], known)) == []
+        assert warnings(tuned(plain, known, failed=[(run[0][0], "out of luck")])) == [NO_CONTROL]
+    assert warnings(tuned([*plain, *run_of(shuffled, NEAR, 0.1, 0.4, 0.2)], replace(known, control="shuffled"))) == [
+        NO_CONTROL
+    ]
+    unchanged = Arm("same", ("weights=attention", "transform=null"))
+    assert warnings(tuned([*plain, *run_of(unchanged, NEAR, 0.1, 0.4, 0.2)], known)) == [NO_CONTROL]
+
+
+def test_what_the_studys_checks_found_stands_above_the_table() -> None:
+    """Behind the other warnings."""
+    outcome = replace(make_outcome(POINTS), warnings=["WARNING: the pairs are few"])
+    assert warnings(outcome) == [NO_CONTROL, "WARNING: the pairs are few"]
+
+
+def test_figures_of_an_earlier_command_are_removed(tmp_path: Path) -> None:
+    """What the record does not name was never the study's and stays, as does what lies elsewhere."""
+    outcome = replace(make_outcome(POINTS), folder=tmp_path)
+    for name in ("layers.png", "frontier.png", "mine.png"):
+        (tmp_path / name).write_bytes(b"drawn earlier")
+    keep_record(outcome, ["layers.png", "frontier.png"])
+    keep_record(outcome, ["frontier.png"])
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["frontier.png", "mine.png"]
+    kept = json.loads((tmp_path / "study.json").read_text())
+    assert kept["figures"] == ["frontier.png"] and kept["digest"] == outcome.digest
+    (tmp_path / "study.json").write_text('{"grid": ')
+    keep_record(outcome, [])
+    assert (tmp_path / "frontier.png").is_file(), "a record that was cut short names nothing"
+
+
+def test_a_studys_figures_are_those_of_its_page(tmp_path: Path) -> None:
+    """Those of its tables too; a picture that lies elsewhere is no figure of the study."""
+    outcome = replace(make_outcome(without_truth(POINTS)), folder=tmp_path)
+    for path in (tmp_path / "probe.png", tmp_path / "points" / "curves.png"):
+        training_curves([{"step": 0.0, "train/loss": 0.7}], path, "x")
+    images = [Image(tmp_path / "probe.png"), Image(tmp_path / "points" / "curves.png")]
+    assert write_study_report(outcome, [Section("probe", images)]) == ["probe.png"]
+
+
 def test_what_was_spent_once_for_all_arms_is_told() -> None:
     outcome = replace(make_outcome(POINTS), costs={("", 0): Cost(90.0, 4.0), ("", 1): Cost(100.0, None)})
-    assert "not in s/run, once for all arms: base 95.0 s (mean of 2), judge pass 4.0 s (mean of 1)" in footnotes(
-        outcome
+    assert (
+        "not in s/run, once for all arms: base 95.0 s (mean of 2), judge and verbalizer passes 4.0 s (mean of 1)"
+        in footnotes(outcome)
     )
 
 

@@ -188,6 +188,41 @@ def test_kept_answers_are_asked_for_once(tmp_path: Path) -> None:
     assert nobody.generate(prompts("c", "a"), Sampling()) == ["c 3", "a 2"]
 
 
+class Failing(Echo):
+    """Fails in its call number ``last``."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last, self.calls = last, 0
+
+    def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
+        self.calls += 1
+        if self.calls == self.last:
+            raise KeyboardInterrupt
+        return super().generate(prompts, sampling)
+
+
+def test_an_interruption_within_one_call_loses_its_last_slice_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    prompts = [[Message(role="user", content=letter * (1 + place))] for place, letter in enumerate("abcdefghij")]
+
+    def answers(generator: Echo) -> list[str]:
+        table = Store(tmp_path).table(ANSWERS, {"model": "echo"})
+        return KeptAnswers(table, lambda: generator, at_once=3).generate(prompts, Sampling())
+
+    first, rest = Failing(3), Echo()
+    with pytest.raises(KeyboardInterrupt):
+        answers(first)
+    assert first.asked == [turn[0]["content"] for turn in prompts[:3:-1]], "two slices of three, the longest first"
+    said = [line.partition(" answers")[0] for line in caplog.messages if line.startswith("verbalizer: ")]
+    assert said == ["verbalizer: 3 of 10", "verbalizer: 6 of 10"]
+    found = answers(rest)
+    assert sorted(rest.asked) == sorted(turn[0]["content"] for turn in prompts[:4])
+    assert [text.split()[0] for text in found] == [turn[0]["content"] for turn in prompts]
+
+
 def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Path) -> None:
     config = world.config(*KNOWN, f"store={tmp_path}")
     ground = lay_ground(config)
@@ -212,3 +247,13 @@ def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Pa
     account = example_statistics(inputs)["verbalizer"]
     assert (asked, account["answers"]) == (2 * PAIRS - 3, 2 * PAIRS)
     assert replace(inputs.weighed.answers, lost=0) == inputs.weighed.answers
+
+
+def test_a_run_stores_its_answers_every_few_batches(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """36 answers in slices of four batches of two."""
+    caplog.set_level(logging.INFO)
+    fill_store(world.config(*KNOWN, f"store={tmp_path}", "verbalizer.batch_size=2"))
+    said = [line.partition(" answers")[0] for line in caplog.messages if " answers, " in line and " s" in line]
+    assert said == [f"verbalizer: {done} of {2 * PAIRS}" for done in (8, 16, 24, 32, 36)]

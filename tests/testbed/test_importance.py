@@ -5,7 +5,7 @@ import torch
 
 from attnpo.schema import EncodedResponse, PreferencePair, UserError
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.importance import TrueImportance
+from attnpo.testbed.importance import TrueImportance, decisive
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from attnpo.weights.base import NativeSource, is_neutral
@@ -77,5 +77,26 @@ def test_it_goes_the_way_of_every_source(chat: ChatFormat) -> None:
 
 def test_a_prompt_of_another_kind_names_the_pair(chat: ChatFormat) -> None:
     pair = make_pair("who are you ?")
-    with pytest.raises(UserError, match=f"^pair {pair.pair_id}: weights=true_importance .*got 'who are you \\?'"):
+    with pytest.raises(
+        UserError, match=f"^pair {pair.pair_id}: true importance is .*got 'who are you \\?'.*truth=null"
+    ):
         SOURCE.weigh(pair, "chosen", chat.encode(pair.prompt, pair.chosen))
+
+
+def test_the_prompt_is_one_question(chat: ChatFormat) -> None:
+    """A prompt with a turn before the question has another topic in view, for the weights as for the measure of it."""
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
+    pair = PreferencePair.make([*turns, {"role": "user", "content": PROMPT.text}], CHOSEN, REJECTED)
+    for read in (
+        lambda: decisive(pair, "chosen", [(0, 3)], GRAMMAR),
+        lambda: SOURCE.weigh(pair, "chosen", chat.encode(pair.prompt, pair.chosen)),
+    ):
+        with pytest.raises(UserError, match="the testbed's own prompts alone"):
+            read()
+
+
+def test_what_is_decisive_goes_by_characters() -> None:
+    places = [(CHOSEN.index(word), CHOSEN.index(word) + len(word)) for word in ("the", "good", "bread", "awful")]
+    assert decisive(make_pair(), "chosen", places, GRAMMAR) == [False, True, False, True]
+    place = CHOSEN.index("good")
+    assert decisive(make_pair(), "chosen", [(place - 3, place), (place, place)], GRAMMAR) == [False, False]

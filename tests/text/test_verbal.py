@@ -1,6 +1,7 @@
 """Recorded answers of the kinds that models give, good and bad: what is read, and what is counted."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
@@ -15,8 +16,10 @@ def objects(*parts: tuple[str, object]) -> str:
     return json.dumps([{"part": text, "score": score} for text, score in parts])
 
 
+Case = tuple[str, str, list[tuple[str, float]], dict[str, int]]
+
 # name, answer, spans expected as (text, score), problems expected
-RECORDED: list[tuple[str, str, list[tuple[str, float]], dict[str, int]]] = [
+WELL_FORMED: list[Case] = [
     ("json objects", objects((A, 5), (B, 4), (C, 2)), FULL, {}),
     (
         "json in a fence with talk around it",
@@ -38,10 +41,19 @@ RECORDED: list[tuple[str, str, list[tuple[str, float]], dict[str, int]]] = [
     ),
     ("pairs", json.dumps([[A, 5], [B, 4], [C, 2]]), FULL, {}),
     ("parts as keys", json.dumps([{A: 5}, {B: 4}, {C: 2}]), FULL, {}),
-    ("trailing commas", objects((A, 5), (B, 4), (C, 2)).replace("}]", "},]").replace("2}", "2,}"), FULL, {}),
-    ("cut off in the middle", objects((A, 5), (B, 4), (C, 2))[:-18], FULL[:2], {}),
     ("scores as text", objects((A, "5"), (B, "4/5"), (C, "2 out of 5")), FULL, {}),
     ("half points", objects((A, 4.5), (B, 4), (C, 2)), [(A, 4.5), *FULL[1:]], {}),
+    ("lines with arrows", f"{A} -> 5\n{B} -> 4\n{C} -> 2", FULL, {}),
+    ("numbered lines", f'1. "{A}" - 5\n2. "{B}" - 4\n3. "{C}" - 2', FULL, {}),
+    ("lines with colons and a scale", f"- {A}: 5/5\n- {B}: 4/5\n- {C}: 2/5", FULL, {}),
+    ("score first", f"[5] {A}\n[4] {B}\n[2] {C}", FULL, {}),
+    ("a table", f"| part | score |\n|---|---|\n| {A} | 5 |\n| {B} | 4 |\n| {C} | 2 |", FULL, {}),
+    ("words about the score", f"{A} (score: 5)\n{B} (score: 4)\n{C} (score: 2)", FULL, {}),
+]
+
+MALFORMED: list[Case] = [
+    ("trailing commas", objects((A, 5), (B, 4), (C, 2)).replace("}]", "},]").replace("2}", "2,}"), FULL, {}),
+    ("cut off in the middle", objects((A, 5), (B, 4), (C, 2))[:-18], FULL[:2], {}),
     (
         "single quotes instead of double",
         objects((A, 5), (B.replace('"', "'"), 4), (C, 2)),
@@ -50,13 +62,7 @@ RECORDED: list[tuple[str, str, list[tuple[str, float]], dict[str, int]]] = [
     ),
     ("curly quotes", objects((A, 5), (B.replace('"shock"', "“shock”"), 4), (C, 2)), FULL, {}),
     ("other case and blanks", objects((A.upper(), 5), (B.replace(" ", "\n  "), 4), (C, 2)), FULL, {}),
-    ("lines with arrows", f"{A} -> 5\n{B} -> 4\n{C} -> 2", FULL, {}),
-    ("numbered lines", f'1. "{A}" - 5\n2. "{B}" - 4\n3. "{C}" - 2', FULL, {}),
-    ("lines with colons and a scale", f"- {A}: 5/5\n- {B}: 4/5\n- {C}: 2/5", FULL, {}),
-    ("score first", f"[5] {A}\n[4] {B}\n[2] {C}", FULL, {}),
-    ("a table", f"| part | score |\n|---|---|\n| {A} | 5 |\n| {B} | 4 |\n| {C} | 2 |", FULL, {}),
     ("bold scores", f"{A} **5**\n{B}: **4**\n{C}: **2**", FULL[1:], {}),
-    ("words about the score", f"{A} (score: 5)\n{B} (score: 4)\n{C} (score: 2)", FULL, {}),
     ("a part missing", objects((A, 5), (C, 2)), [FULL[0], FULL[2]], {}),
     ("reordered", objects((C, 2), (A, 5), (B, 4)), FULL, {}),
     ("paraphrased", objects(("Cook the eggs seven minutes", 5), (B, 4), (C, 2)), FULL[1:], {NOT_IN_RESPONSE: 1}),
@@ -76,12 +82,55 @@ RECORDED: list[tuple[str, str, list[tuple[str, float]], dict[str, int]]] = [
     ("empty answer", "", [], {NO_PARTS: 1}),
     ("a refusal", "I'm sorry, but I cannot rate parts of this text.", [], {NO_PARTS: 1}),
     ("the response repeated", RESPONSE, [], {NO_PARTS: 1}),
-    ("braces inside", '{"part": "Peel {and} serve.", "score": 2}', [], {NO_PARTS: 1}),
+    ("braces inside that are not there", '{"part": "Peel {and} serve.", "score": 2}', [], {NOT_IN_RESPONSE: 1}),
+    (
+        "nested below keys of its own",
+        json.dumps({"answer": {"passages": [{"part": A, "score": 5}, {"part": B, "score": 4}]}, "more": [{C: 2}]}),
+        FULL,
+        {},
+    ),
+    ("lists within lists", json.dumps([[[A, 5], [B, 4]], [[C, 2]]]), FULL, {}),
+    ("one object for all parts", json.dumps({A: 5, B: 4, C: 2}), FULL, {}),
+    ("one object with a word for a score", json.dumps({A: 5, B: "high", C: 2}), [FULL[0], FULL[2]], {OUT_OF_SCALE: 1}),
+    ("score in an object", json.dumps([{"part": A, "score": {"value": 5}}, [B, 4]]), FULL[1:2], {OUT_OF_SCALE: 1}),
+    ("parts and scores apart", json.dumps({"parts": [A, B, C], "scores": [5, 4, 2]}), [], {NO_PARTS: 1}),
+    ("one flat list", json.dumps([A, 5, B, 4, C, 2]), [], {NO_PARTS: 1}),
+    ("part and score exchanged", json.dumps([{"part": 5, "score": A}, {"part": 4, "score": B}]), [], {NO_PARTS: 1}),
+    ("Python instead of JSON", repr([{"part": A, "score": 5}, {"part": C, "score": 2}]), [], {NO_PARTS: 1}),
+    ("quotes not escaped", objects((A, 5), (B, 4), (C, 2)).replace("\\", ""), [FULL[0], FULL[2]], {}),
+    ("remarks in JSON", objects((A, 5), (C, 2)).replace("}, ", "}, // timing\n"), [FULL[0], FULL[2]], {}),
+    ("brackets before it", f"All [three] {{of them}}:\n{objects((A, 5), (B, 4), (C, 2))}", FULL, {}),
+    ("brackets without end", "[{" * 3000 + objects((A, 5)), FULL[:1], {}),
+    ("no number and a huge one", objects((A, float("nan")), (B, 10**400), (C, 2)), FULL[2:], {OUT_OF_SCALE: 2}),
+    ("null, a range and a share", objects((A, None), (B, "4-5"), (C, "90%")), [], {OUT_OF_SCALE: 3}),
+    (
+        "shortened with dots",
+        objects(("Boil the eggs ...", 5), ("Then cool ...", 4), (C, 2)),
+        FULL[2:],
+        {NOT_IN_RESPONSE: 2},
+    ),
+    ("translated", objects(("Eier 7 Minuten kochen.", 5), (B, 4), (C, 2)), FULL[1:], {NOT_IN_RESPONSE: 1}),
+    ("the example repeated", objects(("first passage", 3), ("second passage", 5)), [], {NOT_IN_RESPONSE: 2}),
+    ("two lists", objects((A, 5), (C, 2)) + objects((A, 1), (C, 1)), [FULL[0], FULL[2]], {NOT_IN_RESPONSE: 2}),
+    ("a sum below the lines", f"{A}: 5\n{B}: 4\n{C}: 2\nTotal: 11", FULL, {OUT_OF_SCALE: 1}),
+    ("an empty list", "[]", [], {NO_PARTS: 1}),
+    ("an empty object", "{}", [], {NO_PARTS: 1}),
+    ("scores alone", "5, 4, 2", [], {NO_PARTS: 1}),
+    (
+        "prose",
+        "The boiling time matters most (5), the ice water less (4), and peeling hardly counts.",
+        [],
+        {NO_PARTS: 1},
+    ),
+    ("prose with quotations", f'The passage "{A}" deserves a 5, while "{C}" gets only 2 points.', [], {NO_PARTS: 1}),
+    ("tags", f"<part score=5>{A}</part>\n<part score=2>{C}</part>", [], {NO_PARTS: 1}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("answer", "spans", "problems"), [case[1:] for case in RECORDED], ids=[case[0] for case in RECORDED]
+    ("answer", "spans", "problems"),
+    [case[1:] for case in WELL_FORMED + MALFORMED],
+    ids=[case[0] for case in WELL_FORMED + MALFORMED],
 )
 def test_recorded_answers(answer: str, spans: list[tuple[str, float]], problems: dict[str, int]) -> None:
     reading = read_answer(answer, RESPONSE)
@@ -89,8 +138,55 @@ def test_recorded_answers(answer: str, spans: list[tuple[str, float]], problems:
     assert dict(reading.problems) == problems
 
 
-def test_there_are_thirty_malformed_answers() -> None:
-    assert len(RECORDED) - 1 >= 30
+def test_thirty_malformed_answers_are_what_their_name_says() -> None:
+    """None of them is the list that was asked for: verbatim parts of all the response, in order, scored 1 to 5."""
+    assert len({case[1] for case in MALFORMED}) >= 30
+    assert [name for name, answer, _, _ in MALFORMED if is_as_asked(answer)] == []
+    assert next(name for name, answer, _, _ in WELL_FORMED if is_as_asked(answer)) == "json objects"
+
+
+def is_as_asked(answer: str) -> bool:
+    try:
+        parts = json.loads(answer)
+        quoted = "".join(part["part"] for part in parts)
+        scored = all(part["score"] in (1, 2, 3, 4, 5) and not isinstance(part["score"], bool) for part in parts)
+    except (ValueError, TypeError, KeyError):
+        return False
+    return scored and quoted == (A + B + C)
+
+
+CODE = 'def f(d):\n    return {**d, "a": [1, 2]}  # merged {here}\n'
+LATEX = r"The mean is $\frac{1}{n}\sum_{i} x_{i}$. Its error is $\sigma/\sqrt{n}$."
+PLAIN_JSON = '{"name": "egg", "minutes": 7, "tags": ["boiled", "cold"]}'
+SNIPPETS = 'Use {"a": 1}. Then ["x", 3].'
+
+# name, response, its parts, with brackets and braces in them
+BRACED: list[tuple[str, str, list[str]]] = [
+    ("code", CODE, ["def f(d):", 'return {**d, "a": [1, 2]}', "# merged {here}"]),
+    ("one brace without its partner", CODE, ["def f(d):", 'return {**d, "a": [1,', "2]}  # merged {here}"]),
+    ("LaTeX", LATEX, [r"The mean is $\frac{1}{n}\sum_{i} x_{i}$.", r"Its error is $\sigma/\sqrt{n}$."]),
+    ("JSON", PLAIN_JSON, ['{"name": "egg", "minutes": 7,', '"tags": ["boiled", "cold"]}']),
+    ("pieces that look like an answer", SNIPPETS, ['Use {"a": 1}.', 'Then ["x", 3].']),
+]
+FORMS: list[tuple[str, Callable[[list[tuple[str, int]]], str]]] = [
+    ("as asked", lambda scored: objects(*scored)),
+    ("over several lines", lambda scored: json.dumps(json.loads(objects(*scored)), indent=1)),
+    ("trailing commas", lambda scored: objects(*scored).replace("}]", "},]").replace('"score": 2', '"score": 2,')),
+    ("cut off", lambda scored: objects(*scored, ("the {rest", 1))[:-14]),
+    ("pairs", lambda scored: json.dumps(scored)),
+    ("one object", lambda scored: json.dumps(dict(scored))),
+]
+
+
+@pytest.mark.parametrize("answer", [make for _, make in FORMS], ids=[name for name, _ in FORMS])
+@pytest.mark.parametrize(("response", "parts"), [case[1:] for case in BRACED], ids=[case[0] for case in BRACED])
+def test_brackets_and_braces_in_a_part_are_text(
+    response: str, parts: list[str], answer: Callable[[list[tuple[str, int]]], str]
+) -> None:
+    scored = [(part, 2 + number) for number, part in enumerate(parts)]
+    reading = read_answer(answer(scored), response)
+    assert [(response[span.start : span.end], int(span.score)) for span in reading.spans] == scored
+    assert not reading.problems and reading.covered(len(response)) > 0.85
 
 
 def test_repeated_text_takes_the_places_in_order() -> None:
@@ -103,3 +199,16 @@ def test_letters_that_fold_to_several_keep_their_places() -> None:
     response = "Die Straße ist naß."
     reading = read_answer(objects(("STRASSE ist", 4)), response)
     assert [response[span.start : span.end] for span in reading.spans] == ["Straße ist"]
+
+
+def test_a_part_twice_in_one_object_is_two_parts() -> None:
+    reading = read_answer('{"yes": 1, "no": 3, "yes": 5}', "yes, no, yes")
+    assert [(span.start, span.end, span.score) for span in reading.spans] == [(0, 3, 1.0), (5, 7, 3.0), (9, 12, 5.0)]
+
+
+def test_lines_about_snippets_are_read_rather_than_the_snippets() -> None:
+    reading = read_answer('Use {"a": 1}. -> 5\nThen ["x", 3]. -> 2', SNIPPETS)
+    assert [(SNIPPETS[span.start : span.end], span.score) for span in reading.spans] == [
+        ('Use {"a": 1}.', 5.0),
+        ('Then ["x", 3].', 2.0),
+    ]

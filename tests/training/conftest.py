@@ -25,7 +25,7 @@ def fit(tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
         *,
         steps: int,
         epochs: int,
-        validate_every: int = 100,
+        validate_every: int | str = 100,
         callbacks: tuple[object, ...] = (),
         resume: Path | None = None,
         folder: Path | None = None,

@@ -242,6 +242,20 @@ def test_last_is_saved_every_so_many_steps_and_exported_at_the_end(
     assert sorted(path.name for path in tmp_path.glob("last*")) == ["last"]
 
 
+def test_validation_once_an_epoch_is_when_folders_are_saved(
+    fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Two epochs of three steps: saved behind the third and the sixth, with a value of the monitor each."""
+    spy = Spy(tmp_path / "last")
+    callbacks = (*folders(tmp_path, tokenizer), spy)
+    data = make_data(make_examples(24), PLAN)
+    rows = fit(make_module(6), data, steps=6, epochs=2, validate_every="epoch", callbacks=callbacks)
+    assert spy.seen == {3: (3, False), 4: (3, False), 5: (3, False)}
+    losses = by_step(rows[1:], "val/loss")
+    assert sorted(losses) == [3, 6]
+    assert read_account(tmp_path / "best")["val/loss"] == pytest.approx(min(losses.values()))
+
+
 def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """The best step lies before the one that is resumed from; the steps behind it are worse and leave it alone."""
     data = make_examples(40)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
+from attnpo.training.continuation import Continuation
+from attnpo.training.settings import TrainerSettings
 from tests.training.stored import epoch_order, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module
 
@@ -64,6 +67,31 @@ def test_validation_comes_every_n_steps_and_at_the_end(fit: Fit) -> None:
     rows = fit(make_module(10), data, steps=10, epochs=2, validate_every=4)
     steps = [int(row["step"]) for row in rows if "val/loss" in row]
     assert len(steps) == 4, steps  # before the first, after 4, 8 and 10
+
+
+@pytest.mark.parametrize("micro", [1, 8])
+def test_validation_once_an_epoch_comes_behind_its_last_step(fit: Fit, tmp_path: Path, micro: int) -> None:
+    """20 pairs are steps of 8, 8 and 4, three an epoch; a resumed run keeps to the epochs' ends."""
+    plan, path = BatchPlan(8, micro), tmp_path / "state.ckpt"
+
+    class Save(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+            if trainer.global_step == 4 and not path.is_file():
+                trainer.save_checkpoint(path)
+
+    arguments: dict[str, object] = {"steps": 9, "epochs": 3, "validate_every": "epoch"}
+    data = make_examples(20)
+    rows = fit(make_module(9), make_data(data, plan), callbacks=(Continuation(), Save()), **arguments)
+    assert [int(row["step"]) for row in rows if "val/loss" in row] == [0, 3, 6, 9]
+    more = fit(make_module(9), make_data(data, plan), callbacks=(Continuation(),), resume=path, **arguments)
+    assert [int(row["step"]) for row in more if "val/loss" in row] == [6, 9]
+    assert more[-1]["val/loss"] == pytest.approx(rows[-1]["val/loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("value", ["epochs", "500", "", 0, -3])
+def test_an_interval_of_validation_that_is_none_is_refused(value: int | str) -> None:
+    with pytest.raises(UserError, match=r"^trainer\.validate_every must be at least 1 optimiser step, or epoch, got "):
+        TrainerSettings(validate_every=value)
 
 
 def test_live_and_cached_reference_give_the_same_losses(fit: Fit) -> None:

@@ -76,7 +76,32 @@ def test_shuffled_keeps_the_values_and_depends_on_seed_pair_and_side_alone() -> 
 
 
 def test_inverse_hands_the_values_out_the_other_way_round() -> None:
-    assert Inverse()(row([0.5, 0.1, 0.3, 0.1])).tolist() == [0.1, 0.5, 0.1, 0.3]
+    assert Inverse()(row([0.5, 0.1, 0.3, 0.15])).tolist() == [0.1, 0.5, 0.15, 0.3]
+    tied = Inverse()(row([0.5, 0.1, 0.3, 0.1])).tolist()
+    assert tied in ([0.1, 0.5, 0.1, 0.3], [0.1, 0.3, 0.1, 0.5])
+
+
+def test_the_inverse_of_few_equal_weights_prefers_no_place() -> None:
+    """3 of 12 tokens hold all the weight: over many pairs, every other token gets it equally often."""
+    values = [1 / 3 if place in (1, 5, 6) else 0.0 for place in range(12)]
+    pairs = 600
+    total = sum(Inverse()(row(values, pair=f"pair{i}")) for i in range(pairs))
+    assert isinstance(total, torch.Tensor)
+    assert total[[1, 5, 6]].tolist() == [0.0] * 3
+    others = total[[place for place in range(12) if place not in (1, 5, 6)]] * 3 / pairs
+    assert others.tolist() == pytest.approx([1 / 3] * 9, abs=0.08)  # four standard errors of 600 draws
+
+
+def test_the_inverse_depends_on_seed_pair_and_side_alone() -> None:
+    values = [0.25] * 4 + [0.0] * 20
+    first = Inverse(1)(row(values))
+    assert torch.equal(first, Inverse(1)(row(values)))
+    for other in (
+        Inverse(2)(row(values)),
+        Inverse(1)(row(values, pair="q")),
+        Inverse(1)(row(values, side="rejected")),
+    ):
+        assert Counter(other.tolist()) == Counter(values) and not torch.equal(first, other)
 
 
 def test_mixture_sharpness_and_tail_are_the_formulas() -> None:

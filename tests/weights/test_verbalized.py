@@ -11,7 +11,7 @@ import torch
 
 from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.text.verbal import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan
+from attnpo.text.verbal import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
 from attnpo.weights.base import PartialSource, QuestionBuilder, Tools, WeightSource, least_coverage
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
@@ -115,6 +115,7 @@ SPREAD: list[tuple[str, list[ScoredSpan], list[tuple[int, int]], list[float]]] =
     ("a word's own blank does not", [ScoredSpan(0, 2, 5.0), ScoredSpan(3, 4, 1.0)], [(0, 2), (2, 4)], [5.0, 1.0]),
     ("nor does it make an unscored word scored", [ScoredSpan(0, 2, 5.0)], [(0, 2), (2, 4)], [5.0, 0.0]),
     ("a token half in a part takes its score", [ScoredSpan(0, 1, 4.0)], [(0, 2), (2, 4)], [4.0, 0.0]),
+    ("blanks within a part are of it", [ScoredSpan(0, 4, 3.0)], [(0, 2), (2, 3), (3, 4)], [3.0, 3.0, 3.0]),
     ("nothing said", [], [(0, 2), (2, 4)], [0.0, 0.0]),
 ]
 
@@ -124,6 +125,13 @@ SPREAD: list[tuple[str, list[ScoredSpan], list[tuple[int, int]], list[float]]] =
 )
 def test_spread(spans: list[ScoredSpan], places: list[tuple[int, int]], expected: list[float]) -> None:
     assert spread(spans, "ab c", places).tolist() == expected
+
+
+def test_a_paragraph_break_within_a_part_has_its_score() -> None:
+    response = "Hello there\n\nfriend. Bye"
+    spans = read_answer(parts(("Hello there\n\nfriend.", 4)), response).spans
+    places = [(0, 5), (5, 11), (11, 13), (13, 20), (20, 24)]
+    assert spread(spans, response, places).tolist() == [4.0, 4.0, 4.0, 4.0, 0.0]
 
 
 def test_rows_and_refusals_come_back_from_the_store_as_they_were(tmp_path: Path) -> None:

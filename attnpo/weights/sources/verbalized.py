@@ -21,7 +21,7 @@ from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
 
 ONLY = (0,)
-READER = "1"  # raise when the same answer would give other raw scores
+READER = "2"  # raise when the same answer would give other raw scores
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilde
 def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, "n"]:
     """A score per token: the mean over those of its characters that have one; 0 for a token without any.
 
-    A token of blanks alone takes the score of the part that ends before it: parts are quoted without what is between
-    them.
+    A token of blanks alone takes the score of the part it stands in or, since parts are quoted without what is between
+    them, of the part that ends before it.
     """
     scores = torch.zeros(len(response), dtype=torch.float64)
     behind = torch.zeros(len(response), dtype=torch.float64)
@@ -113,7 +113,8 @@ def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[in
         end = len(response) - len(response[span.end :].lstrip())
         scores[span.start : span.end] = span.score
         behind[span.end : end] = span.score
-    row = [_mean((scores if response[start:end].strip() else behind)[start:end]) for start, end in places]
+    filled = torch.where(scores > 0, scores, behind)
+    row = [_mean((scores if response[start:end].strip() else filled)[start:end]) for start, end in places]
     return torch.tensor(row, dtype=torch.float32)
 
 

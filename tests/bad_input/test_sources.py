@@ -1,0 +1,250 @@
+"""Weight sources that nothing reads, that are asked for what is not there, or that give what is no weight."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
+from attnpo.testbed.pretrain import new_model
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.text.verbal import read_answer
+from attnpo.weights.base import Tools
+from attnpo.weights.sources.attention import Attention
+from tests.bad_input.attempts import Attempts
+from tests.bad_input.conftest import Record
+from tests.studies.worlds import GRAMMAR, RECIPE, TRAIN
+from tests.text.test_verbal import MALFORMED, RESPONSE
+
+NOT_STARTED = "run not started"
+NO_DATA_READ = "data.path=nowhere"
+
+# ------------------------------------------------------------------------------------------------ read by nothing
+
+
+@pytest.mark.parametrize("source", ["attention", "rollout", "verbalized", "true_importance"])
+def test_weights_of_an_objective_that_reads_none(attempts: Attempts, record: Record, source: str) -> None:
+    """Refused with the configuration: no model folder is looked at."""
+    world = attempts.on(model=attempts.folder / "nowhere")
+    overrides = [f"weights={source}", "objective=dpo", NO_DATA_READ, "prepare=testbed"]
+    answer = attempts.fit(*overrides, world=world)
+    message = answer.refused()
+    assert message.startswith("objective DPO reads no token weights, so those of ") and answer.log == []
+    assert "set weights=uniform, or an objective that reads weights (objective=twdpo)" in message
+    record(f"weights={source} objective=dpo", message, NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ layers, heads, judges
+
+# overrides -> what the message must say; no data are read where they name none
+ASKED: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("weights.layers=[1,1]", NO_DATA_READ): ("weights.layers: expected every layer once, got 1 twice",),
+    ("weights.layers=[1/2,1/2]", NO_DATA_READ): ("weights.layers: expected every layer once, got 1/2 twice",),
+    ("weights.layers=[1,3]", NO_DATA_READ): ("weights.layers: expected a whole number from 1 to 2",),
+    ("weights.layers=[1,auto]", NO_DATA_READ): ("got 'auto'; auto is for weights.layer of a run alone",),
+    ("weights.layer=auto", "weights.layers=[1,2]", NO_DATA_READ): (
+        "weights.layer=auto finds one layer, and weights.layers=[1, 2] names those to read: leave one of them out",
+    ),
+    ("weights.heads=[3]",): ("weights.heads: expected query heads from 1 to 2 of this judge, got 3 in [3]",),
+    ("weights.heads=[0]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once", "got [0]"),
+    ("weights.heads=[1,1]", NO_DATA_READ): ("weights.heads: expected query heads counted from 1, each once",),
+    ("judge=other", NO_DATA_READ): ("judge=other reads another model", "set other_judge.path=FOLDER_OR_HUB_NAME"),
+    ("judge.path=FOREIGN", NO_DATA_READ): (
+        "has another vocabulary than ",
+        "token ids cannot be matched; set align.method=characters (and objective.length_from=train)",
+    ),
+    ("weights=verbalized", "verbalizer.template_file=nope.txt", NO_DATA_READ): (
+        "verbalizer.template_file=nope.txt: no such file",
+    ),
+    ("weights=verbalized", "verbalizer.system_file=nope.txt", NO_DATA_READ): (
+        "verbalizer.system_file=nope.txt: no such file",
+    ),
+    ("weights=verbalized", "verbalizer.path=./nowhere", NO_DATA_READ): (
+        "no tokenizer folder at './nowhere'",
+        "give an existing folder or a hub name",
+    ),
+    ("weights=verbalized", "verbalizer.max_length=9", NO_DATA_READ): (
+        "verbalizer.sampling.max_new_tokens=2048 leaves no room for a prompt within 9 tokens (verbalizer.max_length)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with another vocabulary than the world's."""
+    folder = tmp_path_factory.mktemp("foreign")
+    tokenizer = build_tokenizer(GRAMMAR, 250)
+    new_model(RECIPE, tokenizer, seed=8).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("overrides", ASKED, ids=" ".join)
+def test_what_is_not_there_is_named(
+    attempts: Attempts, record: Record, foreign: Path, overrides: tuple[str, ...]
+) -> None:
+    given = [override.replace("FOREIGN", str(foreign)) for override in overrides]
+    message = attempts.fit(*given).refused()
+    for part in ASKED[overrides]:
+        assert part in message, message
+    case = " ".join(override for override in overrides if override != NO_DATA_READ)
+    record(case, message.replace(str(foreign), "FOREIGN"), NOT_STARTED)
+
+
+@pytest.mark.parametrize("setting", ["weights=true_importance", "verbalizer=testbed"])
+def test_a_part_of_the_testbed_elsewhere(attempts: Attempts, record: Record, setting: str) -> None:
+    message = attempts.fit(setting).refused()
+    assert "(read from prepare.grammar): `prepare` is null in this setting: leave setting= out (testbed)" in message
+    record(f"{setting} in a setting without a testbed", message, NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ studies
+
+
+def test_a_study_whose_layers_repeat(attempts: Attempts, record: Record) -> None:
+    message = attempts.fit("study=layer_sweep", "study.layers=[2,1,2]", NO_DATA_READ).refused()
+    assert message.endswith("study.layers has 2 more than once; give each layer once")
+    record("study.layers=[2,1,2]", message, NOT_STARTED)
+
+
+LAUNCHERS = {
+    "torchrun": {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"},
+    "SLURM (srun or sbatch --ntasks)": {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_study_in_several_processes(
+    attempts: Attempts, record: Record, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in LAUNCHERS[launcher].items():
+        monkeypatch.setenv(name, value)
+    message = attempts.fit("study=layer_sweep", NO_DATA_READ).refused()
+    assert f"was started with 2 processes by {launcher}, and a study starts its own" in message
+    record(f"a study in two processes: {launcher}", message.replace(str(attempts.folder.parent), "TMP"), NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ numbers that are none
+
+
+@dataclass(frozen=True)
+class Spoilt(Attention):
+    """Attention with other numbers on the chosen response of one pair."""
+
+    value: float = 0.0
+    pair: str = ""
+
+    def capture(self, pairs: Any, tools: Tools, layers: Any) -> list[PairWeights]:
+        """The rows of attention, those of one response replaced."""
+        return [self._spoil(found) for found in super().capture(pairs, tools, layers)]
+
+    def _spoil(self, found: PairWeights) -> PairWeights:
+        if not found.pair_id.startswith(self.pair):
+            return found
+        return replace(
+            found,
+            rounds=tuple(replace(item, chosen=_filled(item.chosen, self.value)) for item in found.rounds),
+        )
+
+
+def _filled(row: TokenWeights, value: float) -> TokenWeights:
+    return replace(row, weights=torch.full_like(row.weights, value))
+
+
+@dataclass(frozen=True)
+class Native:
+    """Weights of the training tokens, the same number on each of them in the chosen response of one pair."""
+
+    value: float = 0.0
+    pair: str = ""
+
+    kind = Attention.kind
+    signed = False
+    tokens = "train"
+    requires: frozenset[str] = frozenset()
+    postprocess = None
+    neutral = False
+
+    def resolve(self, num_layers: int) -> "Native":
+        """Itself."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def wanted(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def capture_fingerprint(self) -> dict[str, Any]:
+        """Nothing is stored."""
+        return {}
+
+    def capture(self, pairs: Any, tools: Any, layers: Any) -> list[PairWeights]:
+        """Never called."""
+        raise AssertionError
+
+    def select(self, captured: PairWeights, layers: Any) -> PairWeights:
+        """Never called."""
+        raise AssertionError
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: Any) -> Tensor:
+        """1/|y|, or the number."""
+        count = len(encoded.response_ids)
+        spoilt = pair.pair_id.startswith(self.pair) and side == SIDES[0]
+        return torch.full((count,), self.value if spoilt else 1 / count)
+
+
+NONE = {"nan": "got nan", "-0.5": "got -0.5", "0.0": "all"}
+
+
+@pytest.mark.parametrize("value", NONE)
+@pytest.mark.parametrize("kind", ["Spoilt", "Native"])
+def test_a_source_that_gives_no_weights_names_the_pair(
+    attempts: Attempts, record: Record, kind: str, value: str
+) -> None:
+    """All-zero attention says nothing about its response and becomes uniform, counted; the others end the run."""
+    row = attempts.rows[3]
+    pair = PreferencePair.make(row["chosen"][:-1], row["chosen"][-1]["content"], row["rejected"][-1]["content"])
+    chosen = ["~weights", f"+weights={{_target_:{__name__}.{kind},value:{value},pair:{pair.pair_id}}}"]
+    answer = attempts.fit(*chosen)
+    case = f"{'captured' if kind == 'Spoilt' else 'native'} weights of {value} in one response"
+    if kind == "Spoilt" and value == "0.0":
+        message = answer.noted("all raw weights of the chosen response are 0: uniform instead")
+        assert f": 1 of {TRAIN} (" in message and pair.pair_id[:8] in message
+        record(case, message, "one response's weights, counted")
+        return
+    message = answer.refused()
+    assert message.startswith(f"pair {pair.pair_id}, chosen: expected ") or (
+        message.startswith(f"pair {pair.pair_id}, chosen: Native states that its weights are ")
+    )
+    assert NONE[value] in message
+    record(case, message.replace(__name__, "tests"), NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ answers in words
+
+
+def test_malformed_answers_are_read_as_far_as_they_go(record: Record) -> None:
+    """The answers themselves, and what is read of each, stand in tests/text/test_verbal.py."""
+    problems: Counter[str] = Counter()
+    usable = 0
+    for _, answer, _, _ in MALFORMED:
+        found = read_answer(answer, RESPONSE)
+        problems.update(found.problems)
+        usable += bool(found.spans)
+    assert problems == sum((Counter(expected) for *_, expected in MALFORMED), Counter())
+    assert len(MALFORMED) >= 30 and 0 < usable < len(MALFORMED)
+    message = "; ".join(f"{reason}: {count}" for reason, count in sorted(problems.items()))
+    record(
+        f"{len(MALFORMED)} malformed answers in words (tests/text/test_verbal.py)",
+        f"{usable} have a usable part; {message}",
+        "what cannot be read, counted",
+    )

@@ -1,0 +1,78 @@
+"""Points in processes of their own: one that is killed costs no other; where a GPU is used there is one at a time."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from attnpo.studies import execution
+from attnpo.studies.execution import KILLED, Job, execute, on_gpu
+from tests.studies.fragile import fragile
+
+
+def outcomes(
+    names: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, here: bool = False
+) -> dict[str, tuple[Any, str | None]]:
+    """What became of jobs of these names, two at a time."""
+    monkeypatch.setattr(execution, "run_point", fragile)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    jobs: list[Job] = [([name], folder) for name in names]
+    found = {names[place]: (result.get("name"), error) for place, result, error in execute(jobs, 2, None, None, here)}
+    assert found.keys() == set(names)
+    return found
+
+
+def test_a_killed_point_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one beside it is run again, those that waited are run; the culprit is tried by itself once."""
+    found = outcomes(["killed", "beside", "third", "fourth"], tmp_path, monkeypatch)
+    assert found == {"killed": (None, KILLED), **{name: (name, None) for name in ("beside", "third", "fourth")}}
+    assert len((tmp_path / "killed").read_text().splitlines()) == 2
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("third", "fourth")] == [1, 1]
+
+
+def test_a_point_that_was_killed_beside_another_may_do_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(["unlucky", "beside"], tmp_path, monkeypatch)
+    assert found == {"unlucky": ("unlucky", None), "beside": ("beside", None)}
+
+
+def test_a_last_point_that_is_killed_does_not_take_the_study_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repeated command has that one point left."""
+    (tmp_path / "beside").touch()
+    assert outcomes(["killed"], tmp_path, monkeypatch) == {"killed": (None, KILLED)}
+
+
+def test_points_on_a_gpu_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(["third", "fourth"], tmp_path, monkeypatch, here=True)
+    assert {(tmp_path / name).read_text() for name in ("third", "fourth")} == {f"{os.getpid()}\n"}
+
+
+@pytest.mark.parametrize(
+    ("there", "accelerators", "expected"),
+    [
+        (True, ["cpu", "cpu"], False),
+        (True, ["cpu", "auto"], True),
+        (True, ["gpu"], True),
+        (False, ["auto"], False),
+        (True, [], False),
+    ],
+)
+def test_a_study_on_a_cpu_leaves_the_gpu_of_its_machine_alone(
+    there: bool, accelerators: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    assert on_gpu([OmegaConf.create({"trainer": {"accelerator": name}}) for name in accelerators]) == expected
+
+
+def test_a_study_on_a_cpu_runs_in_processes_on_a_machine_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    outcomes(["third", "fourth"], tmp_path, monkeypatch)
+    assert f"{os.getpid()}\n" not in {(tmp_path / name).read_text() for name in ("third", "fourth")}
