@@ -215,9 +215,7 @@ def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
     with judge_loads() as loads:
         assert run(cfg, tmp_path / "auto") == result  # finished: nothing is looked for again
     assert not loads
-    with pytest.raises(
-        UserError, match="was given its weights.layer by hand, and is asked for with weights.layer=auto"
-    ):
+    with pytest.raises(UserError, match=r"was given its weights\.layer by hand"):
         run(cfg, tmp_path / "number")
 
 
