@@ -199,8 +199,10 @@ def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------ how a command ends
 
+# A shell starts what runs in its background with SIGINT ignored; a terminal does not.
 WAITS = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from attnpo.config import run_entry
 def main(cfg):
     sys.stdout.write("ready\\n")

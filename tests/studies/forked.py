@@ -29,6 +29,8 @@ MOMENTS = (
     "after training",
 )
 BEFORE, FIRST, STEP, BETWEEN, LAST, BEST, VALIDATING, AFTER = range(len(MOMENTS))
+HELD: list[int] = []  # in a run: the moment at which it waits for its signal
+HOLD = 0.5  # seconds; longer than a busy machine keeps the process that sends it from looking
 FORM = "iiidd"  # moment, optimiser steps done, micro-batch, start and end of training
 
 
@@ -60,6 +62,8 @@ def trace(board: Board) -> None:
 
         def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
             board.write(moment=STEP, step=trainer.global_step, micro=rest[-1])
+            if [STEP, trainer.global_step, rest[-1]] == HELD:
+                time.sleep(HOLD)
 
         def on_train_batch_end(self, trainer: L.Trainer, *rest: Any) -> None:
             if trainer.global_step > board.read()[1]:
@@ -97,6 +101,7 @@ def child(order: dict[str, Any]) -> int:
     output = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    HELD.extend(order.get("at", []))
     return run_entry(main, "fit", order["overrides"], DESCRIPTION, EXAMPLE)
 
 
