@@ -54,10 +54,9 @@ def execute(
     calls = [(overrides, folder, config_dir, store, threads) for overrides, folder in jobs]
     left = deque(range(len(jobs)))
     while left:
-        suspects = yield from _until_broken(calls, left, workers)
-        for place in suspects:
-            # One that was killed alone is the culprit; of several each is tried once more, by itself.
-            if len(suspects) == 1 or (yield from _until_broken(calls, deque([place]), 1)):
+        for place in (yield from _until_broken(calls, left, workers)):
+            # One that was killed by itself is the culprit; beside others each is tried once more, by itself.
+            if workers == 1 or (yield from _until_broken(calls, deque([place]), 1)):
                 yield place, {}, KILLED
 
 
@@ -75,6 +74,9 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
                 while left and len(at_work) < workers:
                     at_work[pool.submit(run_point, *calls[left[0]])] = left[0]
                     left.popleft()
+                # The pool's thread looks whom it must watch when something is submitted, before that starts a process:
+                # without one thing more the death of the process started last went unseen until another point ended.
+                pool.submit(int)
                 ended = wait(at_work, return_when=FIRST_COMPLETED).done
                 if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
                     ended = wait(at_work).done
@@ -118,6 +120,8 @@ def run_point(
         if store is not None:
             OmegaConf.update(cfg, "store", store)
         OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
+        if cfg.callbacks.report is None:
+            OmegaConf.update(cfg, "callbacks.report", False)
         with remembering():
             return run(cfg, folder), None
     except KeyboardInterrupt as stop:

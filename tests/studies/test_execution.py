@@ -44,7 +44,7 @@ def test_a_last_point_that_is_killed_does_not_take_the_study_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repeated command has that one point left."""
-    (tmp_path / "beside").touch()
+    (tmp_path / "beside").write_text("ran\n")
     assert outcomes(["killed"], tmp_path, monkeypatch) == {"killed": (None, KILLED)}
 
 
