@@ -120,8 +120,6 @@ def run_point(
         if store is not None:
             OmegaConf.update(cfg, "store", store)
         OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
-        if cfg.callbacks.report is None:
-            OmegaConf.update(cfg, "callbacks.report", False)
         with remembering():
             return run(cfg, folder), None
     except KeyboardInterrupt as stop:

@@ -68,7 +68,7 @@ def publish_run(
         media: dict[str, Any] = {"account": _table(account_table(result["inputs"]))}
         if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
             media["samples"] = _table(samples)
-        if settings.report is not False and (folder / CURVES).is_file():
+        if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
         if settings.heat_maps:
             page = heatmap_html(heat_rows(inputs, settings.heat_maps), title=folder.name)

@@ -191,6 +191,6 @@ class RunConfig:
             found = dict.fromkeys(("callbacks.monitor", "callbacks.mode"), "callbacks.checkpoints=false")
         if not kept.samples:
             found["callbacks.sample_tokens"] = "callbacks.samples=0"
-        if kept.report is False and self.logger.wandb is None:
+        if not kept.report and self.logger.wandb is None:
             found["callbacks.heat_maps"] = "callbacks.report=false"
         return found

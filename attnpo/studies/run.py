@@ -227,7 +227,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         result["seconds"]["all"] = round(time.perf_counter() - began, 2)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        if callbacks.report is not False:
+        if callbacks.report:
             from attnpo.studies.pages import write_run_report
 
             write_run_report(inputs, result, callbacks, folder)

@@ -80,8 +80,6 @@ class CallbackSettings:
     ``save_every``, every so many optimiser steps.
     ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
-    ``report`` writes curves and ``report.html``; null does so for a run by itself and not for the points of a study,
-    whose numbers are all in the study's report.
     """
 
     checkpoints: bool = True
@@ -90,7 +88,7 @@ class CallbackSettings:
     save_every: int | None = None
     samples: int = 4
     sample_tokens: int = 64
-    report: bool | None = None
+    report: bool = True
     heat_maps: int = 4
     export_dtype: str | None = None
 
