@@ -259,25 +259,41 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
+class InputGradient:
+    """How much each input token moves a model's next token: the L1 norm of a gradient at its embedding.
+
+    ``response``: per response token, 0 off the response; ``prompt``: the sum over the row's prompt tokens, whose number
+    is ``prompt_tokens``.
+    """
+
+    response: Float[Tensor, "rows R"]
+    prompt: Float[Tensor, "rows"]
+    prompt_tokens: Int[Tensor, "rows"]
+
+
+@dataclass(frozen=True)
 class TokenStats:
     """Per-token statistics in response space; positions under a false response mask hold 0.
 
     ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those
-    of two models (kl_ref_policy, ...).
+    of two models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups, by their names.
     """
 
     logps: Float[Tensor, "rows R"]
     hidden: Float[Tensor, "rows R d"] | None = None
     vocab: Mapping[str, Float[Tensor, "rows R"]] = field(default_factory=dict)
     joint: Mapping[str, Float[Tensor, "rows R"]] = field(default_factory=dict)
+    input_gradient: InputGradient | None = None
+    groups: Mapping[str, "TokenStats"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """2P response rows in response space, all chosen rows first.
+    """Response rows in response space: of the main group 2P, all chosen rows first.
 
     ``token_weights`` maps a channel to its weights; "reward" is always there for distributions or factors aligned on
-    the response tokens. ``source_lengths`` is |y| as the weight source counts it.
+    the response tokens. ``factors``: those weights are factors, used as they are, and no distribution.
+    ``source_lengths`` is |y| as the weight source counts it.
     """
 
     response_ids: Int[Tensor, "rows R"]
@@ -286,17 +302,26 @@ class RowGroup:
     source_lengths: Float[Tensor, "rows"]
     reference_logps: Float[Tensor, "rows R"] | None
     inputs: ModelInputs | None = None
+    factors: bool = False
 
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """One micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimiser step (all ranks)."""
+    """One micro-batch of P pairs; ``step_pairs`` is the number of pairs in its whole optimiser step (all ranks).
+
+    ``step_tokens``: the chosen and the rejected response tokens of that step, void pairs left out; (0, 0) where nobody
+    counted them. ``ahead``: row groups of this rank's whole step that are looked at before it, with its first
+    micro-batch only. ``state``: what an objective summed over those.
+    """
 
     groups: Mapping[str, RowGroup]
     pair_weight: Float[Tensor, "pairs"]
     pair_ids: tuple[str, ...]
     pair_values: Mapping[str, Float[Tensor, "pairs"]] = field(default_factory=dict)
     step_pairs: int = 0
+    step_tokens: tuple[int, int] = (0, 0)
+    ahead: Mapping[str, tuple[RowGroup, ...]] = field(default_factory=dict)
+    state: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
 
     @property
     def main(self) -> RowGroup:
@@ -319,6 +344,8 @@ def _move(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_move(item, device) for item in value)
     if isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
         return type(value)(**{key: _move(item, device) for key, item in vars(value).items()})
     return value

@@ -52,7 +52,13 @@ def pad_rows(rows: Sequence[Float[Tensor, "_"]], width: int) -> Float[Tensor, "r
     return out
 
 
-def collate(examples: Sequence[TrainingExample], layout: Layout, pad_id: int, step_pairs: int) -> PreferenceBatch:
+def collate(
+    examples: Sequence[TrainingExample],
+    layout: Layout,
+    pad_id: int,
+    step_pairs: int,
+    step_tokens: tuple[int, int] = (0, 0),
+) -> PreferenceBatch:
     """The batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
 
     Args:
@@ -60,6 +66,7 @@ def collate(examples: Sequence[TrainingExample], layout: Layout, pad_id: int, st
         layout: a function of ``models.layouts``.
         pad_id: token id put on padding positions of the model inputs.
         step_pairs: pairs of the whole optimiser step over all ranks, the loss's normaliser.
+        step_tokens: chosen and rejected response tokens of that step.
     """
     sides = [example.chosen for example in examples] + [example.rejected for example in examples]
     inputs, response_ids, response_mask = layout([(side.prompt_ids, side.response_ids) for side in sides], pad_id)
@@ -83,4 +90,5 @@ def collate(examples: Sequence[TrainingExample], layout: Layout, pad_id: int, st
         pair_weight=torch.tensor([example.pair_weight for example in examples], dtype=torch.float32),
         pair_ids=tuple(example.pair_id for example in examples),
         step_pairs=step_pairs,
+        step_tokens=step_tokens,
     )

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -24,10 +24,20 @@ class Batches(Dataset[PreferenceBatch]):
     examples: Sequence[TrainingExample]
     layout: Layout
     pad_id: int
+    _counted: tuple[tuple[int, ...], tuple[int, int]] = field(default=((), (0, 0)), init=False, repr=False)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
         """The collated batch of a plan's indices."""
-        return collate([self.examples[i] for i in planned.indices], self.layout, self.pad_id, planned.step_pairs)
+        examples = [self.examples[i] for i in planned.indices]
+        return collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
+
+    def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
+        """Chosen and rejected response tokens of a step; counted once for all its micro-batches."""
+        if whole != self._counted[0]:
+            step = [self.examples[i] for i in whole if self.examples[i].pair_weight > 0]
+            chosen = sum(len(example.chosen.response_ids) for example in step)
+            self._counted = whole, (chosen, sum(len(example.rejected.response_ids) for example in step))
+        return self._counted[1]
 
 
 class PreferenceDataModule(L.LightningDataModule):

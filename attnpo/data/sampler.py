@@ -7,7 +7,7 @@ step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the spl
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
 from typing import Any
@@ -26,7 +26,8 @@ class PlannedBatch:
 
     ``indices`` are positions in the list of pairs, ``step`` counts the optimiser steps of the epoch from 0,
     ``step_pairs`` is the number of pairs of the whole step over all ranks and micro-batches, and ``micro`` of
-    ``micros`` is this micro-batch's place in the step (every rank has the same ``micros`` in the same step).
+    ``micros`` is this micro-batch's place in the step (every rank has the same ``micros`` in the same step). ``whole``
+    are the positions of all pairs of the step, ``own`` those of this rank, micro-batch by micro-batch.
     """
 
     indices: list[int]
@@ -35,6 +36,8 @@ class PlannedBatch:
     micro: int
     micros: int
     epoch: int = 0
+    whole: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    own: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -188,10 +191,11 @@ class StepBatches(Sampler[PlannedBatch]):
             pairs = self._layout.size if step < self._full else self._short
             low, high = _shares(pairs, self._layout.world_size)[self.rank]
             cuts = _shares(high - low, self._layout.micros(pairs))
-            for micro, (begin, end) in enumerate(cuts):
+            whole = tuple(order[offset : offset + pairs])
+            own = tuple(whole[low + begin : low + end] for begin, end in cuts)
+            for micro in range(len(cuts)):
                 if step > first or micro >= skip:
-                    indices = order[offset + low + begin : offset + low + end]
-                    yield PlannedBatch(indices, step, pairs, micro, len(cuts), epoch)
+                    yield PlannedBatch(list(own[micro]), step, pairs, micro, len(cuts), epoch, whole, own)
 
     # -------------------------------------------------------------------------------------------- resuming
 

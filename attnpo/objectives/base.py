@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 
 class Reduction(Enum):
@@ -45,6 +45,35 @@ def reduce(
     return torch.where(mass == 0, zero, total / torch.where(mass == 0, torch.ones_like(mass), mass))
 
 
+class LengthFrom(Enum):
+    """Whose tokens |y| counts: the weight source's (paper) or the training side's."""
+
+    SOURCE = "source"
+    TRAIN = "train"
+
+
+def sum_factors(
+    rows: RowGroup, length_scale: bool = True, length_from: LengthFrom = LengthFrom.SOURCE
+) -> Float[Tensor, "rows R"]:
+    """What multiplies each token's term in a sum over the response: ``|y| a_t`` for a distribution ``a``.
+
+    ``a_t`` without the length scale; factors as they are. 1 on every token for uniform weights.
+    """
+    weights = rows.token_weights["reward"]
+    if rows.factors or not length_scale:
+        return weights
+    lengths = rows.source_lengths if length_from is LengthFrom.SOURCE else rows.response_mask.sum(-1)
+    return weights * lengths.to(weights.dtype).unsqueeze(-1)
+
+
+def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
+    """What multiplies each token's term in a mean over the response: a distribution as it is, factors over n."""
+    weights = rows.token_weights["reward"]
+    if not rows.factors:
+        return weights
+    return weights / rows.response_mask.sum(-1, keepdim=True).clamp(min=1).to(weights.dtype)
+
+
 def split_pairs(rows: Float[Tensor, "rows"]) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
     """The chosen and the rejected half of a per-row tensor."""
     chosen, rejected = rows.chunk(2)
@@ -53,7 +82,13 @@ def split_pairs(rows: Float[Tensor, "rows"]) -> tuple[Float[Tensor, "pairs"], Fl
 
 @runtime_checkable
 class PreferenceObjective(Protocol):
-    """A preference loss. ``requires`` names what the module must compute for it: "reference", "token_weights", ..."""
+    """A preference loss. ``requires`` names what the module must compute for it, and only that is computed.
+
+    "reference": log-probabilities of a frozen reference. "token_weights": weights of any source; with "factors" those
+    of a source of factors alone. "hidden", "vocab:NAME", "joint:NAME", "input_gradient": statistics of ``TokenStats``
+    (joint ones need the reference's head). "group:NAME": further rows, scored with each micro-batch. "ahead:NAME": rows
+    that are looked at before an optimiser step (``StepObjective``). "several_pairs": more than one pair per step.
+    """
 
     @property
     def requires(self) -> frozenset[str]:
@@ -62,6 +97,15 @@ class PreferenceObjective(Protocol):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and detached rewards of the batch's pairs."""
+        ...
+
+
+@runtime_checkable
+class StepObjective(PreferenceObjective, Protocol):
+    """An objective with a number over the whole optimiser step, known before its first micro-batch is scored."""
+
+    def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
+        """Sums over the rows of an "ahead" group; added up over the step and all ranks they are ``batch.state``."""
         ...
 
 

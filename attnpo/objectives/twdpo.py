@@ -1,36 +1,13 @@
 """Token-weighted DPO, the objective of AttentionPO (paper Eq. twdpo; length-normalised form Eq. twdpo_len_norm)."""
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
-from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs
+from attnpo.objectives.base import LengthFrom as LengthFrom
+from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs, sum_factors
 from attnpo.objectives.dpo import check_beta, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
-
-
-class LengthFrom(Enum):
-    """Whose tokens |y| counts: the weight source's (paper) or the training side's."""
-
-    SOURCE = "source"
-    TRAIN = "train"
-
-
-def token_factors(
-    weights: Float[Tensor, "rows R"],
-    mask: Bool[Tensor, "rows R"],
-    source_lengths: Float[Tensor, "rows"],
-    length_scale: bool,
-    length_from: LengthFrom,
-) -> Float[Tensor, "rows R"]:
-    """What multiplies each token's log-ratio: ``|y| a_t``, or ``a_t`` without the length scale."""
-    if not length_scale:
-        return weights
-    lengths = source_lengths if length_from is LengthFrom.SOURCE else mask.sum(-1).to(weights.dtype)
-    return weights * lengths.to(weights.dtype).unsqueeze(-1)
 
 
 @dataclass(frozen=True)
@@ -59,9 +36,7 @@ class TwDPO:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
         rows = batch.main
         ratios = log_ratios(policy, reference, batch)
-        factors = token_factors(
-            rows.token_weights["reward"], rows.response_mask, rows.source_lengths, self.length_scale, self.length_from
-        )
+        factors = sum_factors(rows, self.length_scale, self.length_from)
         chosen, rejected = split_pairs(self.beta * reduce(ratios, factors, rows.response_mask, Reduction.SUM))
         with torch.no_grad():
             plain = split_pairs(self.beta * reduce(ratios, None, rows.response_mask, Reduction.SUM))

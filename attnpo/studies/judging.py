@@ -6,7 +6,7 @@ The setting's other judge is described here too: the model whose attention ``jud
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from attnpo.objectives.twdpo import LengthFrom
+from attnpo.objectives.base import LengthFrom
 from attnpo.schema import UserError
 from attnpo.studies.files import find_file
 from attnpo.text.alignment import AlignMethod

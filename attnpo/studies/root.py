@@ -12,7 +12,7 @@ from attnpo.data.base import PairSet
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import UserError
+from attnpo.schema import Kind, UserError
 from attnpo.studies.auto_layer import AutoLayer, is_auto
 from attnpo.studies.grid import Grid, Study
 from attnpo.studies.judging import Judge, OtherJudge
@@ -55,10 +55,34 @@ class Truth(Protocol):
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
     """Nothing; raises UserError for weights that cost something and that the objective would not read."""
+    if "factors" in objective.requires and source.kind is not Kind.FACTOR:
+        raise UserError(
+            f"objective {type(objective).__name__} reads factors, and weights are {type(source).__name__}, a "
+            "distribution: set the source that the objective's file in configs/objective names"
+        )
     if not is_neutral(source) and "token_weights" not in objective.requires:
         raise UserError(
             f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
             "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
+        )
+
+
+def require_reference(reference: str, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for an objective that asks more of its reference than stored log-probs can say."""
+    more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
+    if reference == "cached" and more and "reference" in objective.requires:
+        raise UserError(
+            f"objective {type(objective).__name__} needs the reference itself ({', '.join(more)}), and "
+            "reference=cached keeps one number per token of the pairs: set reference=live (with model=lora: adapter_off)"
+        )
+
+
+def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for steps of one pair under an objective that compares pairs of a step."""
+    if "several_pairs" in objective.requires and batch.pairs < 2:
+        raise UserError(
+            f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
+            f"batch.pairs of at least 2, got {batch.pairs}"
         )
 
 
@@ -143,6 +167,8 @@ class RunConfig:
             require_worlds(self.study, self.prepare)
         if self.study is None:  # a study's arms may choose them anew
             require_reader(self.weights, self.objective)
+            require_reference(self.reference, self.objective)
+            require_pairs(self.batch, self.objective)
             check_transforms(self.weights, list(self.transforms.values()))
 
     def unread(self) -> dict[str, str]:

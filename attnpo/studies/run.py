@@ -60,6 +60,7 @@ from attnpo.training.trainer import (
     quiet_lightning,
     total_steps,
 )
+from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,9 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         )
     trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps)
+    source = build(cfg.weights)
+    online = source if isinstance(source, OnlineSource) else None
+    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online)
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)

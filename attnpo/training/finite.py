@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch import distributed as dist
 
-from attnpo.schema import ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 
@@ -46,7 +46,7 @@ class Scored:
     ) -> "Scored":
         """The micro-batch with its pairs' losses as they enter the step; hidden states are not kept."""
         losses = output.losses.detach() * batch.pair_weight
-        return cls(batch, _detached(policy), None if reference is None else _detached(reference), losses)
+        return cls(batch, _kept(policy), None if reference is None else _kept(reference), losses)
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,21 @@ def _pairs_fine(fine: Bool[Tensor, "rows R"]) -> Bool[Tensor, "pairs"]:
     return chosen & rejected
 
 
-def _detached(stats: TokenStats) -> TokenStats:
+def detached(stats: TokenStats) -> TokenStats:
+    """The same statistics without their graph."""
     return replace(
         stats,
         logps=stats.logps.detach(),
-        hidden=None,
+        hidden=None if stats.hidden is None else stats.hidden.detach(),
         vocab={name: value.detach() for name, value in stats.vocab.items()},
         joint={name: value.detach() for name, value in stats.joint.items()},
+        groups={name: detached(value) for name, value in stats.groups.items()},
     )
+
+
+def _kept(stats: TokenStats) -> TokenStats:
+    """What is kept of statistics until the optimiser steps: numbers per token, no graph and no hidden states."""
+    return replace(detached(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -185,7 +192,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Scored):
         made: dict[str, Any] = {name: _plain(item) for name, item in vars(value).items()}
         return {"pair_ids": list(value.batch.pair_ids), **made}
-    if isinstance(value, PreferenceBatch | RowGroup | ModelInputs | TokenStats):
+    if isinstance(value, PreferenceBatch | RowGroup | ModelInputs | TokenStats | InputGradient):
         return {name: _plain(item) for name, item in vars(value).items()}
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}

@@ -1,7 +1,10 @@
 """The Lightning module: policy and frozen reference, one objective, exact normalisation over the optimiser step."""
 
+import itertools
 import logging
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +14,34 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnpo.models.scored import ScoredLM
-from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError
+from attnpo.objectives.base import PreferenceObjective, StepObjective
+from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
-from attnpo.training.finite import PairLosses, Scored, everywhere, message, named, save_step, unsound
+from attnpo.training.finite import PairLosses, Scored, detached, everywhere, message, named, save_step, unsound
 from attnpo.training.metrics import PairMeans, pair_values, peak_memory, read_tokens
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.sharding import shard
+from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
+
+
+RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
+"""A row group for a batch, from the policy as it stands and the number of optimiser steps taken."""
+
+
+def weighed(
+    batch: PreferenceBatch, source: OnlineSource, policy: TokenStats, reference: TokenStats | None
+) -> PreferenceBatch:
+    """The batch with the weights that an online source gives its main rows."""
+    with torch.no_grad():
+        weights = source.weights(detached(policy), None if reference is None else detached(reference), batch)
+    rows = replace(
+        batch.main,
+        token_weights={**batch.main.token_weights, "reward": weights},
+        factors=source.kind is Kind.FACTOR,
+    )
+    return replace(batch, groups={**batch.groups, "main": rows})
 
 
 class PreferenceModule(L.LightningModule):
@@ -37,6 +59,8 @@ class PreferenceModule(L.LightningModule):
         objective: asked for ``requires``; exactly that is computed.
         optimizer: optimiser and schedule.
         total_steps: optimiser steps of the whole run, for the schedule.
+        online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
+        makers: by their names, what makes the further row groups that the objective asks for.
     """
 
     def __init__(
@@ -46,11 +70,15 @@ class PreferenceModule(L.LightningModule):
         objective: PreferenceObjective,
         optimizer: Optimizer,
         total_steps: int,
+        online: OnlineSource | None = None,
+        makers: Mapping[str, RowMaker] | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
         object.__setattr__(self, "reference", reference)
         self.objective = objective
+        self.online, self.makers = online, dict(makers or {})
+        self.reads = objective.requires | (online.statistics if online is not None else frozenset())
         self.recipe = optimizer
         self.total_steps = total_steps
         self.window = PairMeans()
@@ -58,6 +86,7 @@ class PreferenceModule(L.LightningModule):
         self.sharded = False
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
         self._losses: list[PairLosses] = []  # of the current validation
+        self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
         self._warned = False
         self._began = 0.0
         self._amounts: dict[str, Tensor] = {}
@@ -119,24 +148,65 @@ class PreferenceModule(L.LightningModule):
         check_saved(self, checkpoint)
 
     # ------------------------------------------------------------------------------------------------ the step
-    def score(self, batch: PreferenceBatch) -> tuple[TokenStats, TokenStats | None, ObjectiveOutput]:
-        """Policy statistics, reference statistics (if required) and the objective's output for a batch."""
-        rows = batch.main
-        if rows.inputs is None:
-            raise ValueError("the batch has no model inputs")
-        policy: TokenStats = self.policy(rows.inputs, rows.response_ids, rows.response_mask)
-        reference = self._reference_stats(batch) if "reference" in self.objective.requires else None
-        return policy, reference, self.objective(policy, reference, batch)
+    def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
+        """The batch as the objective read it, statistics of policy and reference (if required), the output.
 
-    def _reference_stats(self, batch: PreferenceBatch) -> TokenStats:
-        rows = batch.main
-        if rows.reference_logps is not None:
+        An online source's weights stand in the batch that comes back.
+        """
+        if batch.ahead:
+            self._state = self._look_ahead(batch)
+        batch = replace(batch, ahead={}, state=self._state)
+        policy, reference = self._statistics(batch.main)
+        for name in sorted(self.makers):
+            rows = self.makers[name](self.policy, batch, self.trainer.global_step)
+            batch = replace(batch, groups={**batch.groups, name: rows})
+            more, others = self._statistics(rows)
+            policy = replace(policy, groups={**policy.groups, name: more})
+            if reference is not None and others is not None:
+                reference = replace(reference, groups={**reference.groups, name: others})
+        if self.online is not None:
+            batch = weighed(batch, self.online, policy, reference)
+        return batch, policy, reference, self.objective(policy, reference, batch)
+
+    def _statistics(self, rows: RowGroup) -> tuple[TokenStats, TokenStats | None]:
+        """What objective and online source read of a group's rows: of the policy, and of the reference if required."""
+        if rows.inputs is None:
+            raise ValueError("the rows have no model inputs")
+        read = (rows.inputs, rows.response_ids, rows.response_mask)
+        joint = {name for name in self.reads if name.startswith("joint:")}
+        reference = self._reference_stats(rows, frozenset({"logps", "hidden"} if joint else {"logps"}))
+        other = None
+        if joint and reference is not None and self.reference is not None and reference.hidden is not None:
+            other = (reference.hidden, self.reference.head())
+            reference = replace(reference, hidden=None)
+        requests = joint | {name for name in self.reads if name == "hidden" or name.startswith("vocab:")}
+        policy: TokenStats = self.policy(*read, frozenset({"logps"} | requests), other)
+        return policy, reference
+
+    def _reference_stats(self, rows: RowGroup, requests: frozenset[str]) -> TokenStats | None:
+        if "reference" not in self.reads:
+            return None
+        if rows.reference_logps is not None and requests == {"logps"}:
             return TokenStats(logps=rows.reference_logps)
         if self.reference is None:
             raise ValueError("the objective needs the reference, and neither a model nor stored log-probs are there")
         with torch.no_grad():
-            stats: TokenStats = self.reference(rows.inputs, rows.response_ids, rows.response_mask)
+            stats: TokenStats = self.reference(rows.inputs, rows.response_ids, rows.response_mask, requests)
         return stats
+
+    def _look_ahead(self, batch: PreferenceBatch) -> dict[str, Tensor]:
+        """What the objective sums over the rows that are looked at before the step, of all ranks."""
+        assert isinstance(self.objective, StepObjective)
+        sums: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for rows in itertools.chain.from_iterable(batch.ahead.values()):
+                for name, value in self.objective.sums(*self._statistics(rows), rows).items():
+                    sums[name] = sums[name] + value if name in sums else value
+        return {name: self._over_ranks(value) for name, value in sums.items()}
+
+    def _over_ranks(self, value: Tensor) -> Tensor:
+        total: Tensor = self.all_gather(value).sum() if self.trainer.world_size > 1 else value  # type: ignore[union-attr]
+        return total
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the optimiser step's mean loss.
@@ -144,7 +214,7 @@ class PreferenceModule(L.LightningModule):
         Lightning divides by the accumulation and averages gradients over ranks; both are undone here, so the gradient
         of a step is exactly that of the mean over its ``step_pairs`` pairs, also in a short last step.
         """
-        policy, reference, output = self.score(batch)
+        batch, policy, reference, output = self.score(batch)
         with torch.no_grad():
             self._scored.append(Scored.of(batch, policy, reference, output))
             self.window.update({**pair_values(policy, output, batch), "tokens": read_tokens(batch)})
@@ -201,7 +271,7 @@ class PreferenceModule(L.LightningModule):
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
         """Nothing; adds the batch to the validation means."""
-        policy, _, output = self.score(batch)
+        batch, policy, _, output = self.score(batch)
         self.validation.update(pair_values(policy, output, batch))
         self._losses.append(PairLosses(batch.pair_ids, output.losses * batch.pair_weight))
 

@@ -15,8 +15,10 @@ from attnpo.schema import (
     Kind,
     Message,
     PairWeights,
+    PreferenceBatch,
     PreferencePair,
     Sampling,
+    TokenStats,
 )
 from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
@@ -140,6 +142,22 @@ class NativeSource(WeightSource, Protocol):
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """A weight for every training token of ``pair``'s response ``side``."""
+        ...
+
+
+@runtime_checkable
+class OnlineSource(NativeSource, Protocol):
+    """A source that weighs each batch from what the training step computes; ``weigh`` fills its place until then."""
+
+    @property
+    def statistics(self) -> frozenset[str]:
+        """What it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's ``requires``."""
+        ...
+
+    def weights(
+        self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
+    ) -> Float[Tensor, "rows R"]:
+        """The weights of the batch's main rows, from detached statistics; 0 off the response."""
         ...
 
 

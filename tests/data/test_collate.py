@@ -102,7 +102,7 @@ def losses(examples: list[TrainingExample]) -> tuple[Tensor, dict[str, float]]:
         for parameter in module.policy.parameters():
             parameter.mul_(1.1)
         batch = collate(examples, padded, PAD, len(examples))
-        _, _, output = module.score(batch)
+        *_, output = module.score(batch)
     return output.losses, dict(zip(batch.pair_ids, output.losses.tolist(), strict=True))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from attnpo.objectives.base import LengthFrom
 from attnpo.studies.conformance import records as records_module
 from attnpo.studies.conformance import verify
 from attnpo.studies.conformance.records import Absent, Check, Comparison, Status
@@ -257,8 +258,8 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (TWDPO + "sigmoid_loss", lambda f: lambda margin, smoothing=0.0: f(margin * 1.001, smoothing), "twdpo *"),
     (DPO + "reduce", lambda f: lambda x, w, mask, how: f(x, w, mask, how) * 1.001, "dpo *"),
     (TWDPO + "reduce", lambda f: lambda x, w, mask, how: f(x, None, mask, how), "twdpo*"),
-    (TWDPO + "token_factors", lambda f: lambda w, m, n, scale, by: f(w, m, n, True, by), "twdpo_len_norm *"),
-    (TWDPO + "token_factors", lambda f: lambda w, m, n, scale, by: f(w, m, m.sum(-1).double(), scale, by), "twdpo *"),
+    (TWDPO + "sum_factors", lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
+    (TWDPO + "sum_factors", lambda f: lambda rows, scale, by: f(rows, scale, LengthFrom.TRAIN), "twdpo *"),
     (TWDPO + "log_ratios", lambda f: lambda *args: f(*args) + 1e-6, "twdpo *"),
     (DPO + "log_ratios", lambda f: lambda p, r, b: p.logps - r.logps + 1e-6, "dpo *"),
     (POST + "normalize", lambda f: lambda row: torch.softmax(row, 0), "attnpo_weights_layer *"),
