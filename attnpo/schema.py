@@ -208,8 +208,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if self.temperature < 0:
-            raise UserError(f"temperature must be 0 (greedy) or positive, got {self.temperature}")
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature must be 0 (greedy) or positive, and finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
@@ -245,12 +245,17 @@ class ModelInputs:
 
     ``input_ids``, ``position_ids`` [batch T]; ``attention_mask`` [batch T] (1 = token) or None; ``predict_index``
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
+
+    ``segments``: None for one sequence per row; else the batch is one row of many sequences, and each line holds
+    (start, count, prefix, shared): the tokens start..start+count-1 see, causally, each other and behind the ``shared``
+    tokens from ``prefix`` on. Every token of the row is in exactly one segment.
     """
 
     input_ids: Int[Tensor, "batch T"]
     position_ids: Int[Tensor, "batch T"]
     attention_mask: Int[Tensor, "batch T"] | None
     predict_index: Int[Tensor, "rows R"]
+    segments: Int[Tensor, "segments 4"] | None = None
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """The same inputs on ``device``."""

@@ -626,6 +626,8 @@ def roots() -> list[str]:
 
 def composing(group: str, option: str) -> list[tuple[str, str]]:
     """The roots an option can be composed in, with the override; one with ``+`` in all where none lists the group."""
+    if group == "methods":  # the study that reads them lays them into its grids
+        return [("fit", f"experiment=main_results methods@grids={option}")]
     found = []
     for root in roots():
         defaults = OmegaConf.load(config.CONFIG_DIR / f"{root}.yaml").get("defaults", [])
@@ -645,7 +647,7 @@ def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.Mon
         checked.add(config.CONFIG_DIR / f"{root}.yaml")
     for group, option in shipped_options():
         for root, override in composing(group, option):
-            config.check(config.compose(root, [override]), complete=False)
+            config.check(config.compose(root, override.split()), complete=False)
         checked.add(config.CONFIG_DIR / group / f"{option}.yaml")
     assert checked == set(files)
 

@@ -75,7 +75,7 @@ def test_an_error_costs_little_more_than_importing_torch() -> None:
 
 def test_help_lists_groups_and_an_example() -> None:
     text = start("attnpo.fit", "--help").stdout
-    for line in ("setting=", "weights=attention | rollout | ", "experiment=layer_sweep", "example:"):
+    for line in ("setting=", "weights=attention | gradient | rollout | ", "experiment=layer_sweep", "example:"):
         assert line in text
 
 
@@ -83,7 +83,7 @@ def test_help_lists_groups_and_an_example() -> None:
     ("override", "message"),
     [
         ("weights.layr=2", "did you mean weights.layer?"),
-        ("weights=attension", "Available options in 'weights': attention, rollout, "),
+        ("weights=attension", "Available options in 'weights': attention, gradient, rollout, "),
         ("weights.layer=2.5", "weights.layer: expected int or str, got 2.5"),
         ("optimizer.lr=fast", "optimizer.lr: expected float, got 'fast'"),
         ("trainer.validate_every=0", "trainer.validate_every must be at least 1"),

@@ -28,6 +28,7 @@ TABLES = {
     "attention_from_other_models",
     "beta_search",
     "layers",
+    "main_results",
     "sink_share",
     "top_tokens",
     "weight_sources",

@@ -3,12 +3,17 @@
 import itertools
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import build, check, compose, expand
+from attnpo.studies import root
+from attnpo.studies.arms import yaml_value
+from attnpo.studies.grid import Study
+from attnpo.studies.identity import numbers_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))
@@ -18,7 +23,22 @@ AXES = {
     "layer": {"weights.layer"},
     "beta": {"weights", "objective.beta"},
     "beta_x_layer": {"weights.layer", "objective.beta"},
+    "rrhf": {"objective.sft_coef", "optimizer.lr"},
+    "slic_hf": {"objective.sft_coef", "objective.delta", "optimizer.lr"},
+    "ipo": {"objective.beta", "optimizer.lr"},
+    "cpo": {"objective.beta", "optimizer.lr"},
+    "kto": {"objective.beta", "optimizer.lr"},
+    "orpo": {"objective.lam", "optimizer.lr"},
+    "rdpo": {"objective.beta", "objective.alpha", "optimizer.lr"},
+    "tdpo": {"objective.beta"},
+    "tidpo": {"objective.beta", "optimizer.lr", "trainer.precision"},
 }
+METHODS = {
+    **{"rrhf": "RRHF", "slic_hf": "SLiC-HF", "ipo": "IPO", "cpo": "CPO", "kto": "KTO", "orpo": "ORPO"},
+    **{"rdpo": "R-DPO", "tdpo": "TDPO", "tidpo": "TI-DPO"},
+}
+OVER_LAYERS = [path for path in SWEEPS if path.stem not in METHODS]
+LLAMAS = ("llama3_8b_base_sft", "llama3_8b_instruct")
 
 
 def expanded(path: Path) -> list[list[str]]:
@@ -46,10 +66,12 @@ def test_the_sweeps_are_these() -> None:
 
 
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
-def test_every_combination_is_a_sound_command(path: Path) -> None:
+def test_every_run_is_a_sound_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a method's long search the first and the last run are composed: both ends of every axis."""
+    monkeypatch.setattr(root, "find_spec", lambda package: package)  # torchao is an extra
     commands = expanded(path)
     assert len(commands) == len({tuple(command) for command in commands}) > 1
-    for command in commands:
+    for command in [commands[0], commands[-1]] if path.stem in METHODS else commands:
         cfg = compose("fit", command)
         check(cfg, complete=False)
         assert cfg.study is None and cfg.logger.wandb is not None
@@ -66,7 +88,7 @@ def test_a_sweep_runs_locally_as_the_same_grid(path: Path) -> None:
     assert not any(word.startswith("logger") for word in grid)
 
 
-@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OVER_LAYERS, ids=lambda path: path.stem)
 def test_a_sweep_names_the_study_of_the_same_axes(path: Path) -> None:
     """The study's arms hold every layer and weight source of the sweep, its grids every beta."""
     _, overrides = said(path)
@@ -84,3 +106,51 @@ def test_a_sweep_names_the_study_of_the_same_axes(path: Path) -> None:
                 assert f"{key}={value}" in layers
             elif key == "weights":
                 assert f"{key}={value}" in choices
+
+
+# ------------------------------------------------------------------------------------------------ searches of methods
+
+
+@cache
+def main_results(setting: str) -> Study:
+    """The study of all methods on a setting."""
+    made = build(compose("fit", ["experiment=main_results", f"setting={setting}"]).study)
+    assert isinstance(made, Study)
+    return made
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
+    """In both Llama settings: the same training as the sweep's run with the row's values, which are in its ranges."""
+    study, other = map(main_results, LLAMAS)
+    assert study.grid_of(METHODS[name]) == other.grid_of(METHODS[name])
+    (values,) = study.grid_of(METHODS[name]).overrides()
+    shared = ["study=none", *(word for word in study.shared if not word.startswith("trainer."))]
+    row = compose("fit", [f"setting={LLAMAS[0]}", *shared, *study.arms[METHODS[name]], *values])
+    found = [run for run in expanded(FOLDER / f"{name}.yaml") if all(_set(row, word) for word in run if "." in word)]
+    assert len(found) == 1
+    machine = ("setting=", "hardware=", "optimizer=adamw8bit")  # what lets it run somewhere
+    words = [word for word in found[0] if word != ACCOUNT and not word.startswith(machine)]
+    assert numbers_of(compose("fit", [f"setting={LLAMAS[0]}", *words])) == numbers_of(row)
+
+
+def _set(cfg: DictConfig, word: str) -> bool:
+    """Whether a configuration has what an override sets."""
+    key, _, text = word.partition("=")
+    return bool(OmegaConf.select(cfg, key) == yaml_value(text))
+
+
+@pytest.mark.parametrize("setting", LLAMAS)
+def test_rows_without_a_published_value_are_marked_and_have_a_sweep(setting: str) -> None:
+    """A marked default is the second value of every axis of its sweep."""
+    study = main_results(setting)
+    grids = {name: study.grid_of(arm) for name, arm in METHODS.items()}
+    marked = {name for name, grid in grids.items() if grid.origin == "default of a search range"}
+    assert marked == METHODS.keys() - {"tdpo", "tidpo"}
+    assert all(
+        "as published" in study.grid_of(arm).origin for arm in study.arms if arm not in {METHODS[n] for n in marked}
+    )
+    for name in marked:
+        sweep = OmegaConf.load(FOLDER / f"{name}.yaml")
+        for key, axis in sweep.parameters.items():
+            assert grids[name].axes[str(key)] == (axis["values"][1],)

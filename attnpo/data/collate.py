@@ -1,4 +1,4 @@
-"""Training examples to response-space batches: the only place that builds a ``PreferenceBatch``."""
+"""Training examples to response-space batches: the only place that builds their rows and a ``PreferenceBatch``."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,4 +91,17 @@ def collate(
         pair_ids=tuple(example.pair_id for example in examples),
         step_pairs=step_pairs,
         step_tokens=step_tokens,
+    )
+
+
+def bare_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], layout: Layout, pad_id: int) -> RowGroup:
+    """Rows of (prompt ids, response ids) that no source weighed: weights of 0, no stored reference."""
+    inputs, response_ids, response_mask = layout(sequences, pad_id)
+    return RowGroup(
+        response_ids=response_ids,
+        response_mask=response_mask,
+        token_weights={"reward": torch.zeros(response_mask.shape)},
+        source_lengths=response_mask.sum(-1).float(),
+        reference_logps=None,
+        inputs=inputs,
     )

@@ -1,14 +1,15 @@
 """The Lightning data module: planned optimiser steps over prepared examples, resumable in mid-epoch."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from attnpo.data.ahead import StepRows
 from attnpo.data.collate import Layout, TrainingExample, collate
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, StepBatches
@@ -24,12 +25,16 @@ class Batches(Dataset[PreferenceBatch]):
     examples: Sequence[TrainingExample]
     layout: Layout
     pad_id: int
+    ahead: StepRows | None = None
     _counted: tuple[tuple[int, ...], tuple[int, int]] = field(default=((), (0, 0)), init=False, repr=False)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
-        """The collated batch of a plan's indices."""
+        """The collated batch of a plan's indices; the first of a step has what is looked at before the step."""
         examples = [self.examples[i] for i in planned.indices]
-        return collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
+        batch = collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
+        if self.ahead is None or planned.micro > 0:
+            return batch
+        return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
         """Chosen and rejected response tokens of a step; counted once for all its micro-batches."""
@@ -45,6 +50,19 @@ class PreferenceDataModule(L.LightningDataModule):
 
     Every pair comes exactly once per epoch, on whatever number of ranks. The state saved with a checkpoint is what
     training has consumed, so a resumed run sees exactly the remaining batches.
+
+    Args:
+        train: training examples.
+        val: validation examples; all of them are one step.
+        layout: a function of ``models.layouts``.
+        pad_id: token id put on padding positions.
+        plan: pairs per step and per micro-batch.
+        seed: the order of the training pairs.
+        ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
+        max_length: tokens that a row of these may have, prompt included; None for any number.
+
+    Raises:
+        UserError: a split is empty, or has one pair where rows are made of several.
     """
 
     def __init__(
@@ -55,14 +73,23 @@ class PreferenceDataModule(L.LightningDataModule):
         pad_id: int,
         plan: BatchPlan,
         seed: int,
+        ahead: Collection[str] = (),
+        max_length: int | None = None,
     ) -> None:
         super().__init__()
         if not train:
             raise UserError("no training pair is left after dropping; see the counts above, and data.path")
         if not val:
             raise UserError("no validation pair is left after dropping; see the counts above, and data.val_split")
-        self.train_batches = Batches(train, layout, pad_id)
-        self.val_batches = Batches(val, layout, pad_id)
+        for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
+            if ahead and len(examples) < 2:
+                raise UserError(
+                    f"the objective puts responses of one pair behind the prompt of another: expected at least 2 "
+                    f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
+                )
+        made = StepRows(ahead, max_length) if ahead else None
+        self.train_batches = Batches(train, layout, pad_id, made)
+        self.val_batches = Batches(val, layout, pad_id, made)
         self.plan, self.seed = plan, seed
         self.sampler: StepBatches | None = None
         self._resume: dict[str, Any] | None = None

@@ -122,12 +122,12 @@ class HFGenerator:
         ids = [[*([pad] * (width - len(request.ids))), *request.ids] for request in requests]
         mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
         device = self.model.device
-        with torch.no_grad(), eval_mode(self.model), _own_settings(self.model, config):
+        with torch.no_grad(), eval_mode(self.model), own_settings(self.model, config):
             output: Tensor = self.model.generate(  # type: ignore[operator]
                 input_ids=torch.tensor(ids, dtype=torch.long, device=device),
                 attention_mask=torch.tensor(mask, dtype=torch.long, device=device),
                 generation_config=config,
-                logits_processor=_processors(requests, sampling, width, device),
+                logits_processor=processors(requests, sampling, width, device),
             )
         rows = [self._until_end(row) for row in output[:, width:].tolist()]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
@@ -169,7 +169,7 @@ class _Draw(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter_(1, drawn, 0.0)
 
 
-def _processors(
+def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
     """What turns logits into a draw, in the library's order; empty for greedy decoding."""
@@ -182,12 +182,12 @@ def _processors(
         steps.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         steps.append(TopPLogitsWarper(sampling.top_p))
-    uniforms = torch.stack([_uniforms(request, sampling) for request in requests])
+    uniforms = torch.stack([uniforms_of(request, sampling) for request in requests])
     steps.append(_Draw(uniforms.to(device), width))
     return steps
 
 
-def _uniforms(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
+def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
     """One number in [0, 1) per step, from the seed, the prompt and the draw alone."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)
@@ -203,7 +203,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: S
 
 
 @contextmanager
-def _own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
     """A context in which the model's folder has no say: unset values would be filled from its generation config."""
     folder = model.generation_config
     model.generation_config = config

@@ -2,17 +2,29 @@
 
 Owns the map from response space (rows x R) to the model's hidden states. Objectives, weights and metrics never see a
 prompt, a pad or a packed row: a layout gives ``ModelInputs`` with a ``predict_index``, and that is all the scored
-model needs.
+model needs. All layouts give the same numbers up to rounding; which of them a model can take is found by trying.
 """
 
-from collections.abc import Sequence
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnpo.schema import ModelInputs, UserError
+from attnpo.models.parts import eval_mode, is_materialised, probe_bound
+from attnpo.models.scored import ScoredLM
+from attnpo.models.segments import attend_as_before
+from attnpo.schema import ModelInputs, TokenStats, UserError
+
+log = logging.getLogger(__name__)
+
+Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
+"""(prompt ids, response ids) per row."""
 
 
 class Laid(NamedTuple):
@@ -23,8 +35,12 @@ class Laid(NamedTuple):
     response_mask: Bool[Tensor, "rows R"]
 
 
-def padded(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int) -> Laid:
-    """Inputs, response ids and response mask for one right-padded model row per (prompt ids, response ids).
+Layout = Callable[[Sequences, int], Laid]
+"""Rows and the padding id to model inputs with their response tokens."""
+
+
+def padded(sequences: Sequences, pad_id: int) -> Laid:
+    """One right-padded model row per (prompt ids, response ids): the layout that any model can take.
 
     Row i of the batch is row i of response space. ``position_ids`` count on through the padding, so that no library
     takes the padding for a second packed sequence. ``predict_index[i, t]`` is the flat index (into batch*T) of the
@@ -34,6 +50,89 @@ def padded(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int
     Raises ``UserError`` when there is no sequence or a prompt is empty (its first response token would have no
     predicting state).
     """
+    check_rows(sequences)
+    rows = len(sequences)
+    width = max(len(prompt) + len(response) for prompt, response in sequences)
+    input_ids = torch.full((rows, width), pad_id, dtype=torch.long)
+    attention_mask = torch.zeros(rows, width, dtype=torch.long)
+    for row, (prompt, response) in enumerate(sequences):
+        count = len(prompt) + len(response)
+        input_ids[row, :count] = torch.tensor([*prompt, *response], dtype=torch.long)
+        attention_mask[row, :count] = 1
+    starts = [row * width + len(prompt) for row, (prompt, _) in enumerate(sequences)]
+    inputs = ModelInputs(
+        input_ids=input_ids,
+        position_ids=torch.arange(width).repeat(rows, 1),
+        attention_mask=attention_mask,
+        predict_index=_predict(sequences, [start - 1 for start in starts], starts),
+    )
+    return Laid(inputs, *_responses(sequences, pad_id))
+
+
+def packed(sequences: Sequences, pad_id: int) -> Laid:
+    """All sequences one behind the other in one row, without padding; positions restart with each.
+
+    Raises ``UserError`` as ``padded`` does.
+    """
+    return _in_one_row(sequences, pad_id, 0)
+
+
+def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
+    """One row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
+
+    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on behind the
+    prompt, and its first token is predicted by the prompt's last state, as that of the chosen one is. A pair whose
+    prompts differ (each branch is truncated by itself) lies in the row as two sequences, which is logged once; so do
+    rows of an odd number. Raises ``UserError`` as ``padded`` does.
+    """
+    return _in_one_row(sequences, pad_id, len(sequences) // 2 if len(sequences) % 2 == 0 else 0)
+
+
+LAYOUTS: dict[str, Layout] = {"padded": padded, "packed": packed, "shared_prefix": shared_prefix}
+NAMES = ("auto", *LAYOUTS)
+
+
+def choose(
+    name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
+) -> Layout:
+    """The layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
+
+    The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` for training on
+    a CPU, else ``padded``. Each model is run twice, where it is, on a probe of a few dozen tokens; no gradient, random
+    state or mode is touched.
+
+    Args:
+        name: auto, padded, packed or shared_prefix.
+        models: the policy, and the reference if it is a model.
+        requests: what objective and source ask for, under the names of ``objective.requires``.
+        device: where the models are trained.
+
+    Raises:
+        UserError: a name that is not known.
+    """
+    if name not in NAMES:
+        raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
+    order = [name, "padded"]
+    if name == "auto":
+        order = ["shared_prefix", "packed", "padded"] if torch.device(device).type == "cpu" else ["padded"]
+    for wanted, instead in itertools.pairwise(order):
+        reason = _reason_against(wanted, models, requests) if wanted != "padded" else None
+        if reason is None:
+            return LAYOUTS[wanted]
+        for model in models:
+            attend_as_before(model.model)
+        log.log(
+            logging.INFO if name == "auto" else logging.WARNING,
+            "layout %s: %s; %s rows are used instead: the same numbers, more work",
+            wanted,
+            reason,
+            instead,
+        )
+    return padded
+
+
+def check_rows(sequences: Sequences) -> None:
+    """Nothing; raises ``UserError`` when there is no sequence or a prompt is empty."""
     if not sequences:
         raise UserError("a batch needs at least one sequence, got none; check the sampler's batch size")
     for row, (prompt, _) in enumerate(sequences):
@@ -42,24 +141,145 @@ def padded(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], pad_id: int
                 f"row {row}: the prompt has no token, so nothing predicts the first response token; give the chat "
                 "template at least a beginning-of-sequence token or drop the row"
             )
-    rows = len(sequences)
-    width = max(len(prompt) + len(response) for prompt, response in sequences)
-    span = max(len(response) for _, response in sequences)
-    input_ids = torch.full((rows, width), pad_id, dtype=torch.long)
-    attention_mask = torch.zeros(rows, width, dtype=torch.long)
-    response_ids = torch.full((rows, span), pad_id, dtype=torch.long)
-    response_mask = torch.zeros(rows, span, dtype=torch.bool)
-    predict_index = torch.zeros(rows, span, dtype=torch.long)
-    for row, (prompt, response) in enumerate(sequences):
-        start, count = len(prompt), len(response)
-        input_ids[row, : start + count] = torch.tensor([*prompt, *response], dtype=torch.long)
-        attention_mask[row, : start + count] = 1
-        response_ids[row, :count] = torch.tensor(list(response), dtype=torch.long)
-        response_mask[row, :count] = True
-        first = row * width + start - 1
-        predict_index[row, :count] = torch.arange(first, first + count)
-    position_ids = torch.arange(width).repeat(rows, 1)
+
+
+def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
+    """The row of ``packed``; if ``pairs`` is not 0, with one prompt for rows i and ``pairs``+i that have the same."""
+    check_rows(sequences)
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[tuple[int, int, int, int]] = []
+    before, starts = [0] * len(sequences), [0] * len(sequences)
+    for row, prefix in _order(sequences, pairs):
+        prompt, response = sequences[row]
+        own = response if prefix is not None else [*prompt, *response]
+        shared = len(prompt) if prefix is not None else 0
+        first, begin = len(ids), len(ids) if prefix is None else before[prefix] - len(prompt) + 1
+        segments.append((first, len(own), begin if shared else 0, shared))
+        before[row] = begin + len(prompt) - 1
+        starts[row] = first + len(prompt) - shared
+        ids += own
+        positions += range(shared, shared + len(own))
     inputs = ModelInputs(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, predict_index=predict_index
+        input_ids=torch.tensor([ids], dtype=torch.long),
+        position_ids=torch.tensor([positions], dtype=torch.long),
+        attention_mask=None,
+        predict_index=_predict(sequences, before, starts),
+        segments=torch.tensor(segments, dtype=torch.long),
     )
-    return Laid(inputs, response_ids, response_mask)
+    return Laid(inputs, *_responses(sequences, pad_id))
+
+
+def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
+    """Rows in the order they lie in, each with the row before it whose prompt it shares."""
+    for row in range(pairs or len(sequences)):
+        yield row, None
+        if pairs:
+            same = list(sequences[row][0]) == list(sequences[pairs + row][0])
+            if not same:
+                _say_unshared()
+            yield pairs + row, row if same else None
+
+
+@cache
+def _say_unshared() -> None:
+    log.info(
+        "layout shared_prefix: the prompts of a pair differ (each branch is truncated by itself); such pairs lie in "
+        "the row as two sequences"
+    )
+
+
+def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int]) -> Int[Tensor, "rows R"]:
+    """Flat index of the state that predicts each token: ``before`` for the first, then the token to its left.
+
+    ``starts``: where each row's first response token lies.
+    """
+    index = torch.zeros(len(sequences), max(len(response) for _, response in sequences), dtype=torch.long)
+    for row, (_, response) in enumerate(sequences):
+        count = len(response)
+        index[row, :count] = torch.arange(starts[row] - 1, starts[row] - 1 + count)
+        index[row, : min(count, 1)] = before[row]
+    return index
+
+
+def _responses(sequences: Sequences, pad_id: int) -> tuple[Int[Tensor, "rows R"], Bool[Tensor, "rows R"]]:
+    """Ids and mask in response space, the same for every layout."""
+    width = max(len(response) for _, response in sequences)
+    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
+    mask = torch.zeros(len(sequences), width, dtype=torch.bool)
+    for row, (_, response) in enumerate(sequences):
+        ids[row, : len(response)] = torch.tensor(list(response), dtype=torch.long)
+        mask[row, : len(response)] = True
+    return ids, mask
+
+
+# ------------------------------------------------------------------------------------------------ which a model takes
+PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
+"""Tokens of prompt, chosen and rejected response of the pairs that a layout is tried on."""
+
+RATES = ("attention_dropout", "dropout")
+
+
+def _reason_against(wanted: str, models: Sequence[ScoredLM], requests: Collection[str]) -> str | None:
+    """Why the models cannot take a layout, or None."""
+    for request in sorted(requests):
+        if request == "input_gradient" or request.startswith("group:"):
+            return f"{request} is made from rows of one sequence each"
+    for model in models:
+        what = type(model.model).__name__
+        if not is_materialised(model.model):
+            return f"{what} is sharded or has no weights yet, so it cannot be tried"
+        if wanted == "shared_prefix" and (rate := _dropout(model.model)):
+            return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
+        expected = _probed(model, padded)
+        try:
+            found = _probed(model, LAYOUTS[wanted])
+        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
+            return f"{what} cannot follow segments of a row ({type(error).__name__}: {error})"
+        gap = _gap(found, expected)
+        if gap is not None:
+            return f"{what} gives other numbers ({gap}): some layer does not keep to the segments of a row"
+    return None
+
+
+def _gap(found: TokenStats, expected: TokenStats) -> str | None:
+    """How far numbers are from those of padded rows, or None when rounding explains it."""
+    for name, ours, theirs in (
+        ("final states", found.hidden, expected.hidden),
+        ("log-probabilities", found.logps, expected.logps),
+    ):
+        assert ours is not None and theirs is not None
+        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs)
+        if not gap <= bound:  # NaN is no match either
+            return f"{name} differ by {gap:.3g}, rounding allows {bound:.3g}"
+    return None
+
+
+@torch.no_grad()
+def _probed(model: ScoredLM, layout: Layout) -> TokenStats:
+    device = next(model.model.parameters()).device
+    table: object = model.model.get_input_embeddings()
+    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    ends = list(accumulate(sum(lengths) for lengths in PROBE))
+    ids = [(7 * place + 3) % words for place in range(ends[-1])]
+    chosen, rejected = [], []
+    for end, (prompt, first, second) in zip(ends, PROBE, strict=True):
+        start = end - prompt - first - second
+        cut = start + prompt
+        chosen.append((ids[start:cut], ids[cut : cut + first]))
+        rejected.append((ids[start:cut], ids[cut + first : end]))
+    inputs, response_ids, mask = layout([*chosen, *rejected], 0)
+    with eval_mode(model.model):
+        stats: TokenStats = model(
+            inputs.to(device), response_ids.to(device), mask.to(device), frozenset({"logps", "hidden"})
+        )
+    return stats
+
+
+def _dropout(model: nn.Module) -> float:
+    """The largest rate at which a module of the model drops out in training."""
+    found: list[object] = []
+    for module in model.modules():
+        # Modules that call the function themselves keep its rate as a number; others hold a module under that name.
+        found += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
+    return max((float(rate) for rate in found if isinstance(rate, int | float)), default=0.0)

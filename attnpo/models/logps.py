@@ -1,12 +1,14 @@
 """Per-token log-probabilities and other statistics of the vocabulary distribution, in chunks of tokens.
 
 Owns the projection of hidden states to the vocabulary. No tensor of size tokens x vocabulary lives longer than one
-chunk: the forward keeps one number per token (the log normaliser), the backward projects the chunk again and forms
-the gradient of the logits in place. Exact: it changes no number beyond rounding. Log-probabilities, normalisers and
-the head's gradient are held in float32 (float64 for float64 models), whatever the model computes in.
+chunk: the forward keeps one number per token and model (the log normaliser), the backward projects the chunk again and
+forms the gradient of the logits in place. What a statistic needs beside the logits is made for a part of a chunk at a
+time, and where two models are compared a chunk holds half as many tokens, so that both models' logits take the place
+of one's. Exact: it changes no number beyond rounding. Log-probabilities, normalisers and the head's gradient are held
+in float32 (float64 for float64 models), whatever the model computes in.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,6 +42,9 @@ class Head:
 
 def _whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+PARTS = 8  # of a chunk; what a statistic makes beside the logits then adds at most about half a chunk's size
 
 
 class Distributions(NamedTuple):
@@ -147,7 +152,8 @@ def token_statistics(
     """Statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
 
     Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
-    the same tokens, head) never does. ``chunk`` is in tokens and bounds memory only. Under autocast the projection
+    the same tokens, head) never does. ``chunk`` is in tokens (half of it is used for joint statistics) and bounds
+    memory only. Under autocast the projection
     runs in autocast's dtype, in the backward too. Raises ``UserError`` for an unknown statistic or a missing
     ``other``.
     """
@@ -159,7 +165,7 @@ def token_statistics(
         raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
     plan = _Plan(
         statistics=tuple(statistics),
-        chunk=chunk,
+        chunk=max(1, chunk // 2) if joint else chunk,
         compute=_compute_dtype(hidden, head.weight),
         head=(head.scale, head.softcap),
         other_head=(1.0, None) if other is None else (other[1].scale, other[1].softcap),
@@ -229,15 +235,23 @@ class _Plan:
     other_head: tuple[float, float | None]
     other_compute: torch.dtype | None
 
+    @property
+    def part(self) -> int:
+        """How many tokens of a chunk have what is made beside the logits at the same time; all where nothing is."""
+        beside = bool(self.statistics) or self.head[1] is not None
+        return -(-self.chunk // PARTS) if beside else self.chunk
+
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[float, float | None]) -> Tensor:
     """Final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
     scale, softcap = shape
     logits = nn.functional.linear(hidden, weight, bias).to(_accumulate(hidden.dtype))
     if scale != 1.0:
-        logits = logits * scale
+        logits.mul_(scale)
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+        logits.div_(softcap).tanh_()
+        # tanh keeps its result where autograd runs (``project``), so that must not be overwritten there.
+        logits = logits * softcap if logits.requires_grad else logits.mul_(softcap)
     return logits
 
 
@@ -261,9 +275,12 @@ class _Second(NamedTuple):
         dtype = plan.other_compute or hidden.dtype
         return cls(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
-    def logp(self, rows: slice, plan: _Plan, dtype: torch.dtype) -> Tensor:
-        logits = _logits(self.hidden[rows], self.weight, self.bias, plan.other_head)
-        return torch.log_softmax(logits.to(dtype), -1)
+    def logits(self, rows: slice, plan: _Plan) -> Tensor:
+        return _logits(self.hidden[rows], self.weight, self.bias, plan.other_head).to(_accumulate(plan.compute))
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 class _ChunkedStatistics(torch.autograd.Function):
@@ -284,22 +301,17 @@ class _ChunkedStatistics(torch.autograd.Function):
         count = hidden.shape[0]
         dtype = _accumulate(plan.compute)
         values = torch.zeros(1 + len(plan.statistics), count, dtype=dtype, device=hidden.device)
-        normalisers = torch.zeros(count, 1, dtype=dtype, device=hidden.device)
+        normalisers = torch.zeros(1 if other_hidden is None else 2, count, 1, dtype=dtype, device=hidden.device)
         with _no_autocast(hidden.device):
             w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
             second = _Second.cast(other_hidden, other_weight, other_bias, plan)
-            for start in range(0, count, plan.chunk):
-                rows = slice(start, start + plan.chunk)
+            for rows in _slices(count, plan.chunk):
                 logits = _logits(hidden[rows].to(plan.compute), w, b, plan.head)
-                picked = logits.gather(1, labels[rows, None])
-                normalisers[rows] = _normaliser(logits.clone() if plan.statistics else logits)
-                values[0, rows] = (picked - normalisers[rows])[:, 0]
-                if plan.statistics:
-                    logp = logits.sub_(normalisers[rows])
-                    other = None if second is None else second.logp(rows, plan, dtype)
-                    distributions = Distributions(logp, logp.exp(), other)
-                    for index, statistic in enumerate(plan.statistics, start=1):
-                        values[index, rows] = statistic.value(distributions)
+                other = None if second is None else second.logits(rows, plan)
+                values[0, rows] = logits.gather(1, labels[rows, None])[:, 0]
+                _evaluate(logits, other, values[1:, rows], normalisers[:, rows], plan)
+                del logits, other  # before the next chunk's are made
+            values[0] -= normalisers[0, :, 0]
         ctx.plan = plan
         ctx.save_for_backward(hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values)
         return values
@@ -317,18 +329,16 @@ class _ChunkedStatistics(torch.autograd.Function):
         with _no_autocast(hidden.device):
             w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
             second = _Second.cast(other_hidden, other_weight, other_bias, plan)
-            for start in range(0, hidden.shape[0], plan.chunk):
-                rows = slice(start, start + plan.chunk)
+            for rows in _slices(hidden.shape[0], plan.chunk):
                 h = hidden[rows].to(plan.compute)
                 logits = _logits(h, w, b, plan.head)
-                # With a cap the slope 1 - (y / cap)^2 is needed after the logits are overwritten.
-                slope = None if plan.head[1] is None else 1 - (logits / plan.head[1]).square()
-                other = None if second is None else second.logp(rows, plan, dtype)
-                grad = _logit_gradient(
-                    logits.sub_(normalisers[rows]), labels[rows], coefficients[:, rows], values[:, rows], other, plan
+                other = None if second is None else second.logits(rows, plan)
+                _differentiate(
+                    logits, other, labels[rows], coefficients[:, rows], values[:, rows], normalisers[:, rows], plan
                 )
-                grad = grad if slope is None else grad.mul_(slope)
-                grad = (grad if plan.head[0] == 1.0 else grad.mul_(plan.head[0])).to(plan.compute)
+                del other
+                grad = (logits if plan.head[0] == 1.0 else logits.mul_(plan.head[0])).to(plan.compute)
+                del logits
                 if d_hidden is not None:
                     d_hidden[rows] = (grad @ w).to(hidden.dtype)
                 if d_weight is not None and d_weight.dtype == grad.dtype:
@@ -337,23 +347,56 @@ class _ChunkedStatistics(torch.autograd.Function):
                     d_weight += grad.T @ h
                 if d_bias is not None:
                     d_bias += grad.sum(0, dtype=dtype)
+                del grad
         cast_weight = None if d_weight is None else d_weight.to(weight.dtype)
         cast_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, cast_weight, cast_bias, None, None, None, None, None
 
 
-def _logit_gradient(
-    logp: Tensor, labels: Tensor, coefficients: Tensor, values: Tensor, other: Tensor | None, plan: _Plan
-) -> Tensor:
-    """Gradient with respect to the final logits of one chunk: ``c * (onehot - p)`` plus the statistics' own terms.
-
-    Overwrites ``logp`` when only log-probabilities were asked.
-    """
-    first = coefficients[0, :, None]
+def _evaluate(logits: Tensor, other: Tensor | None, values: Tensor, normalisers: Tensor, plan: _Plan) -> None:
+    """Nothing; fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
     if not plan.statistics:
-        return logp.exp_().mul_(-first).scatter_add_(1, labels[:, None], first)
-    distributions = Distributions(logp, logp.exp(), other)
-    gradient = (distributions.p * -first).scatter_add_(1, labels[:, None], first)
-    for index, statistic in enumerate(plan.statistics, start=1):
-        gradient += coefficients[index, :, None] * statistic.gradient(distributions, values[index])
-    return gradient
+        normalisers[0] = _normaliser(logits)
+        return
+    for part in _slices(len(logits), plan.part):
+        distributions = _distributions(logits[part], None if other is None else other[part], normalisers[:, part], True)
+        for index, statistic in enumerate(plan.statistics):
+            values[index, part] = statistic.value(distributions)
+
+
+def _distributions(logits: Tensor, other: Tensor | None, normalisers: Tensor, unknown: bool) -> Distributions:
+    """The distributions of some tokens, in the place of their logits; ``unknown`` normalisers are filled in first."""
+    for index, mine in enumerate((logits,) if other is None else (logits, other)):
+        if unknown:
+            normalisers[index] = _normaliser(mine.clone())
+        mine.sub_(normalisers[index])
+    return Distributions(logits, logits.exp(), other)
+
+
+def _differentiate(
+    logits: Tensor,
+    other: Tensor | None,
+    labels: Tensor,
+    coefficients: Tensor,
+    values: Tensor,
+    normalisers: Tensor,
+    plan: _Plan,
+) -> None:
+    """Nothing; puts in the place of one chunk's final logits the gradient before cap and scale, part by part.
+
+    It is ``c * (onehot - p)`` plus the statistics' own terms. Overwrites the second model's logits too.
+    """
+    for part in _slices(len(logits), plan.part):
+        own, softcap = logits[part], plan.head[1]
+        slope = None if softcap is None else own.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2
+        first, labels_of = coefficients[0, part, None], labels[part, None]
+        if plan.statistics:
+            d = _distributions(own, None if other is None else other[part], normalisers[:, part], False)
+            gradient = (d.p * -first).scatter_add_(1, labels_of, first)
+            for index, statistic in enumerate(plan.statistics, start=1):
+                gradient += statistic.gradient(d, values[index, part]).mul_(coefficients[index, part, None])
+            own.copy_(gradient)
+        else:
+            own.sub_(normalisers[0, part]).exp_().mul_(-first).scatter_add_(1, labels_of, first)
+        if slope is not None:
+            own.mul_(slope)

@@ -86,7 +86,7 @@ def parts_agree(model: PreTrainedModel) -> bool:
         ids = torch.arange(PROBE_LENGTH, device=parts.head.weight.device)[None] % parts.head.weight.shape[0]
         expected = model(input_ids=ids, use_cache=False).logits[0]
         ours = project(final_hidden(parts.backbone, ids)[0], parts.projection())
-    bound = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION) * max(1.0, float(expected.abs().max()))
+    bound = probe_bound(expected)
     gap = float((ours - expected).abs().max())
     if gap > bound:
         logger.warning(
@@ -97,6 +97,12 @@ def parts_agree(model: PreTrainedModel) -> bool:
             bound,
         )
     return gap <= bound
+
+
+def probe_bound(expected: Tensor) -> float:
+    """How far numbers of a probe may lie from ``expected`` by rounding alone."""
+    tolerance = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION)
+    return tolerance * max(1.0, float(expected.abs().max()))
 
 
 @contextmanager

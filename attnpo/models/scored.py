@@ -20,6 +20,7 @@ from attnpo.models.logps import (
     token_statistics,
 )
 from attnpo.models.parts import Parts, final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
+from attnpo.models.segments import PLAN, Plan, attend_in_segments
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)
@@ -46,11 +47,15 @@ class ScoredLM(nn.Module):
     def head(self) -> Head:
         """The vocabulary head, to be given to another model's ``other``.
 
-        Raises ``UserError`` when the model has no plain linear head.
+        Raises ``UserError`` when the model has no plain linear head, or logits that do not follow from it alone.
         """
-        parts = find_parts(self.model)
+        parts = None if self._split is False else find_parts(self.model)
         if parts is None:
-            raise UserError(f"{type(self.model).__name__} has no plain linear vocabulary head to compare with")
+            raise UserError(
+                f"{type(self.model).__name__}: its logits are not those of a plain linear vocabulary head, so there is "
+                "nothing to compare with (joint statistics, as in tdpo1, tdpo2 and tidpo); take another model or "
+                "objective"
+            )
         return parts.projection()
 
     def forward(
@@ -66,7 +71,8 @@ class ScoredLM(nn.Module):
         ``requests``: "logps" (always given), "hidden" (the final hidden states that predict the tokens),
         "vocab:entropy", "vocab:collision", "vocab:top_prob", and with ``other`` (the second model's hidden states in
         response space and its head) "joint:kl_ref_policy", "joint:kl_policy_ref". Gradients reach this model only.
-        Raises ``UserError`` for a request that is not known or lacks ``other``.
+        Inputs with segments set the model's attention, for good, to the one that follows them. Raises ``UserError``
+        for a request that is not known or lacks ``other``, and for segments that the model cannot follow.
         """
         vocab, joint = _parse(requests, other is not None)
         rows, columns = response_mask.nonzero(as_tuple=True)
@@ -89,6 +95,22 @@ class ScoredLM(nn.Module):
             joint={name: spread[f"joint:{name}"] for name in joint},
         )
 
+    def _reads(self, inputs: ModelInputs) -> dict[str, object]:
+        """Mask, positions and plan of segments for the backbone; no mask for right-padded rows.
+
+        Under causal attention a token never sees what stands to its right, so right padding needs no mask, and without
+        one the attention kernel takes its causal path instead of a batch x T x T mask. A row of segments keeps its mask
+        of ones: without any, transformers would cut the row itself where positions restart.
+        """
+        mask, positions = inputs.attention_mask, {"position_ids": inputs.position_ids}
+        if inputs.segments is not None:
+            attend_in_segments(self.model)
+            plan = Plan.of(inputs.segments, inputs.input_ids.shape[1])
+            return {"attention_mask": torch.ones_like(inputs.input_ids), PLAN: plan, **positions}
+        if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
+            mask = None
+        return {"attention_mask": mask, **positions}
+
     def _from_parts(
         self,
         parts: Parts,
@@ -99,7 +121,7 @@ class ScoredLM(nn.Module):
         joint: list[str],
         second: tuple[Tensor, Head] | None,
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        states = final_hidden(parts.backbone, inputs.input_ids, **_positions(inputs))
+        states = final_hidden(parts.backbone, inputs.input_ids, **self._reads(inputs))
         picked = states.flatten(0, 1).index_select(0, index)
         return picked, token_statistics(
             picked, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
@@ -116,7 +138,7 @@ class ScoredLM(nn.Module):
         want_hidden: bool,
     ) -> tuple[Tensor | None, dict[str, Tensor]]:
         output = self.model(
-            input_ids=inputs.input_ids, use_cache=False, output_hidden_states=want_hidden, **_positions(inputs)
+            input_ids=inputs.input_ids, use_cache=False, output_hidden_states=want_hidden, **self._reads(inputs)
         )
         logits = output.logits.flatten(0, 1).index_select(0, index)
         picked = output.hidden_states[-1].flatten(0, 1).index_select(0, index) if want_hidden else None
@@ -133,18 +155,6 @@ def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[
     if joint and not has_other:
         raise UserError(f"joint:{joint[0]} compares two models: pass other=(hidden, head) of the second one")
     return vocab, joint
-
-
-def _positions(inputs: ModelInputs) -> dict[str, Tensor | None]:
-    """Mask and positions for the backbone; no mask for right-padded rows.
-
-    Under causal attention a token never sees what stands to its right, so right padding needs no mask, and without
-    one the attention kernel takes its causal path instead of a batch x T x T mask.
-    """
-    mask = inputs.attention_mask
-    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
-        mask = None
-    return {"attention_mask": mask, "position_ids": inputs.position_ids}
 
 
 def _spread(values: Tensor, keep: tuple[Tensor, Tensor], shape: torch.Size) -> Tensor:

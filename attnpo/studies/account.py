@@ -19,6 +19,7 @@ from attnpo.studies.startup import planned_processes
 from attnpo.studies.startup import versions as versions
 from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.weights.base import OnlineSource
 from attnpo.weights.readings import AnswerStatistics
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,14 @@ def effective_share(example: TrainingExample) -> float:
         effective_number(row) / max(1.0, length) for row, length in zip(example.weights, example.lengths, strict=True)
     ]
     return sum(shares) / 2
+
+
+def weight_statistics(kept: Sequence[TrainingExample]) -> dict[str, float]:
+    """Effective number of weights over |y| and sum of the weights, means over responses."""
+    return {
+        "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
+        "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
+    }
 
 
 def example_statistics(inputs: Inputs) -> dict[str, Any]:
@@ -45,8 +54,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "examples": dict(made.tally.counts),
             "unmatched_share": round(made.unmatched_share, 5),
             "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
-            "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
-            "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
+            **({} if isinstance(inputs.weighed.source, OnlineSource) else weight_statistics(kept)),
             "lengths": percentiles([example.longest for example in kept]),
             "tokens": token_percentiles(kept),
         }
@@ -89,8 +97,9 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
         f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
     ]
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
-    coverage, effective = statistics["coverage"], statistics["effective_share"]
-    yield f"{split}: coverage {coverage:.4f}, effective share of weights {effective:.3f}"
+    coverage, effective = statistics["coverage"], statistics.get("effective_share")
+    share = "weights come with each step" if effective is None else f"effective share of weights {effective:.3f}"
+    yield f"{split}: coverage {coverage:.4f}, {share}"
 
 
 def plan_lines(inputs: Inputs) -> Iterator[str]:

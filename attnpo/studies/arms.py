@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config import compose
 from attnpo.schema import UserError, digest
 from attnpo.studies.auto_layer import LAYER, is_auto
-from attnpo.studies.grid import ONLY, Arm, Grid, Point, Study
+from attnpo.studies.grid import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.studies.identity import LAYERS, below, paths_of, result_of
 from attnpo.studies.publish import study_overrides
 from attnpo.weights.layers import resolve_layer
@@ -19,6 +19,9 @@ from attnpo.weights.layers import resolve_layer
 log = logging.getLogger(__name__)
 
 Composed = tuple[DictConfig, list[str]]  # a config, and the overrides that give it on the command line
+
+# What only a study has: its own keys, and the grids that its file brings along.
+OF_STUDY = ("study.", "grids.", "methods@")
 
 # What says whose attention an arm with a judge of its own reads.
 WHOSE = ("judge.path", "judge.other")
@@ -39,8 +42,8 @@ def layered(*layers: Sequence[str]) -> list[str]:
 
 
 def of_points(cfg: DictConfig) -> list[str]:
-    """The user's overrides that reach the points: all but those of the study's own keys."""
-    return [override for override in cfg.composed.get("overrides", []) if not key_of(override).startswith("study.")]
+    """The user's overrides that reach the points: all but those of the study's own keys and named grids."""
+    return [override for override in cfg.composed.get("overrides", []) if not key_of(override).startswith(OF_STUDY)]
 
 
 def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
@@ -118,9 +121,8 @@ def _lost_to_grids(cfg: DictConfig, study: Study, user: Sequence[str]) -> Iterat
     """What is wrong with overrides whose key is an axis of a grid of the study."""
     grids = list(_grids(cfg, study))
     for override in user:
-        value = override.partition("=")[2]
-        axis = key_of(override).rpartition(".")[2]
-        sets = [f"{name}.{axis}=[{value}]" for name, grid in grids if key_of(override) in axes(grid)]
+        key, value = key_of(override), override.partition("=")[2]
+        sets = [f"{name}.{_axis(key, value)}" for name, grid in grids if key in grid.axes]
         if sets:
             yield f"{override} would be lost, the study's grid sets it: {' '.join(sets)}"
 
@@ -139,9 +141,9 @@ def _grids(cfg: DictConfig, study: Study) -> Iterator[tuple[str, Grid]]:
     yield from seen.items()
 
 
-def axes(grid: Grid) -> set[str]:
-    """The keys that a grid sets."""
-    return {key_of(override) for override in grid.overrides()[0]}
+def _axis(key: str, value: str) -> str:
+    """The axis of a grid as an override of it that gives ``key`` one value."""
+    return f"{short(key)}=[{value}]" if key in (LR, BETA) else f"keys={{{key}:[{value}]}}"
 
 
 def _touches(key: str, others: set[str]) -> bool:
@@ -181,7 +183,7 @@ def check_distinct(
 
 def _trained(cfg: DictConfig, grid: Grid, depth: int) -> dict[str, Any]:
     """All that an arm's points are made of, but the seed."""
-    values = {key: value for key, value in counted(cfg).items() if key not in axes(grid)}
+    values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
     if depth and LAYER in values and not is_auto(values[LAYER]):
         values[LAYER] = resolve_layer(values[LAYER], depth)
     return {"config": values, "paths": paths_of(cfg), "grid": grid.overrides()}

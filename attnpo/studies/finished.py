@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from attnpo.analysis.printed import KeyedTable
 from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.schema import UserError
+from attnpo.studies.grid import BETA, LR, short
 
 STUDY_FILES = ("study.json", "results.csv", "table.md")
 RESULT, CONFIG, ANALYSES = "result.json", "config.yaml", "analyses"
@@ -245,10 +246,18 @@ def settings_in(path: Path) -> dict[str, Cell]:
     found = {
         "weights": " + ".join([weights, *map(str, OmegaConf.select(cfg, "transforms") or {})]),
         "objective": choices.get("objective"),
-        "beta": OmegaConf.select(cfg, "objective.beta"),
-        "lr": OmegaConf.select(cfg, "optimizer.lr"),
+        "beta": OmegaConf.select(cfg, BETA),
+        "lr": OmegaConf.select(cfg, LR),
+        **{short(key): OmegaConf.select(cfg, key) for key in objective_keys(cfg)},
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def objective_keys(cfg: Any) -> list[str]:
+    """The keys of its objective that a saved configuration was given beside beta, such as a study's grid gives them."""
+    given = [str(override) for override in OmegaConf.select(cfg, "composed.overrides") or []]
+    keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in given)
+    return [key for key in keys if key.startswith("objective.") and key != BETA]
 
 
 def rows_in(cfg: Any) -> list[str]:

@@ -78,11 +78,18 @@ def how_chosen(outcome: Outcome) -> str:
 
 
 def _grids(outcome: Outcome) -> Iterator[str]:
+    """The study's grid, where an arm has it, and those of single arms, alike ones in one line."""
     study = outcome.study
+    arms = dict.fromkeys(arm.name if arm.layer is None else study.layer_arm for arm in outcome.arms)
     own = {name: grid for name, grid in study.grids.items() if grid != study.grid}
-    yield f"grid, the same for every arm{' but those named next' if own else ''}: {study.grid}"
+    if not own or any(name not in own for name in arms):
+        yield f"grid, the same for every arm{' but those named next' if own else ''}: {study.grid}"
+    alike: dict[str, list[str]] = {}
     for name, grid in own.items():
-        yield f"grid of {name}, whose beta has another unit: {grid}"
+        said = f" ({grid.origin})" if grid.origin else ", whose beta has another unit" if not grid.keys else ""
+        alike.setdefault(f"{said}: {grid}", []).append(name)
+    for text, names in alike.items():
+        yield f"grid of {', '.join(names)}{text}"
 
 
 def _no_candidates(outcome: Outcome) -> Iterator[str]:

@@ -1,10 +1,12 @@
 """What a study varies: arms, grids, worlds, seeds. Pure: overrides in, points out."""
 
 import itertools
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from attnpo.schema import UserError
 from attnpo.studies.analyses import StudyAnalysis
@@ -12,23 +14,59 @@ from attnpo.weights.layers import distinct_layers
 
 log = logging.getLogger(__name__)
 
+LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named axes
 ONLY = ""  # the name of the world of a study that has no worlds
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Learning rates and betas that every arm of a study is given alike, fixed before any arm is run."""
+    """Learning rates, betas and values of further keys that an arm's points are the product of, fixed before any runs.
+
+    ``keys`` maps a key of the configuration to its values, for what neither of the others is: the ratio of SimPO, the
+    coefficient of ORPO; one value sets the key at every point. ``origin`` says in tables and footnotes where the values
+    come from or what unit they count in; empty says nothing.
+    """
 
     lr: tuple[float, ...] = ()
     beta: tuple[float, ...] = ()
+    keys: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        for key, name in {LR: "lr", BETA: "beta"}.items():
+            if key in self.keys:
+                raise UserError(f"grid.keys has {key}, which is the grid's axis {name}: give its values as {name}")
+
+    @property
+    def axes(self) -> dict[str, tuple[Any, ...]]:
+        """The values by key, in the order of a point's overrides; nothing for an empty axis."""
+        every = {LR: self.lr, BETA: self.beta, **self.keys}
+        return {key: values for key, values in every.items() if values}
 
     def overrides(self) -> list[tuple[str, ...]]:
         """One tuple of overrides per grid point; a single empty one when nothing is varied."""
-        axes = [[f"optimizer.lr={value!r}" for value in self.lr], [f"objective.beta={value!r}" for value in self.beta]]
-        return list(itertools.product(*(axis for axis in axes if axis)))
+        return list(itertools.product(*([f"{key}={_word(v)}" for v in values] for key, values in self.axes.items())))
+
+    def record(self) -> dict[str, object]:
+        """The values as they are kept beside a study's results."""
+        keys = {key: list(values) for key, values in self.keys.items() if values}
+        return {"lr": list(self.lr), "beta": list(self.beta), **({"keys": keys} if keys else {})}
 
     def __str__(self) -> str:
-        return f"lr {list(self.lr) or 'as set'}, beta {list(self.beta) or 'as set'}"
+        parts = [f"lr {list(self.lr) or 'as set'}"]
+        if self.beta or not self.keys:
+            parts.append(f"beta {list(self.beta) or 'as set'}")
+        return ", ".join([*parts, *(f"{short(key)} {list(values)}" for key, values in self.keys.items() if values)])
+
+
+def short(key: str) -> str:
+    """A key for reading: its last part."""
+    return key.rpartition(".")[2]
+
+
+def _word(value: Any) -> str:
+    """A value as an override says it."""
+    return json.dumps(value) if value is None or isinstance(value, bool | list | dict) else repr(value)
 
 
 @dataclass(frozen=True)
@@ -38,12 +76,13 @@ class Study:
     ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added behind them where the setting has a
     known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
     depth; those that coincide on a shallow model are merged and logged). ``control`` is the arm the others are compared
-    with; null compares none. ``grid`` is that of every arm but those in ``grids``, whose beta has another unit.
+    with; null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.
     ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass and a
     comparison of that world's own. ``analyses`` are measured once per world and seed. ``seeds`` are counted from the
     run's seed. ``kl_limit`` bounds the KL to the base of the point that represents an arm; ``kl_levels`` are those at
     which rewards are compared. ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point.
-    ``restart`` gives a repeated command a fresh folder instead of its finished points.
+    ``restart`` gives a repeated command a fresh folder instead of its finished points. ``ranking`` adds a table of all
+    arms with the average of their ranks.
     """
 
     name: str
@@ -63,6 +102,7 @@ class Study:
     worlds: dict[str, list[str]] = field(default_factory=dict)
     analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
     kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
+    ranking: bool = False
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -172,9 +212,9 @@ def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: o
     ``arms``: the config of every arm without seeds, paths and grid values. ``world``: digest of a testbed's grammar and
     true reward (by world where there are several), None elsewhere.
     """
-    own = {name: {"lr": list(grid.lr), "beta": list(grid.beta)} for name, grid in study.grids.items()}
+    own = {name: grid.record() for name, grid in study.grids.items()}
     return {
-        "grid": {"lr": list(study.grid.lr), "beta": list(study.grid.beta)},
+        "grid": study.grid.record(),
         **({"grids": own} if own else {}),
         "arms": dict(arms),
         "kl_limit": study.kl_limit,

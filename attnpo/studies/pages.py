@@ -20,6 +20,7 @@ from attnpo.studies.runner import Outcome
 from attnpo.studies.spots import best_by_arm, by_arm, gather, has_truth
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
+from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,12 @@ CURVES, REPORT = "curves.png", "report.html"
 
 
 def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
-    """The first ``count`` training pairs with their weights, and the judge's verdicts where it was asked."""
+    """The first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
+
+    None where training computes the weights.
+    """
+    if isinstance(inputs.weighed.source, OnlineSource):
+        return []
     pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
     tokenizer = inputs.ground.tokenizer
     rows = []
@@ -72,8 +78,7 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             ],
         )
     )
-    if settings.heat_maps:
-        shown = heat_rows(inputs, settings.heat_maps)
+    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
         blocks.append(Section("Token weights of the first pairs", [Fragment(heatmap_html(shown, page=False))]))
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:

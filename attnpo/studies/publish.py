@@ -70,8 +70,8 @@ def publish_run(
             media["samples"] = _table(samples)
         if settings.report and (folder / CURVES).is_file():
             media["curves"] = wandb.Image(str(folder / CURVES))
-        if settings.heat_maps:
-            page = heatmap_html(heat_rows(inputs, settings.heat_maps), title=folder.name)
+        if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
+            page = heatmap_html(shown, title=folder.name)
             media["weights/heat_maps"] = wandb.Html(page, inject=False)
         tracker.log_metrics(media, step=int(result["steps"]))
 
@@ -180,7 +180,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
             "judge": _judge_facts(inputs, cfg["judge"]),
             "verdicts": statistics.get("judge"),
         },
-        "statistics": {split: {name: statistics[split][name] for name in WEIGHT_NUMBERS} for split in SPLITS},
+        "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
         "hyperparameters": {
             **{
                 f"{node}.{name}": value

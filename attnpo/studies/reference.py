@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.ground import Ground, device_of, reference_fingerprint
@@ -51,11 +51,12 @@ def fill_reference(
     pad_id = int(ground.tokenizer.pad_token_id or 0)
     if lacking:
         model.to(device_of(ground.cfg))
+    layout = choose(ground.cfg.layout, [model], (), device_of(ground.cfg)) if lacking else padded
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = lacking[start : start + PAIRS_PER_SHARD]
         with autocast(ground.cfg):
-            store_logps(table, dict(score_examples(model, chunk, pad_id)))
+            store_logps(table, dict(score_examples(model, chunk, pad_id, layout)))
         done = start + len(chunk)
         pace = done / (time.perf_counter() - began)
         log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
@@ -78,7 +79,9 @@ def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
     return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
 
 
-def score_examples(model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int) -> Iterator[tuple[str, LogpPair]]:
+def score_examples(
+    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded
+) -> Iterator[tuple[str, LogpPair]]:
     """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
     was_training = model.training
     model.eval()
@@ -86,12 +89,12 @@ def score_examples(model: ScoredLM, examples: Sequence[TrainingExample], pad_id:
     ordered = sorted(examples, key=lambda example: example.longest)
     with torch.no_grad():
         for chunk in within_budget(ordered):
-            rows = [side for example in chunk for side in example.sides]
-            inputs, ids, mask = padded([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
+            rows = [*(example.chosen for example in chunk), *(example.rejected for example in chunk)]
+            inputs, ids, mask = layout([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
             logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
             for i, example in enumerate(chunk):
                 counts = [len(side.response_ids) for side in example.sides]
-                yield example.pair_id, (logps[2 * i, : counts[0]].clone(), logps[2 * i + 1, : counts[1]].clone())
+                yield example.pair_id, (logps[i, : counts[0]].clone(), logps[len(chunk) + i, : counts[1]].clone())
     model.train(was_training)
 
 

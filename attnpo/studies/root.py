@@ -58,7 +58,7 @@ def require_reader(source: WeightSource, objective: PreferenceObjective) -> None
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(
             f"objective {type(objective).__name__} reads factors, and weights are {type(source).__name__}, a "
-            "distribution: set the source that the objective's file in configs/objective names"
+            "distribution: set weights=transport (OTPO's own) or weights=gradient (TI-DPO's)"
         )
     if not is_neutral(source) and "token_weights" not in objective.requires:
         raise UserError(
@@ -73,7 +73,7 @@ def require_reference(reference: str, objective: PreferenceObjective) -> None:
     if reference == "cached" and more and "reference" in objective.requires:
         raise UserError(
             f"objective {type(objective).__name__} needs the reference itself ({', '.join(more)}), and "
-            "reference=cached keeps one number per token of the pairs: set reference=live (with model=lora: adapter_off)"
+            "reference=cached keeps one number per token of the pairs: set reference=live (model=lora: adapter_off)"
         )
 
 
@@ -83,6 +83,18 @@ def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
         raise UserError(
             f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
             f"batch.pairs of at least 2, got {batch.pairs}"
+        )
+
+
+LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES, which imports torch
+
+
+def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for sharded weights under an objective that samples from the policy."""
+    if "group:anchor" in objective.requires and trainer.strategy == "fsdp":
+        raise UserError(
+            f"objective {type(objective).__name__} samples anchors from the whole policy, and trainer.strategy=fsdp "
+            "shards it: set trainer.strategy=auto, or objective.gamma_triplet=0"
         )
 
 
@@ -143,8 +155,11 @@ class RunConfig:
     output: str
     seed: int
     default_layer: int | str
+    default_beta: float
     verbalized_epochs: int
     reference: str
+    live_reference: str
+    layout: str = "auto"
     name: str | None = None
     store: str | None = None
     seeds: int | None = None
@@ -162,6 +177,8 @@ class RunConfig:
         if self.seed < 0:
             raise UserError(f"seed: expected 0 or more, got {self.seed}")
         require_name(self.name)
+        if self.layout not in LAYOUTS:
+            raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
         require_parts(self.reference, self.model, self.optimizer)
         if self.study is not None:
             require_worlds(self.study, self.prepare)
@@ -169,6 +186,7 @@ class RunConfig:
             require_reader(self.weights, self.objective)
             require_reference(self.reference, self.objective)
             require_pairs(self.batch, self.objective)
+            require_whole(self.trainer, self.objective)
             check_transforms(self.weights, list(self.transforms.values()))
 
     def unread(self) -> dict[str, str]:
@@ -198,9 +216,19 @@ class RunConfig:
             found |= {"judge.revision": own, "judge.chat_template": own}
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == "???"):
             found["model.revision"] = "the model is a folder on this machine"
+        if "objective" not in chosen:
+            found |= self._unread_objective()
         found |= self._unread_grids()
         if "callbacks" not in chosen:
             found |= self._unread_callbacks()
+        return found
+
+    def _unread_objective(self) -> dict[str, str]:
+        name, found = type(self.objective).__name__, {}
+        if "reference" not in self.objective.requires:
+            found["reference"] = f"objective {name} reads no reference"
+        if getattr(self.objective, "beta", None) != self.default_beta:
+            found["default_beta"] = f"objective {name} has a beta of its own, or none"
         return found
 
     def _unread_grids(self) -> dict[str, str]:

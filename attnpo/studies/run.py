@@ -20,9 +20,10 @@ from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import Layout, choose
 from attnpo.models.loading import parameter_count
 from attnpo.models.scored import ScoredLM
+from attnpo.models.segments import attend_as_before
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.studies.account import example_statistics, log_inputs, versions
 from attnpo.studies.budget import log_budget
@@ -47,12 +48,13 @@ from attnpo.studies.resume import (
 )
 from attnpo.studies.root import require_parts
 from attnpo.studies.samples import write_samples
+from attnpo.training.anchors import AnchoredObjective, Anchors
 from attnpo.training.continuation import Continuation
 from attnpo.training.gather import WholePolicy
 from attnpo.training.interruption import Interruption
 from attnpo.training.loggers import check_tracker, open_loggers
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule, RowMaker, frozen
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import (
     make_callbacks,
@@ -101,7 +103,12 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             table = fill_reference(inputs.ground, inputs.examples, policy)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         reference = load_reference(inputs.ground, policy)
-    data = _datamodule(inputs, examples, plan)
+    source = build(cfg.weights)
+    online = source if isinstance(source, OnlineSource) else None
+    reads = objective.requires | (online.statistics if online is not None else frozenset())
+    models = [model for model in (policy, reference) if model is not None]
+    layout = choose(cfg.layout, models, reads, device_of(cfg))
+    data = _datamodule(inputs, examples, plan, objective, layout)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
     gathered = WholePolicy()
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
@@ -115,9 +122,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         )
     trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    source = build(cfg.weights)
-    online = source if isinstance(source, OnlineSource) else None
-    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online)
+    makers = makers_of(inputs, objective)
+    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online, makers)
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)
@@ -126,6 +132,18 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     whole = load_start(inputs.ground)
     whole.load_state_dict(gathered.state)
     return replace(trained, policy=ScoredLM(whole), reference=None)
+
+
+def makers_of(inputs: Inputs, objective: PreferenceObjective) -> dict[str, RowMaker]:
+    """What makes the further rows that the objective asks for with each micro-batch."""
+    if "group:anchor" not in objective.requires:
+        return {}
+    if not isinstance(objective, AnchoredObjective):
+        raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
+    ground = inputs.ground
+    ends = tuple(sorted({*ground.chat.end_ids, ground.tokenizer.eos_token_id} - {None}))
+    limit = int(ground.cfg.lengths.max_length)
+    return {"anchor": Anchors(objective.anchor, ends, int(ground.tokenizer.pad_token_id or 0), limit)}
 
 
 def sharded(policy: ScoredLM) -> bool:
@@ -143,10 +161,19 @@ def restored(inputs: Inputs, resume: Path) -> ScoredLM:
     return policy
 
 
-def _datamodule(inputs: Inputs, examples: Mapping[str, list[TrainingExample]], plan: BatchPlan) -> PreferenceDataModule:
-    pad_id = inputs.ground.tokenizer.pad_token_id
-    seed = inputs.ground.cfg.seed
-    return PreferenceDataModule(examples["train"], examples["val"], padded, int(pad_id or 0), plan, seed)
+def _datamodule(
+    inputs: Inputs,
+    examples: Mapping[str, list[TrainingExample]],
+    plan: BatchPlan,
+    objective: PreferenceObjective,
+    layout: Layout,
+) -> PreferenceDataModule:
+    pad_id, cfg = int(inputs.ground.tokenizer.pad_token_id or 0), inputs.ground.cfg
+    ahead = [name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")]
+    longest = build(cfg.lengths).max_length
+    return PreferenceDataModule(
+        examples["train"], examples["val"], layout, pad_id, plan, cfg.seed, ahead=ahead, max_length=longest
+    )
 
 
 def _fit(
@@ -159,7 +186,7 @@ def _fit(
         if resume is None:
             trainer.validate(module, data, verbose=False)
             past.first = first = _metrics(trainer)
-            log.info("before the first step: val/loss %.6f (ln 2 = 0.693147)", first.get("val/loss", float("nan")))
+            log.info("before the first step: val/loss %.6f", first.get("val/loss", float("nan")))
         training_began()
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
@@ -216,6 +243,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         if callbacks.checkpoints:
             keep_last(folder, resume)
         trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
+        attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
         result: dict[str, Any] = {
             "seed": cfg.seed,
             "steps": trained.steps,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.studies.grid import Arm, Point
+from attnpo.studies.grid import Arm, Point, short
 from attnpo.studies.intervals import Interval, hierarchical_bootstrap, paired_difference
 from attnpo.studies.runner import Outcome
 
@@ -70,7 +70,7 @@ class Spot:
 def label_of(values: Sequence[str]) -> str:
     """Grid values for reading."""
     pairs = [value.split("=", 1) for value in values]
-    return " ".join(f"{key.rpartition('.')[-1]} {value}" for key, value in pairs)
+    return " ".join(f"{short(key)} {value}" for key, value in pairs)
 
 
 def gather(points: Sequence[tuple[Point, Result]]) -> list[Spot]:

@@ -86,6 +86,7 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator
     best = best_by_arm(outcome, world)
     control = best.get(outcome.study.control or "")
     named: Row = {"world": world} if world else {}
+    said = origins(outcome)
     if best:
         yield {**named, **base_row(next(iter(best.values())))}
     for arm in (arm for arm in outcome.arms if arm.world == world):
@@ -98,6 +99,7 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator
             **named,
             "arm": arm.name,
             "point": spot.label + over_limit(spot, outcome) + seeds_mark(len(spot.seeds), outcome),
+            **({"values": said[arm.name]} if said else {}),
             "reward": spot.truth("test", "reward"),
             "95 %": interval_text(spot.interval),
             **({} if outcome.study.control is None else {f"minus {outcome.study.control}": difference_text(versus)}),
@@ -107,6 +109,12 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator
             "broken": spot.truth("test", "broken"),
             **_inputs_of(spot, uneven),
         }
+
+
+def origins(outcome: Outcome) -> dict[str, str]:
+    """Where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
+    found = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
+    return found if any(found.values()) else {}
 
 
 def lost_row(outcome: Outcome, arm: str, world: str) -> Row:
@@ -137,7 +145,7 @@ def base_row(spot: Spot) -> Row:
 
 def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     """Columns and rows for settings without a truth: validation metrics of every arm's best point."""
-    uneven, rows = uneven_training(outcome), []
+    uneven, said, rows = uneven_training(outcome), origins(outcome), []
     for arm in outcome.arms:
         named: Row = {"world": arm.world} if arm.world else {}
         spot = best_by_arm(outcome, arm.world).get(arm.name)
@@ -149,6 +157,7 @@ def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
                 **named,
                 "arm": arm.name,
                 "point": spot.label + seeds_mark(len(spot.seeds), outcome),
+                **({"values": said[arm.name]} if said else {}),
                 "val loss": spot.metric("val/loss"),
                 "val accuracy": spot.metric("val/rewards/accuracies"),
                 "val margin": spot.metric("val/rewards/margins"),
@@ -189,9 +198,10 @@ def finish_study(outcome: Outcome) -> None:
     """Nothing; prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
     from attnpo.studies.levels import level_tables
     from attnpo.studies.pages import write_study_report
+    from attnpo.studies.ranking import ranking_table
 
     folder = outcome.folder
-    sections = [arms_section(outcome), *level_tables(outcome), *analysis_sections(outcome)]
+    sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
     console = Console(width=None if Console().is_terminal else 190)
     print_sections(console, outcome.study.title or outcome.study.name, sections)
     (folder / "table.md").write_text("\n\n".join(markdown(sections)) + "\n", encoding="utf-8")

@@ -160,6 +160,8 @@ def _fine_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
     fine = {name: _pairs_fine(value.isfinite() | ~rows.response_mask) for name, value in perhaps.items()}
     fine["source lengths"] = _pairs_fine(rows.source_lengths.isfinite().unsqueeze(-1))
     fine["pair weights"] = item.batch.pair_weight.isfinite()
+    for name, value in item.batch.state.items():
+        fine[f"{name} over the step"] = value.isfinite().expand(item.losses.shape)
     return fine
 
 

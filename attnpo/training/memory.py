@@ -345,9 +345,7 @@ def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:
     if trained:
         # Accumulated in float32; a chunk's product in a shorter format is made beside it.
         size += FP32 * matrix + (step.compute * matrix if step.compute < FP32 else 0)
-    return MemoryRow(
-        "vocabulary head", size, f"2 x {chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,)
-    )
+    return MemoryRow("vocabulary head", size, f"{chunk} tokens x {shape.vocab:,} words, the head's gradient", (HEAD,))
 
 
 def _update_rows(shape: Shape, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
@@ -366,8 +364,8 @@ def _forward(step: _Step, tokens: int) -> int:
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:
-    """Two chunks, since one is made while the one before is still held, each in float32 and in a shorter format."""
-    return 2 * chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))
+    """One chunk, in float32 and in a shorter format."""
+    return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))
 
 
 def _count(module: nn.Module) -> int:

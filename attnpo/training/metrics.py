@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import torch
 import torchmetrics
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnpo.objectives.base import Reduction, reduce, split_pairs
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+from attnpo.schema import ModelInputs, ObjectiveOutput, PreferenceBatch, TokenStats
 
 
 class PairMeans(torchmetrics.Metric):
@@ -64,7 +64,9 @@ def pair_values(
         "logps/chosen": chosen,
         "logps/rejected": rejected,
     }
-    values.update({f"rewards/{name}": value for name, value in output.extras.items()})
+    for name, value in output.extras.items():
+        own = name.startswith("losses/")  # parts of the loss, which a void pair has no part in
+        values[name if own else f"rewards/{name}"] = value * batch.pair_weight if own else value
     weights = torch.where(rows.response_mask, rows.token_weights["reward"], 0.0)
     mass = weights.sum(-1)
     square = weights.square().sum(-1)
@@ -76,13 +78,20 @@ def pair_values(
 
 
 def read_tokens(batch: PreferenceBatch) -> Float[Tensor, "pairs"]:
-    """Tokens the policy reads for the batch, padding excluded, as equal shares of its pairs."""
-    inputs = [rows.inputs for rows in batch.groups.values() if rows.inputs is not None]
-    counts = [
-        made.input_ids.new_tensor(made.input_ids.numel()) if made.attention_mask is None else made.attention_mask.sum()
-        for made in inputs
-    ]
+    """Tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
+
+    A prompt that two rows share counts twice, as it does in every other layout.
+    """
+    counts = [_tokens(rows.inputs) for rows in batch.groups.values() if rows.inputs is not None]
     return torch.stack(counts).sum().double().expand(batch.pairs) / batch.pairs
+
+
+def _tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
+    if inputs.segments is not None:
+        return inputs.segments[:, [1, 3]].sum()
+    if inputs.attention_mask is not None:
+        return inputs.attention_mask.sum()
+    return inputs.input_ids.new_tensor(inputs.input_ids.numel())
 
 
 def peak_memory(device: torch.device) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from attnpo.models.importance import input_gradient
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
@@ -156,11 +157,14 @@ class PreferenceModule(L.LightningModule):
         if batch.ahead:
             self._state = self._look_ahead(batch)
         batch = replace(batch, ahead={}, state=self._state)
-        policy, reference = self._statistics(batch.main)
+        # Before the main rows are scored, so that its graph is gone when theirs is held.
+        gradient = input_gradient(self.policy, batch.main) if "input_gradient" in self.reads else None
+        policy, reference = self._statistics(batch.main, self.reads)
+        policy = replace(policy, input_gradient=gradient)
         for name in sorted(self.makers):
             rows = self.makers[name](self.policy, batch, self.trainer.global_step)
             batch = replace(batch, groups={**batch.groups, name: rows})
-            more, others = self._statistics(rows)
+            more, others = self._statistics(rows, self.reads & {"reference"})
             policy = replace(policy, groups={**policy.groups, name: more})
             if reference is not None and others is not None:
                 reference = replace(reference, groups={**reference.groups, name: others})
@@ -168,24 +172,24 @@ class PreferenceModule(L.LightningModule):
             batch = weighed(batch, self.online, policy, reference)
         return batch, policy, reference, self.objective(policy, reference, batch)
 
-    def _statistics(self, rows: RowGroup) -> tuple[TokenStats, TokenStats | None]:
-        """What objective and online source read of a group's rows: of the policy, and of the reference if required."""
+    def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
+        """What is read of a group's rows: of the policy, and of the reference if that is read."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
-        joint = {name for name in self.reads if name.startswith("joint:")}
-        reference = self._reference_stats(rows, frozenset({"logps", "hidden"} if joint else {"logps"}))
+        joint = {name for name in reads if name.startswith("joint:")}
+        reference = None
+        if "reference" in reads:
+            reference = self._reference_stats(rows, frozenset({"logps", "hidden"} if joint else {"logps"}))
         other = None
         if joint and reference is not None and self.reference is not None and reference.hidden is not None:
             other = (reference.hidden, self.reference.head())
             reference = replace(reference, hidden=None)
-        requests = joint | {name for name in self.reads if name == "hidden" or name.startswith("vocab:")}
+        requests = joint | {name for name in reads if name == "hidden" or name.startswith("vocab:")}
         policy: TokenStats = self.policy(*read, frozenset({"logps"} | requests), other)
         return policy, reference
 
-    def _reference_stats(self, rows: RowGroup, requests: frozenset[str]) -> TokenStats | None:
-        if "reference" not in self.reads:
-            return None
+    def _reference_stats(self, rows: RowGroup, requests: frozenset[str]) -> TokenStats:
         if rows.reference_logps is not None and requests == {"logps"}:
             return TokenStats(logps=rows.reference_logps)
         if self.reference is None:
@@ -200,8 +204,11 @@ class PreferenceModule(L.LightningModule):
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
             for rows in itertools.chain.from_iterable(batch.ahead.values()):
-                for name, value in self.objective.sums(*self._statistics(rows), rows).items():
+                for name, value in self.objective.sums(
+                    *self._statistics(rows, self.reads & {"reference"}), rows
+                ).items():
                     sums[name] = sums[name] + value if name in sums else value
+        torch.clear_autocast_cache()  # what older releases cast in here would pass no gradient later
         return {name: self._over_ranks(value) for name, value in sums.items()}
 
     def _over_ranks(self, value: Tensor) -> Tensor:

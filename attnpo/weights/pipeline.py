@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import Aligned, AlignMethod, align
-from attnpo.weights.base import NativeSource, PartialSource, WeightSource
+from attnpo.weights.base import NativeSource, OnlineSource, PartialSource, WeightSource
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
 from attnpo.weights.transforms import WeightRow, WeightTransform
@@ -174,9 +174,17 @@ def fitted(
 
 
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
-    """Nothing; refuses transforms of anything but distributions: totals and mixtures mean nothing for factors."""
+    """Nothing; refuses transforms of anything but distributions: totals and mixtures mean nothing for factors.
+
+    Those of an online source too, whose weights come after every transform.
+    """
+    names = ", ".join(type(transform).__name__ for transform in transforms)
+    if transforms and isinstance(source, OnlineSource):
+        raise UserError(
+            f"transforms ({names}) change weights before training; {type(source).__name__} computes its own in every "
+            "step: remove them, or choose another source"
+        )
     if transforms and (source.kind is not Kind.DISTRIBUTION or source.signed):
-        names = ", ".join(type(transform).__name__ for transform in transforms)
         raise UserError(
             f"transforms ({names}) work on distributions over the response; {type(source).__name__} gives "
             f"{'signed rows' if source.signed else 'factors'}: remove them, or choose another source"

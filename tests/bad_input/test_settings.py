@@ -33,7 +33,7 @@ KEYS = {
     "weights=attension": (
         "weights/attension",
         "did you mean weights=attention?",
-        "attention, rollout, true_importance",
+        "attention, gradient, rollout, transport, true_importance",
     ),
     "logger=mlflow": ("logger/mlflow", "csv, wandb"),
     "setting=llama": ("setting/llama", "real_smoke"),

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnpo.models.logps import Head, statistics_of_logits, token_logps, token_statistics
+from attnpo.models.logps import Head, project, statistics_of_logits, token_logps, token_statistics
 from attnpo.schema import UserError
 
 VOCAB_NAMES = ("entropy", "collision", "top_prob")
@@ -46,17 +46,19 @@ def test_values_and_gradients_equal_autograd_on_full_logits(
     chunk: int, scale: float, softcap: float | None, bias: bool
 ) -> None:
     hidden, head, labels, other, second = problem(bias=bias)
-    logits = scale * head(hidden)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    expected = statistics_of_logits(logits, labels, vocab=VOCAB_NAMES, joint=JOINT_NAMES, other=second(other))
+
+    def shaped(logits: Tensor) -> Tensor:
+        return scale * logits if softcap is None else softcap * torch.tanh(scale * logits / softcap)
+
+    beside = shaped(second(other))
+    expected = statistics_of_logits(shaped(head(hidden)), labels, vocab=VOCAB_NAMES, joint=JOINT_NAMES, other=beside)
     found = token_statistics(
         hidden,
         Head.of(head, scale=scale, softcap=softcap),
         labels,
         vocab=VOCAB_NAMES,
         joint=JOINT_NAMES,
-        other=(other, Head.of(second)),
+        other=(other, Head.of(second, scale=scale, softcap=softcap)),
         chunk=chunk,
     )
     assert found.keys() == expected.keys()
@@ -77,6 +79,19 @@ def test_log_probabilities_alone_take_the_short_way_to_the_same_gradient() -> No
     inputs = [hidden, *head.parameters()]
     ours = torch.autograd.grad((token_logps(hidden, head, labels, chunk=3, softcap=1.5) * weights).sum(), inputs)
     full = torch.log_softmax(1.5 * torch.tanh(head(hidden) / 1.5), -1).gather(1, labels[:, None])[:, 0]
+    theirs = torch.autograd.grad((full * weights).sum(), inputs)
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert torch.allclose(mine, reference, rtol=0, atol=1e-13)
+
+
+def test_a_few_logits_pass_gradient_through_scale_and_cap() -> None:
+    hidden, head, _, _, _ = problem()
+    weights = torch.randn(11, 23, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    inputs = [hidden, *head.parameters()]
+    found = project(hidden, Head.of(head, scale=0.5, softcap=2.0))
+    full = 2.0 * torch.tanh(0.5 * head(hidden) / 2.0)
+    assert torch.allclose(found, full, rtol=0, atol=1e-14)
+    ours = torch.autograd.grad((found * weights).sum(), inputs)
     theirs = torch.autograd.grad((full * weights).sum(), inputs)
     for mine, reference in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, reference, rtol=0, atol=1e-13)

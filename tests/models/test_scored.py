@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
@@ -145,6 +145,44 @@ def test_statistics_by_name(exact_llama: Build) -> None:
     assert float(stats.joint["kl_ref_policy"].max()) > 1e-3
 
 
+def pairs() -> list[tuple[list[int], list[int]]]:
+    """Rows of two pairs: chosen, then rejected."""
+    prompts = [[5, 9, 3, 8], [40, 11]]
+    return [*zip(prompts, [[7, 60, 33], [21] * 6], strict=True), *zip(prompts, [[90] * 5, [4]], strict=True)]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
+def test_every_statistic_and_its_gradient_in_every_layout(exact_llama: Build, name: str, split: bool) -> None:
+    """Statistics of two models, with the whole logits where the head does not follow the backbone at once."""
+    requests = {"logps", "hidden", "vocab:entropy", "joint:kl_ref_policy", "joint:kl_policy_ref"}
+    found: dict[str, tuple[TokenStats, dict[str, Tensor]]] = {}
+    for layout in ("padded", name):
+        policy, reference = exact_llama(), exact_llama(hidden_act="gelu")
+        if not split:
+            policy.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 0.7,))
+        laid = LAYOUTS[layout](pairs(), 0)
+        with torch.no_grad():
+            other = ScoredLM(reference)
+            state = other(*laid, {"hidden"}).hidden
+        stats = ScoredLM(policy)(*laid, requests, (state, other.head()))
+        loss = preference_loss(stats.logps, torch.ones_like(stats.logps)) + stats.joint["kl_ref_policy"].sum()
+        found[layout] = stats, gradients(policy, loss)
+    (ours, our_gradients), (theirs, their_gradients) = found[name], found["padded"]
+    assert theirs.hidden is not None and float(theirs.joint["kl_policy_ref"].detach().max()) > 1e-3
+    for value, expected in (
+        (ours.logps, theirs.logps),
+        (ours.hidden, theirs.hidden),
+        (ours.vocab["entropy"], theirs.vocab["entropy"]),
+        (ours.joint["kl_ref_policy"], theirs.joint["kl_ref_policy"]),
+        (ours.joint["kl_policy_ref"], theirs.joint["kl_policy_ref"]),
+    ):
+        assert value is not None and expected is not None
+        assert torch.allclose(value, expected, rtol=0, atol=1e-11)
+    for parameter, gradient in their_gradients.items():
+        assert float((our_gradients[parameter] - gradient).abs().max()) < 1e-10, parameter
+
+
 def test_low_precision_autocast_is_close(tiny: Build) -> None:
     model = tiny("llama")
     inputs, ids, mask, weights = batch()
@@ -221,6 +259,34 @@ def test_root_sharding_gives_the_same_loss_and_gradients(tiny: Build) -> None:
         assert torch.allclose(sharded, loss, atol=1e-6)
         for name, parameter in scored.model.named_parameters():
             assert torch.allclose(parameter.grad.full_tensor(), expected[name], atol=1e-6), name
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
+def test_autocast_and_sharding_in_every_layout(tiny: Build, name: str) -> None:
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    plain = ScoredLM(tiny("llama"))
+    loss = preference_loss(plain(*LAYOUTS["padded"](pairs(), 0)).logps, torch.ones(4, 6))
+    expected = gradients(plain.model, loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rough = plain(*LAYOUTS[name](pairs(), 0)).logps
+    assert abs(float((preference_loss(rough, torch.ones(4, 6)) - loss).detach())) < 0.3
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        scored = ScoredLM(tiny("llama"))
+        for layer in scored.model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(scored, mesh=mesh)
+        sharded = preference_loss(scored(*LAYOUTS[name](pairs(), 0)).logps, torch.ones(4, 6))
+        sharded.backward()
+        assert torch.allclose(sharded, loss, atol=1e-5)
+        for parameter, value in scored.model.named_parameters():
+            assert torch.allclose(value.grad.full_tensor(), expected[parameter], atol=1e-5), parameter
     finally:
         distributed.destroy_process_group()
 

@@ -1,179 +1,202 @@
-"""Objectives: identities that must hold, hand-derived numbers, masks, gradients."""
+"""Objectives one by one: hand-derived numbers, shared terms, options. What holds of all is in test_contract.py."""
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
+from decimal import Decimal, localcontext
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnpo.objectives.base import PreferenceObjective, Reduction, reduce
+from attnpo.config import groups
+from attnpo.objectives.base import LengthFrom, PreferenceObjective, Reduction, reduce
+from attnpo.objectives.cpo import CPO
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.twdpo import LengthFrom, TwDPO
-from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.objectives.ipo import IPO, Over
+from attnpo.objectives.orpo import ORPO
+from attnpo.objectives.rdpo import RDPO
+from attnpo.objectives.rrhf import RRHF
+from attnpo.objectives.simpo import SimPO
+from attnpo.objectives.slic_hf import SLiCHF
+from attnpo.objectives.terms import LossType, Sft, chosen_nll, log1mexp, log_odds, margin_loss
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.schema import PreferenceBatch, TokenStats, UserError
+from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of, part, with_gradient
 
-PAIRS, WIDTH = 3, 7
 
-
-def make_batch(weights: Tensor, mask: Tensor, lengths: Tensor) -> PreferenceBatch:
-    rows = RowGroup(
-        response_ids=torch.zeros(mask.shape, dtype=torch.long),
-        response_mask=mask,
-        token_weights={"reward": weights},
-        source_lengths=lengths,
-        reference_logps=None,
-    )
-    pairs = mask.shape[0] // 2
-    return PreferenceBatch({"main": rows}, torch.ones(pairs), tuple(map(str, range(pairs))), step_pairs=pairs)
+@pytest.mark.parametrize("where", list(LengthFrom))
+def test_twdpo_with_uniform_weights_is_dpo(where: LengthFrom) -> None:
+    case = make_case(DPO())
+    uniform = make_rows((7, 3, 1, 4, 7, 2, 5, 1))
+    case = case.with_rows(token_weights=uniform.token_weights, source_lengths=uniform.source_lengths)
+    for options in ({}, {"loss_type": LossType.ROBUST, "label_smoothing": 0.1, "sft_coef": 0.5}):
+        dpo, gradient = with_gradient(DPO(0.3, **options), case)
+        tw, tw_gradient = with_gradient(TwDPO(0.3, length_from=where, **options), case)
+        torch.testing.assert_close(tw.losses, dpo.losses, rtol=0, atol=1e-14)
+        torch.testing.assert_close(tw_gradient, gradient, rtol=0, atol=1e-14)
 
 
 @pytest.fixture
-def case() -> tuple[Tensor, Tensor, Tensor]:
-    """Policy and reference log-probs and a mask of responses of 1 to 7 tokens, double precision."""
-    generator = torch.Generator().manual_seed(3)
-    policy = -3 * torch.rand(2 * PAIRS, WIDTH, generator=generator, dtype=torch.float64)
-    reference = -3 * torch.rand(2 * PAIRS, WIDTH, generator=generator, dtype=torch.float64)
-    counts = torch.tensor([7, 3, 1, 4, 7, 2])
-    return policy, reference, torch.arange(WIDTH) < counts[:, None]
-
-
-def uniform(mask: Tensor) -> tuple[Tensor, Tensor]:
-    counts = mask.sum(-1).double()
-    return mask / counts[:, None], counts
-
-
-def result(
-    objective: PreferenceObjective, policy: Tensor, reference: Tensor, mask: Tensor, weights: Tensor, lengths: Tensor
-) -> tuple[ObjectiveOutput, Tensor]:
-    leaf = policy.clone().requires_grad_()
-    out = objective(TokenStats(leaf), TokenStats(reference), make_batch(weights, mask, lengths))
-    out.losses.sum().backward()
-    assert leaf.grad is not None
-    return out, leaf.grad
-
-
-def test_twdpo_with_uniform_weights_is_dpo(case: tuple[Tensor, Tensor, Tensor]) -> None:
-    policy, reference, mask = case
-    weights, lengths = uniform(mask)
-    dpo, dpo_grad = result(DPO(0.3), policy, reference, mask, weights, lengths)
-    for where in LengthFrom:
-        tw, tw_grad = result(TwDPO(0.3, length_from=where), policy, reference, mask, weights, lengths)
-        torch.testing.assert_close(tw.losses, dpo.losses, rtol=0, atol=1e-14)
-        torch.testing.assert_close(tw_grad, dpo_grad, rtol=0, atol=1e-14)
-
-
-def test_twdpo_by_hand() -> None:
-    # one pair, two tokens a side: d_w = (1, -0.5), a_w = (.75, .25), |y_w| = 2 -> 2 * (.75 - .125) = 1.25
-    # d_l = (-1, 0.25), a_l = (.5, .5), |y_l| = 3 (the judge saw three tokens)  -> 3 * (-.375) = -1.125
-    ratios = torch.tensor([[1.0, -0.5], [-1.0, 0.25]], dtype=torch.float64)
+def pair() -> PreferenceBatch:
+    """One pair, two tokens a side; the source counts 2 chosen and 3 rejected ones."""
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]], dtype=torch.float64)
-    mask = torch.ones(2, 2, dtype=torch.bool)
-    lengths = torch.tensor([2.0, 3.0], dtype=torch.float64)
-    batch = make_batch(weights, mask, lengths)
-    zero = TokenStats(torch.zeros_like(ratios))
-    out = TwDPO(0.4)(TokenStats(ratios), zero, batch)
+    rows = make_rows((2, 2), weights)
+    return make_batch(replace(rows, source_lengths=torch.tensor([2.0, 3.0], dtype=torch.float64)))
+
+
+def test_twdpo_by_hand(pair: PreferenceBatch) -> None:
+    # d_w = (1, -0.5), a_w = (.75, .25), |y_w| = 2 -> 2 * (.75 - .125) = 1.25
+    # d_l = (-1, 0.25), a_l = (.5, .5), |y_l| = 3 (the judge saw three tokens)  -> 3 * (-.375) = -1.125
+    ratios = TokenStats(torch.tensor([[1.0, -0.5], [-1.0, 0.25]], dtype=torch.float64))
+    zero = TokenStats(torch.zeros_like(ratios.logps))
+    out = TwDPO(0.4)(ratios, zero, pair)
     assert out.losses.item() == pytest.approx(math.log(1 + math.exp(-0.4 * (1.25 + 1.125))), abs=1e-12)
     assert out.chosen_rewards.item() == pytest.approx(0.5)
     assert out.rejected_rewards.item() == pytest.approx(-0.45)
     assert out.extras["unweighted/chosen"].item() == pytest.approx(0.4 * 0.5)
-    normalised = TwDPO(0.4, length_scale=False)(TokenStats(ratios), zero, batch)
+    normalised = TwDPO(0.4, length_scale=False)(ratios, zero, pair)
     assert normalised.losses.item() == pytest.approx(math.log(1 + math.exp(-0.4 * (0.625 + 0.375))), abs=1e-12)
-    trained = TwDPO(0.4, length_from=LengthFrom.TRAIN)(TokenStats(ratios), zero, batch)
+    trained = TwDPO(0.4, length_from=LengthFrom.TRAIN)(ratios, zero, pair)
     assert trained.losses.item() == pytest.approx(math.log(1 + math.exp(-0.4 * (1.25 + 0.75))), abs=1e-12)
 
 
-OBJECTIVES: list[Callable[[], PreferenceObjective]] = [
-    lambda: DPO(0.2),
-    lambda: DPO(0.2, label_smoothing=0.1),
-    lambda: TwDPO(0.2),
-    lambda: TwDPO(2.0, length_scale=False),
+# log-probs (-1, -2) and (-4, -1): sum_t a_t p_t = -1.25 and -2.5, times |y| as the source counts it -2.5 and -7.5
+WEIGHTED: list[tuple[PreferenceObjective, tuple[float, float]]] = [
+    (CPO(0.4), (-1.0, -3.0)),
+    (CPO(0.4, length_from=LengthFrom.TRAIN), (-1.0, -2.0)),
+    (CPO(0.4, length_scale=False), (-0.5, -1.0)),
+    (SLiCHF(), (-2.5, -7.5)),
+    (SLiCHF(length_scale=False), (-1.25, -2.5)),
+    (RDPO(0.4), (-1.0, -3.0)),
+    (IPO(0.4, Over.SUM), (-1.0, -3.0)),
+    (IPO(0.4, Over.SUM, length_from=LengthFrom.TRAIN), (-1.0, -2.0)),
+    (IPO(0.4), (-0.5, -1.0)),
+    (SimPO(0.4), (-0.5, -1.0)),
+    (ORPO(0.4), (-0.5, -1.0)),
+    (RRHF(), (-1.25, -2.5)),
+    (RRHF(length_penalty=0.0), (-2.5, -5.0)),
+    (RRHF(length_penalty=0.5), (-1.25 * math.sqrt(2), -2.5 * math.sqrt(2))),
 ]
 
 
-@pytest.fixture(params=range(len(OBJECTIVES)))
-def objective(request: pytest.FixtureRequest) -> PreferenceObjective:
-    return OBJECTIVES[request.param]()
-
-
-@pytest.fixture
-def weighted(case: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    mask = case[2]
-    raw = torch.rand(mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64) * mask
-    return raw / raw.sum(-1, keepdim=True), mask.sum(-1).double()
-
-
-def test_swapping_the_sides_negates_the_margin(
-    objective: PreferenceObjective, case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]
+@pytest.mark.parametrize(("objective", "expected"), WEIGHTED, ids=[str(item[0]) for item in WEIGHTED])
+def test_weighted_rewards_by_hand(
+    pair: PreferenceBatch, objective: PreferenceObjective, expected: tuple[float, float]
 ) -> None:
-    policy, reference, mask = case
-    swap = torch.cat([torch.arange(PAIRS, 2 * PAIRS), torch.arange(PAIRS)])
-    out, _ = result(objective, policy, reference, mask, *weighted)
-    back, _ = result(objective, policy[swap], reference[swap], mask[swap], weighted[0][swap], weighted[1][swap])
-    margin = out.chosen_rewards - out.rejected_rewards
-    torch.testing.assert_close(back.chosen_rewards - back.rejected_rewards, -margin, rtol=0, atol=1e-14)
-    assert margin.abs().min() > 1e-3
+    logps = TokenStats(torch.tensor([[-1.0, -2.0], [-4.0, -1.0]], dtype=torch.float64))
+    out = objective(logps, TokenStats(torch.zeros_like(logps.logps)), pair)
+    assert (out.chosen_rewards.item(), out.rejected_rewards.item()) == pytest.approx(expected)
 
 
-def test_values_under_the_mask_never_matter(
-    objective: PreferenceObjective, case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]
-) -> None:
-    policy, reference, mask = case
-    clean, clean_grad = result(objective, policy, reference, mask, *weighted)
-    dirty_policy = torch.where(mask, policy, torch.tensor(float("-inf"), dtype=torch.float64))
-    dirty_reference = torch.where(mask, reference, torch.tensor(float("nan"), dtype=torch.float64))
-    dirty, dirty_grad = result(objective, dirty_policy, dirty_reference, mask, *weighted)
-    torch.testing.assert_close(dirty.losses, clean.losses, rtol=0, atol=0)
-    torch.testing.assert_close(dirty_grad, clean_grad, rtol=0, atol=0)
-    assert (dirty_grad[~mask] == 0).all()
+def test_a_longer_chosen_response_is_pushed_less_by_rdpo() -> None:
+    # Two training tokens against one, log-ratios of 0: the margin is alpha alone, whatever beta and the judge count.
+    batch = make_batch(replace(make_rows((2, 1)), source_lengths=torch.tensor([9.0, 9.0], dtype=torch.float64)))
+    zero = TokenStats(torch.zeros(2, 2, dtype=torch.float64))
+    assert RDPO(0.1, alpha=0.5)(zero, zero, batch).losses.item() == pytest.approx(math.log1p(math.exp(-0.5)))
+    assert RDPO(2.0, alpha=0.5)(zero, zero, batch).losses.item() == pytest.approx(math.log1p(math.exp(-0.5)))
 
 
-def test_gradients_push_chosen_up_and_rejected_down(
-    objective: PreferenceObjective, case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]
-) -> None:
-    policy, reference, mask = case
-    _, grad = result(objective, policy, reference, mask, *weighted)
-    assert (grad[:PAIRS][mask[:PAIRS]] < 0).all()
-    assert (grad[PAIRS:][mask[PAIRS:]] > 0).all()
+def test_no_reference_is_named_by_those_that_need_none() -> None:
+    free = {name for name in groups()["objective"] if "reference" not in objective_of(name).requires}
+    assert free == {"cpo", "orpo", "rrhf", "simpo", "slic_hf"}
 
 
-def test_a_token_without_weight_gets_no_gradient(case: tuple[Tensor, Tensor, Tensor]) -> None:
-    policy, reference, mask = case
-    weights, lengths = uniform(mask)
-    weights[0, 2] = 0.0
-    _, grad = result(TwDPO(0.2), policy, reference, mask, weights, lengths)
-    assert grad[0, 2] == 0 and grad[0, 1] != 0
+# --------------------------------------------------------------------------------------------- losses of a margin
 
 
-def test_rewards_carry_no_gradient(
-    objective: PreferenceObjective, case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]
-) -> None:
-    policy, reference, mask = case
-    leaf = policy.clone().requires_grad_()
-    out = objective(TokenStats(leaf), TokenStats(reference), make_batch(weighted[0], mask, weighted[1]))
-    assert out.losses.requires_grad
-    for value in (out.chosen_rewards, out.rejected_rewards, *out.extras.values()):
-        assert not value.requires_grad
+def test_losses_of_a_margin_by_hand() -> None:
+    margin = torch.tensor([-2.0, 0.5, 3.0], dtype=torch.float64)
+    assert margin_loss(margin, LossType.HINGE).tolist() == [3.0, 0.5, 0.0]
+    plus, minus = (torch.log1p(torch.exp(sign * margin)) for sign in (-1, 1))
+    torch.testing.assert_close(margin_loss(margin, LossType.SIGMOID), plus)
+    torch.testing.assert_close(margin_loss(margin, LossType.SIGMOID, 0.1), 0.9 * plus + 0.1 * minus)
+    torch.testing.assert_close(margin_loss(margin, LossType.ROBUST, 0.1), (0.9 * plus - 0.1 * minus) / 0.8)
 
 
-def test_huge_margins_stay_finite(objective: PreferenceObjective) -> None:
-    mask = torch.ones(2, 1, dtype=torch.bool)
-    weights, lengths = uniform(mask)
-    policy = torch.tensor([[-4000.0], [0.0]], dtype=torch.float64)
-    out, grad = result(objective, policy, torch.zeros_like(policy), mask, weights, lengths)
-    assert torch.isfinite(out.losses).all() and out.losses.item() > 300
-    assert grad[0, 0] < -0.1
+def test_the_robust_loss_of_flipped_labels_is_the_plain_one_of_true_labels() -> None:
+    margin = torch.linspace(-300.0, 300.0, 61, dtype=torch.float64)
+    flipped = 0.7 * margin_loss(margin, LossType.ROBUST, 0.3) + 0.3 * margin_loss(-margin, LossType.ROBUST, 0.3)
+    torch.testing.assert_close(flipped, margin_loss(margin, LossType.SIGMOID), rtol=1e-10, atol=1e-10)
 
 
-def test_losses_agree_with_finite_differences(
-    objective: PreferenceObjective, case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]
-) -> None:
-    policy, reference, mask = case
-    batch = make_batch(weighted[0], mask, weighted[1])
+# --------------------------------------------------------------------------------------------- odds
 
-    def loss(values: Tensor) -> Tensor:
-        return objective(TokenStats(values), TokenStats(reference), batch).losses
 
-    assert torch.autograd.gradcheck(loss, (policy.clone().requires_grad_(),))
+@pytest.mark.parametrize("x", [-1e-300, -1e-17, -1e-10, -1e-3, -0.5, -0.6931471805, -0.6931471806, -2.0, -40.0, -900.0])
+def test_log1mexp_is_exact(x: float) -> None:
+    with localcontext() as context:
+        context.prec = 60
+        kept = min(Decimal(x), -Decimal(torch.finfo(torch.float64).eps))  # a certain response counts as one step short
+        expected = float((1 - kept.exp()).ln())
+    leaf = torch.tensor([x], dtype=torch.float64, requires_grad=True)
+    found = log1mexp(leaf)
+    assert found.item() == pytest.approx(expected, rel=1e-14, abs=0)
+    found.sum().backward()
+    assert leaf.grad is not None and leaf.grad.isfinite().all()
+
+
+def test_odds_of_even_chances_are_one() -> None:
+    half = torch.tensor([math.log(0.5), math.log(0.75)], dtype=torch.float64)
+    torch.testing.assert_close(log_odds(half), torch.tensor([0.0, math.log(3.0)], dtype=torch.float64))
+
+
+def test_orpo_keeps_the_slope_of_a_nearly_certain_response() -> None:
+    """``d/dA -log sigmoid(o_w - o_l) = -sigmoid(o_l - o_w) / (1 - exp(A_w))``, at A_w = -1e-9 near -exp(o_l)."""
+    batch = make_batch(make_rows((1, 1)))
+    policy = TokenStats(torch.tensor([[-1e-9, 0.0], [-2.0, 0.0]], dtype=torch.float64))
+    _, gradient = with_gradient(ORPO(1.0), Case(policy, None, batch))
+    odds = math.exp(-2.0) / (1 - math.exp(-2.0))
+    assert gradient[0, 0].item() == pytest.approx(-1.0 - odds, rel=1e-6)  # SFT and preference
+    assert gradient[1, 0].item() == pytest.approx(1e-9 * odds / (1 - math.exp(-2.0)), rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------- supervised term
+
+
+def test_sft_terms_by_hand() -> None:
+    # Two chosen responses, of 2 tokens (sum -3) and of 1 (-6); 6 tokens in the step of 3 pairs.
+    batch = make_batch(make_rows((2, 1, 1, 1)), step_pairs=3, step_tokens=(6, 9))
+    policy = TokenStats(torch.tensor([[-1.0, -2.0], [-6.0, -50.0], [-9.0, 0.0], [-9.0, 0.0]], dtype=torch.float64))
+    assert chosen_nll(policy, batch, Sft.SUM).tolist() == [3.0, 6.0]
+    assert chosen_nll(policy, batch, Sft.MEAN).tolist() == [1.5, 6.0]
+    assert chosen_nll(policy, batch, Sft.BATCH).tolist() == [1.5, 3.0]
+
+
+def test_a_token_mean_of_the_step_holds_under_any_splitting_and_with_void_pairs() -> None:
+    objective = CPO(0.1, sft_coef=2.0)
+    case = make_case(objective)
+    weight = torch.tensor([0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
+    case = replace(case, batch=replace(case.batch, pair_weight=weight, step_tokens=(3 + 1 + 4, 2 + 5 + 1)))
+
+    def step(parts: list[Case]) -> tuple[Tensor, Tensor]:
+        """Sums over the parts as the module forms them: weighted losses over the step's pairs."""
+        outs = [(objective(item.policy, None, item.batch), item.batch.pair_weight) for item in parts]
+        preference = sum(((out.extras["losses/preference"] * void).sum() / 4 for out, void in outs), torch.tensor(0.0))
+        return preference, sum(((out.losses * void).sum() / 4 for out, void in outs), torch.tensor(0.0))
+
+    chosen = case.policy.logps[:4][case.mask[:4] & (weight > 0)[:, None]]
+    for parts in ([case], [part(case, [0, 2]), part(case, [1, 3])], [part(case, [i]) for i in range(4)]):
+        preference, total = step(parts)
+        torch.testing.assert_close(total - preference, 2.0 * -chosen.mean(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_token_mean_of_an_uncounted_step_is_refused() -> None:
+    case = make_case(CPO())
+    with pytest.raises(ValueError, match="step_tokens"):
+        CPO()(case.policy, None, replace(case.batch, step_tokens=(0, 0)))
+    CPO(sft=Sft.SUM)(case.policy, None, replace(case.batch, step_tokens=(0, 0)))
+
+
+def test_sft_terms_read_no_weights() -> None:
+    case = make_case(CPO())
+    found = [CPO(sft=form)(case.policy, None, case.batch).extras["losses/sft"] for form in Sft]
+    bare = case.with_rows(token_weights={"reward": torch.zeros_like(case.policy.logps)})
+    for form, expected in zip(Sft, found, strict=True):
+        torch.testing.assert_close(CPO(sft=form)(case.policy, None, bare.batch).extras["losses/sft"], expected)
+
+
+# --------------------------------------------------------------------------------------------- keys
 
 
 def test_reductions_by_hand() -> None:
@@ -188,19 +211,35 @@ def test_reductions_by_hand() -> None:
     assert reduce(values, none, mask, Reduction.WEIGHT_MEAN).item() == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "key"),
-    [
-        (lambda: DPO(0.0), "objective.beta"),
-        (lambda: TwDPO(-1.0), "objective.beta"),
-        (lambda: DPO(0.1, label_smoothing=0.5), "objective.label_smoothing"),
-    ],
-)
-def test_hyperparameters_outside_their_domain_are_refused(make: Callable[[], object], key: str) -> None:
-    with pytest.raises(UserError, match=key):
-        make()
+OUTSIDE: list[tuple[str, str, Any]] = [
+    *((option, "beta", bad) for option in ("dpo", "twdpo", "ipo", "cpo", "rdpo", "simpo") for bad in (0.0, -1.0)),
+    *(("dpo", "beta", bad) for bad in (math.nan, math.inf)),
+    *((option, "label_smoothing", bad) for option in ("dpo", "twdpo", "cpo", "rdpo", "simpo") for bad in (0.5, -0.1)),
+    *((option, "sft_coef", -1.0) for option in ("dpo", "twdpo", "cpo", "rrhf", "slic_hf")),
+    ("simpo", "sft_weight", -0.1),
+    ("simpo", "gamma_beta_ratio", -0.5),
+    ("orpo", "lam", 0.0),
+    ("rdpo", "alpha", -0.1),
+    ("rdpo", "alpha", math.inf),
+    ("rrhf", "length_penalty", -1.0),
+    ("rrhf", "length_penalty", math.nan),
+    ("slic_hf", "delta", 0.0),
+]
 
 
-def test_a_missing_reference_is_refused(case: tuple[Tensor, Tensor, Tensor], weighted: tuple[Tensor, Tensor]) -> None:
-    with pytest.raises(ValueError, match="reference"):
-        DPO(0.1)(TokenStats(case[0]), None, make_batch(weighted[0], case[2], weighted[1]))
+@pytest.mark.parametrize(("option", "key", "bad"), OUTSIDE)
+def test_hyperparameters_outside_their_domain_are_refused(option: str, key: str, bad: float) -> None:
+    with pytest.raises(UserError, match=rf"objective\.{key} must be .*got {bad}"):
+        objective_of(option, (key, bad))
+
+
+@pytest.mark.parametrize("option", ["dpo", "twdpo", "cpo", "simpo"])
+def test_smoothing_without_effect_is_refused(option: str) -> None:
+    with pytest.raises(UserError, match=r"objective\.label_smoothing must be 0 with objective\.loss_type=hinge"):
+        objective_of(option, ("loss_type", "hinge"), ("label_smoothing", 0.1))
+
+
+def test_keys_without_effect_are_named() -> None:
+    assert set(IPO().unread()) == {"length_scale", "length_from"} and IPO(reduction=Over.SUM).unread() == {}
+    for silent, spoken in ((DPO(), DPO(sft_coef=1.0)), (CPO(sft_coef=0.0), CPO()), (SimPO(), SimPO(sft_weight=1.0))):
+        assert set(silent.unread()) == {"sft"} and spoken.unread() == {}

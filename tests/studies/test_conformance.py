@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attnpo.objectives.base import LengthFrom
+from attnpo.objectives.terms import LossType, Sft
 from attnpo.studies.conformance import records as records_module
 from attnpo.studies.conformance import verify
 from attnpo.studies.conformance.records import Absent, Check, Comparison, Status
@@ -72,9 +73,12 @@ def test_every_golden_record_passes(shared: Path) -> None:
     failed = [record.line() for record in found if record.status is Status.FAIL]
     assert failed == []
     statuses = {name: [r.status for r in found if r.name == name] for name in {r.name for r in found}}
-    lengths = {"dpo": 4, "twdpo": 4, "twdpo_len_norm": 4, "attnpo_weights_layer": 8}
+    lengths = {"twdpo": 4, "twdpo_len_norm": 4, "attnpo_weights_layer": 8}
+    lengths |= dict.fromkeys(("dpo", "ipo", "cpo", "simpo", "rdpo", "rrhf", "slic_hf"), 4)
     for name, count in lengths.items():
         assert statuses[name] == [Status.OK] * count, name
+    # TRL's SFT term reads the prompt: compared as it is with the prompt's tokens added, and listed beside its record.
+    assert statuses["orpo"] == [Status.OK, Status.VARIANT] * 4
     # The one record with edited training ids.
     assert sorted(s.value for s in statuses["attnpo_align"]) == ["ok"] * 6 + ["variant"]
     for name in ("rows", "weights", "verdict"):
@@ -156,6 +160,22 @@ CHANGES = [
     ("losses.json", record("twdpo", 0, add("expected.unweighted_accuracy", -0.5)), "twdpo 0"),
     ("losses.json", record("twdpo", 3, add("expected.unweighted_chosen_rewards.0", 1e-8)), "twdpo 3"),
     ("losses.json", record("twdpo_len_norm", 0, add("expected.loss_per_example.1", -1e-7)), "twdpo_len_norm 0"),
+    ("losses.json", record("ipo", 1, add("expected.loss_per_example.2", 1e-8)), "ipo 1"),
+    ("losses.json", record("ipo", 2, add("expected.loss_per_example_summed_variant.0", 1e-3)), "ipo 2"),
+    ("losses.json", record("cpo", 0, add("expected.preference_loss_per_example.1", 1e-8)), "cpo 0"),
+    ("losses.json", record("cpo", 1, add("expected.loss_per_example_sequence_sum_variant.0", 1e-7)), "cpo 1"),
+    ("losses.json", record("cpo", 3, add("expected.nll_token_mean_over_batch", 1e-8)), "cpo 3"),
+    ("losses.json", record("cpo", 2, add("hyperparameters.sft_coef", 1e-6)), "cpo 2"),
+    ("losses.json", record("orpo", 0, add("expected.odds_ratio_loss_per_example.0", 1e-6)), "orpo 0"),
+    ("losses.json", record("orpo", 1, add("expected.rejected_avg_logp.1", 1e-6)), "orpo 1"),
+    ("losses.json", record("orpo", 2, add("expected.loss_trl_float32_with_prompt_nll", 1e-4)), "orpo 2 loss_trl*"),
+    ("losses.json", record("simpo", 0, add("hyperparameters.gamma", 1e-8)), "simpo 0"),
+    ("losses.json", record("simpo", 3, add("expected.loss", 1e-8)), "simpo 3"),
+    ("losses.json", record("rdpo", 1, add("expected.loss_per_example.0", 1e-8)), "rdpo 1"),
+    ("losses.json", record("rrhf", 2, add("expected.rejected_score.1", 1e-6)), "rrhf 2"),
+    ("losses.json", record("rrhf", 0, add("expected.rank_loss_per_example.0", 1e-8)), "rrhf 0"),
+    ("losses.json", record("slic_hf", 1, add("expected.hinge_per_example.1", 1e-7)), "slic_hf 1"),
+    ("losses.json", record("slic_hf", 0, add("expected.nll_token_mean_over_batch", 1e-7)), "slic_hf 0"),
     (
         "losses.json",
         record("attnpo_weights_layer", 2, add("expected.rejected_paper_order_sink_fixed.3", 1e-8)),
@@ -249,13 +269,24 @@ def swapped_rounds(build: Any) -> Any:
     return lambda self, pair: build(self, pair)[::-1]
 
 
-TWDPO, DPO = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo."
+TWDPO, DPO, OBJECTIVES = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo.", "attnpo.objectives."
 POST, TAP = "attnpo.weights.postprocess.", "attnpo.models.attention_tap."
 Broken = Callable[[Any], Any]
 BREAKS: list[tuple[str, Broken, str]] = [
-    (DPO + "sigmoid_loss", lambda f: lambda margin, smoothing=0.0: f(margin), "dpo *"),
-    (DPO + "sigmoid_loss", lambda f: lambda margin, smoothing=0.0: f(-margin, smoothing), "dpo *"),
-    (TWDPO + "sigmoid_loss", lambda f: lambda margin, smoothing=0.0: f(margin * 1.001, smoothing), "twdpo *"),
+    (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin, kind), "dpo *"),
+    (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(-margin, kind, smoothing), "dpo *"),
+    (TWDPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin * 1.001, kind, smoothing), "twdpo *"),
+    (OBJECTIVES + "ipo.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "ipo *"),
+    (OBJECTIVES + "ipo.sum_factors", lambda f: lambda rows, scale, by: f(rows, False, by), "ipo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.MEAN), "cpo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.SUM), "orpo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.MEAN), "slic_hf *"),
+    (OBJECTIVES + "orpo.log_odds", lambda f: lambda means: means, "orpo *"),
+    (OBJECTIVES + "rdpo.sigmoid_loss", lambda f: lambda margin, smoothing: f(-margin, smoothing), "rdpo *"),
+    (OBJECTIVES + "simpo.SimPO.gamma", lambda f: property(lambda self: self.gamma_beta_ratio), "simpo *"),
+    (OBJECTIVES + "simpo.margin_loss", lambda f: lambda margin, kind, by: f(margin, LossType.SIGMOID, by), "simpo 3"),
+    (OBJECTIVES + "rrhf.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "rrhf *"),
+    (OBJECTIVES + "slic_hf.sum_factors", lambda f: lambda rows, scale, by: f(rows, False, by), "slic_hf *"),
     (DPO + "reduce", lambda f: lambda x, w, mask, how: f(x, w, mask, how) * 1.001, "dpo *"),
     (TWDPO + "reduce", lambda f: lambda x, w, mask, how: f(x, None, mask, how), "twdpo*"),
     (TWDPO + "sum_factors", lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
@@ -383,6 +414,20 @@ def test_an_unknown_hyperparameter_fails_its_record(
     assert "gamma" in found[0].note
     # DPO has no second pair of rewards: what a record expects and nothing computes is no pass.
     assert "unweighted_chosen_rewards: expected by the record, but nothing here computes it" in found[1].note
+
+
+def test_quantities_that_stand_apart_are_never_passed_over(
+    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any]
+) -> None:
+    """They have a line of their own, and one that no rule knows fails its record."""
+    content = json.loads(json.dumps(contents["losses.json"]))
+    content["records"] = [r for r in content["records"] if r["name"] == "orpo"][:2]
+    content["records"][1]["expected"]["loss_of_another_library"] = 1.0
+    found = list(verify([small({"losses.json": content})], ["orpo *"]))
+    apart = "loss_trl_float32_with_prompt_nll"
+    assert [record.case for record in found] == ["0", f"0 {apart}", "1", f"1 {apart}"]
+    assert [record.status.value for record in found] == ["ok", "variant", "FAIL", "variant"]
+    assert "reads the prompt too" in found[1].note and "loss_of_another_library" in found[2].note
 
 
 def test_errors_and_tolerances() -> None:

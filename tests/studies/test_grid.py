@@ -74,6 +74,27 @@ def test_the_grid_is_a_product_with_nothing_for_an_empty_axis() -> None:
     assert Grid().overrides() == [()]
 
 
+def test_a_grid_has_axes_of_any_key() -> None:
+    """Behind the two named ones; one value sets a key at every point, none leaves it as it is."""
+    keys = {"objective.lam": (0.1, 1.0), "batch.pairs": (64,), "objective.alpha": ()}
+    grid = Grid(lr=(1e-4,), keys=keys, origin="as published")
+    assert grid.overrides() == [
+        ("optimizer.lr=0.0001", "objective.lam=0.1", "batch.pairs=64"),
+        ("optimizer.lr=0.0001", "objective.lam=1.0", "batch.pairs=64"),
+    ]
+    assert str(grid) == "lr [0.0001], lam [0.1, 1.0], pairs [64]"
+    assert str(Grid(beta=(0.3,), keys={"objective.alpha": (0.5,)})) == "lr as set, beta [0.3], alpha [0.5]"
+    assert grid.record() == {"lr": [1e-4], "beta": [], "keys": {"objective.lam": [0.1, 1.0], "batch.pairs": [64]}}
+    assert Grid(lr=(1e-4,)).record() == {"lr": [1e-4], "beta": []}, "as ever, so that digests of older studies hold"
+    assert len({Arm("one", (), None, "", grid), Arm("one", (), None, "", grid)}) == 1
+
+
+@pytest.mark.parametrize(("key", "axis"), [("optimizer.lr", "lr"), ("objective.beta", "beta")])
+def test_a_named_axis_is_not_given_as_a_key(key: str, axis: str) -> None:
+    with pytest.raises(UserError, match=rf"grid\.keys has {key}, .* give its values as {axis}"):
+        Grid(keys={key: (0.1,)})
+
+
 def test_every_arm_gets_every_point_of_the_grid_and_every_seed() -> None:
     arms = expand_arms(SWEEP, 32)
     points = make_points(SWEEP, arms, [3, 4])

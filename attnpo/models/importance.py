@@ -1,0 +1,170 @@
+"""How much each input token moves a model's next token: the gradient of one logit at the input embeddings.
+
+Owns that extra forward and backward of the policy and where prompt and response lie in right-padded rows. The forward
+goes through ``ScoredLM``, so sharding, adapters, autocast and the models it calls whole hold here too; embeddings are
+caught on their way into the backbone, and no parameter gets a gradient.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from attnpo.models.logps import project
+from attnpo.models.parts import eval_mode
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
+
+
+def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
+    """The L1 norm of ``d (largest logit behind the row's last token) / d (input embedding)``, per token of each row.
+
+    TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode (its modes are
+    restored), rows summed before the backward, which keeps them apart. Only the last position of a row meets the
+    vocabulary head, unless the model is one that is always called whole. In float32 (float64 for float64 models),
+    detached; nothing is accumulated in any parameter, whether or not the caller records gradients. With sharded weights
+    every rank must call it.
+
+    Raises:
+        UserError: rows that are not padded at their right, a model whose embeddings cannot be caught.
+    """
+    prompts = prompt_lengths(rows)
+    # Validation may run in inference mode, whose tensors no backward may keep: clones are ordinary ones.
+    with torch.inference_mode(False), torch.enable_grad(), _without_dropout(policy):
+        target, embedded = _last_logits(policy, _cloned(rows))
+        (gradient,) = torch.autograd.grad(target.max(-1).values.sum(), [embedded])
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return _split(gradient.to(wide).abs().sum(-1), prompts, rows)
+
+
+@contextmanager
+def _without_dropout(policy: ScoredLM) -> Iterator[None]:
+    """Eval mode; layers that recompute their activations, which they do in training mode alone, go on doing so.
+
+    But for those that hold dropout, whose activations are kept.
+    """
+    with eval_mode(policy):
+        layers = [
+            layer
+            for layer in policy.modules()
+            if getattr(layer, "gradient_checkpointing", False) and not layer.training and not _drops(layer)
+        ]
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+
+
+def _drops(layer: nn.Module) -> bool:
+    """Whether a layer may drop something in training mode, by a module of its own or by a rate it keeps."""
+    held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
+    return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
+
+
+def prompt_lengths(rows: RowGroup) -> Int[Tensor, "rows"]:
+    """The prompt's tokens of every row, for rows that ``models.layouts.padded`` laid out.
+
+    Raises:
+        UserError: another layout, where row i of the model's input is not prompt and response of row i alone.
+    """
+    if rows.inputs is None:
+        raise ValueError("the rows have no model inputs")
+    inputs, mask = rows.inputs, rows.inputs.attention_mask
+    count, width = len(rows.response_mask), inputs.input_ids.shape[1]
+    refusal = UserError(
+        "what reads the prompts (weights=gradient, TI-DPO's anchors) expects the padded layout, one row of prompt and "
+        f"response padded at its right for each of {count} responses, got model inputs of shape "
+        f"{tuple(inputs.input_ids.shape)} laid out otherwise: set layout=padded, or choose another objective"
+    )
+    if inputs.segments is not None or mask is None or mask.dim() != 2 or inputs.input_ids.shape[0] != count:
+        raise refusal
+    prompts = mask.sum(-1) - rows.response_mask.sum(-1)
+    places = torch.arange(rows.response_mask.shape[1], device=mask.device)
+    starts = torch.arange(count, device=mask.device) * width + prompts - 1
+    expected = torch.where(rows.response_mask, starts[:, None] + places, inputs.predict_index)
+    padded_right = (mask[:, 1:] <= mask[:, :-1]).all()
+    if not bool(padded_right & (inputs.predict_index == expected).all() & (prompts > 0).all()):
+        raise refusal
+    return prompts
+
+
+def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
+    """Logits behind the last token of each row, and the embeddings that they were computed from, a leaf."""
+    assert inputs.attention_mask is not None
+    count, width = inputs.input_ids.shape
+    last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
+    one = torch.zeros(count, 1, dtype=torch.long, device=last.device)
+    embeddings: list[Tensor] = []
+    whole: list[Tensor] = []
+    with ExitStack() as watched:
+        watched.enter_context(_hooked(_embedding(policy), lambda made: _leaf(made, embeddings)))
+        watched.enter_context(_hooked(policy.model, lambda made: whole.append(made.logits)))
+        at_last = replace(inputs, predict_index=last[:, None])
+        hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
+    if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
+        raise UserError(
+            f"{type(policy.model).__name__} looked its input embeddings up {len(embeddings)} times in one forward, "
+            "expected once for all tokens: weights=gradient does not know this model, choose another source"
+        )
+    if whole:  # a model whose backbone and head do not make up its logits
+        return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
+    return project(hidden[:, 0], policy.head()), embeddings[0]
+
+
+def _embedding(policy: ScoredLM) -> nn.Module:
+    try:
+        return policy.model.get_input_embeddings()
+    except (AttributeError, NotImplementedError) as error:
+        raise UserError(
+            f"{type(policy.model).__name__} does not say where its input embeddings are, and weights=gradient reads "
+            "gradients there: choose another source"
+        ) from error
+
+
+def _leaf(made: Tensor, kept: list[Tensor]) -> Tensor:
+    """The embeddings cut off from their table, so that a gradient ends here."""
+    kept.append(made.detach().requires_grad_())
+    return kept[-1]
+
+
+@contextmanager
+def _hooked(module: nn.Module, see: Callable[[Any], Tensor | None]) -> Iterator[None]:
+    """A context in which ``see`` gets each output of ``module`` and may give another; forwards without gradient pass.
+
+    Those are the scored model's own probes.
+    """
+    handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _cloned(rows: RowGroup) -> ModelInputs:
+    assert rows.inputs is not None and rows.inputs.attention_mask is not None
+    return replace(
+        rows.inputs,
+        input_ids=rows.inputs.input_ids.clone(),
+        position_ids=rows.inputs.position_ids.clone(),
+        attention_mask=rows.inputs.attention_mask.clone(),
+    )
+
+
+def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, "rows"], rows: RowGroup) -> InputGradient:
+    """Scores of the model's tokens as those of the response's, and the prompt's in one sum."""
+    width = scores.shape[1]
+    places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
+    response = scores.gather(1, places.clamp(max=width - 1))
+    before = torch.arange(width, device=scores.device) < prompts[:, None]
+    return InputGradient(
+        response=torch.where(rows.response_mask, response, torch.zeros_like(response)),
+        prompt=torch.where(before, scores, torch.zeros_like(scores)).sum(-1),
+        prompt_tokens=prompts,
+    )

@@ -1,0 +1,314 @@
+"""Attention over rows that hold many sequences, without padding and without a mask over the whole row.
+
+Owns an attention function registered with transformers and the plan it follows. A packed row is described by its
+segments: stretches of queries that see, causally, their own keys behind a shared prefix that stands elsewhere in the
+row (the prompt of both responses). Segments of like size are gathered into one padded call of torch's fused kernel;
+everything else of the model sees the row's real tokens only. Windows and chunks count positions within a branch: they
+are read from the rule that transformers gives for the layer, so no kind of mask is known by name here. Soft-caps and
+attention sinks take a plain softmax. Equal to a padded batch up to rounding.
+
+The plan travels in the keyword arguments of the forward and the rule in the mask's place, so a recomputing backward
+finds both; there is no state outside a call. Calls without a plan get what the model had before.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from attnpo.schema import UserError
+
+PLAN = "segment_plan"  # the keyword argument that carries the plan
+
+# transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.
+NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
+"""By what the model used before: what calls without a plan are given is that kernel, or a plain softmax."""
+
+WASTE = 1.3  # a call of the kernel may be padded to this many times the entries it needs,
+SMALL = 1 << 13  # or by this many entries: less than what a further call costs
+FAR = 1 << 40  # the position of padding keys: behind every query
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Segments of like size as one padded call of n sequences.
+
+    ``queries``, ``keys``: places in the row; padding repeats a place of the segment. ``query_at``, ``key_at``: their
+    positions in the branch; padding keys stand behind every query. ``prefixed``: some segment has a prefix.
+    """
+
+    queries: Int[Tensor, "n q"]
+    keys: Int[Tensor, "n k"]
+    query_at: Int[Tensor, "n q"]
+    key_at: Int[Tensor, "n k"]
+    prefixed: bool
+
+    def to(self, device: torch.device) -> "Bucket":
+        """The same bucket on ``device``."""
+        queries, keys, query_at, key_at = (
+            part.to(device) for part in (self.queries, self.keys, self.query_at, self.key_at)
+        )
+        return Bucket(queries, keys, query_at, key_at, self.prefixed)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every token of a row in exactly one bucket; ``back``: where each token's output stands among all outputs."""
+
+    buckets: tuple[Bucket, ...]
+    back: Int[Tensor, "N"]
+
+    @classmethod
+    def of(cls, segments: Int[Tensor, "segments 4"], length: int) -> "Plan":
+        """The plan of a row of ``length`` tokens; segments as in ``ModelInputs``.
+
+        Raises ``ValueError`` when they do not cover the row once.
+        """
+        device = segments.device
+        back = torch.full((length,), -1, dtype=torch.long)
+        buckets, offset, covered = [], 0, 0
+        for members in _grouped([_Segment(*row) for row in segments.tolist() if row[1]]):
+            bucket, real = _bucket(members)
+            place = torch.arange(offset, offset + real.numel()).view_as(real)
+            back[bucket.queries[real]] = place[real]
+            offset, covered = offset + real.numel(), covered + int(real.sum())
+            buckets.append(bucket)
+        if covered != length or bool((back < 0).any()):
+            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} once")
+        return cls(tuple(bucket.to(device) for bucket in buckets), back.to(device))
+
+
+@dataclass(frozen=True)
+class _Segment:
+    start: int
+    count: int
+    prefix: int
+    shared: int
+
+    @property
+    def seen(self) -> int:
+        return self.shared + self.count
+
+    @property
+    def entries(self) -> int:
+        return self.count * self.seen
+
+
+def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
+    """Segments in groups of like size, those with and without a prefix apart."""
+    groups: list[list[_Segment]] = []
+    for prefixed in (False, True):
+        group: list[_Segment] = []
+        for segment in sorted((s for s in segments if (s.shared > 0) == prefixed), key=lambda s: (-s.seen, -s.count)):
+            together = [*group, segment]
+            whole = len(together) * max(s.count for s in together) * together[0].seen
+            needed = sum(s.entries for s in together)
+            if group and whole > WASTE * needed and whole - needed > SMALL:
+                groups.append(group)
+                together = [segment]
+            group = together
+        if group:
+            groups.append(group)
+    return groups
+
+
+def _bucket(members: Sequence[_Segment]) -> tuple[Bucket, Bool[Tensor, "n q"]]:
+    """The members as one bucket, and which of its queries are no padding."""
+    table = torch.tensor([[m.start, m.count, m.prefix, m.shared] for m in members])
+    start, count, prefix, shared = table.t()[:, :, None]
+    step = torch.arange(max(m.count for m in members))[None]
+    inner = torch.minimum(step, count - 1)
+    real, queries, query_at = step < count, start + inner, shared + inner
+    place = torch.arange(max(m.seen for m in members))[None]
+    own = torch.minimum(place - shared, count - 1)
+    keys = torch.where(place < shared, prefix + place, start + own)
+    key_at = torch.where(place < shared + count, place, FAR)
+    return Bucket(queries, keys, query_at, key_at, any(m.shared for m in members)), real
+
+
+class Rule:
+    """A layer's mask as transformers describes it, made into a tensor only where one is needed.
+
+    Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
+    """
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self.described = described
+        self._whole: dict[bool, Tensor | None] = {}
+        self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def whole(self, skip: bool) -> Tensor | None:
+        """The mask of the whole batch; None for a causal one if ``skip`` allows."""
+        if skip not in self._whole:
+            allowed = self.described.get("allow_is_causal_skip", True) and skip
+            self._whole[skip] = sdpa_mask(**{**self.described, "allow_is_causal_skip": allowed})
+        return self._whole[skip]
+
+    def causal(self, longest: int) -> bool:
+        """Whether sequences of ``longest`` tokens meet nothing but the causal order."""
+        local = self.described.get("local_size")
+        return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
+
+    def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
+        """What is added to a bucket's scores, [n 1 q k]: 0 or -inf; None if ``skip`` allows and causal order says all.
+
+        In ``dtype``, that of the queries: of a mask of truth values every layer would make and keep its own copy.
+        The rule is asked with positions in place of places, which is what a row of its own would have given. Raises
+        ``UserError`` for a rule that cannot be asked so.
+        """
+        if self.described.get("use_vmap", False):
+            raise UserError("its mask is no plain function of positions")
+        bucket = plan.buckets[index]
+        if skip and not bucket.prefixed and self.causal(bucket.keys.shape[1]):
+            return None
+        if (index, dtype) not in self._masks:
+            query, key = bucket.query_at[:, None, :, None], bucket.key_at[:, None, None, :]
+            if self.causal(bucket.keys.shape[1]):
+                allowed = key <= query
+            else:
+                first = torch.zeros(1, 1, 1, 1, dtype=torch.long, device=query.device)
+                allowed = self.described["mask_function"](first, first, query, key) & (key < FAR)
+            none = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
+            made = none.masked_fill_(~allowed, float("-inf"))
+            self._masks[index, dtype] = made.expand(-1, 1, query.shape[2], key.shape[3])
+        return self._masks[index, dtype]
+
+
+def attend_in_segments(model: PreTrainedModel) -> None:
+    """Nothing; from now on the model's attention follows a plan where a forward brings one.
+
+    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The library's
+    function is set, once, until ``attend_as_before``: a backward that recomputes activations runs when no context of
+    ours is left. Raises ``UserError`` for a model whose attention cannot be replaced.
+    """
+    backbone = _backbone(model)
+    before = backbone.config._attn_implementation
+    if before in NAMES.values():
+        return
+    if before not in NAMES:
+        raise UserError(f"its attention implementation is {before!r}, expected {' or '.join(NAMES)}")
+    if not backbone._can_set_attn_implementation():
+        raise UserError("its attention does not go through transformers' AttentionInterface")
+    backbone.set_attn_implementation(NAMES[before])
+
+
+def attend_as_before(model: PreTrainedModel) -> None:
+    """Nothing; takes ``attend_in_segments`` back."""
+    backbone = _backbone(model)
+    for before, name in NAMES.items():
+        if backbone.config._attn_implementation == name:
+            backbone.set_attn_implementation(before)
+
+
+def _backbone(model: PreTrainedModel) -> PreTrainedModel:
+    found: object = model.get_decoder()  # type: ignore[no-untyped-call]
+    return found if isinstance(found, PreTrainedModel) else model
+
+
+def _rule(**described: Any) -> Rule:
+    """Stands in for transformers' mask function: the rule instead of a tensor."""
+    return Rule(described)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rule | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    segment_plan: Plan | None = None,
+    fused: bool = True,
+    **more: Any,
+) -> tuple[Tensor, None]:
+    """Attention output [batch T H d], by the plan if the call has one."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    fused = (fused or segment_plan is not None) and softcap is None and s_aux is None
+    core = _Core(scale, dropout, softcap, s_aux, fused)
+    if segment_plan is None:
+        mask = attention_mask.whole(fused) if isinstance(attention_mask, Rule) else attention_mask
+        if not fused and position_bias is None:
+            return core(query, key, value, mask).transpose(1, 2).contiguous(), None
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scale, position_bias=position_bias, softcap=softcap, **more
+        )
+        return output, None
+    if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
+        raise UserError("it builds its own mask, adds position biases or runs with a key cache")
+    # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    sizes = [part.shape[1:] for part in rows]
+    flat = [part.flatten(1) for part in rows]
+    outputs = []
+    for index, bucket in enumerate(segment_plan.buckets):
+        places = (bucket.queries, bucket.keys, bucket.keys)
+        queries, keys, values = (
+            part.index_select(0, place.flatten()).view(*place.shape, *size).transpose(1, 2)
+            for part, place, size in zip(flat, places, sizes, strict=True)
+        )
+        output = core(queries, keys, values, attention_mask.mask(segment_plan, index, queries.dtype, skip=core.fused))
+        outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    return joined.index_select(0, segment_plan.back).view(1, -1, query.shape[1], value.shape[-1]), None
+
+
+@dataclass(frozen=True)
+class _Core:
+    """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
+
+    scale: float
+    dropout: float
+    softcap: float | None
+    sinks: Tensor | None
+    fused: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.fused:
+            grouped = key.shape[1] != query.shape[1]
+            if grouped and mask is not None and query.device.type != "cpu":
+                # Grouped heads with a mask have no fused kernel on a GPU.
+                times = query.shape[1] // key.shape[1]
+                key, value, grouped = repeat_kv(key, times), repeat_kv(value, times), False
+            return functional.scaled_dot_product_attention(
+                query, key, value, mask, self.dropout, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
+            )
+        return self._plain(query, key, value, mask)
+
+    def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        count, heads, width = query.shape[0], query.shape[1], query.shape[2]
+        groups, seen = key.shape[1], key.shape[2]
+        grouped = query.reshape(count, groups, heads // groups * width, query.shape[3])
+        scores = (grouped @ key.transpose(2, 3)).view(count, heads, width, seen) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        if mask is not None:
+            # The least number instead of -inf: rows of left padding see nothing, and must not become NaN.
+            least = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
+        if self.sinks is None:
+            weights = torch.softmax(scores, -1)
+        else:
+            sinks = self.sinks.to(scores.dtype)[None, :, None, None].expand(count, heads, width, 1)
+            weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+        weights = functional.dropout(weights.to(value.dtype), self.dropout)
+        return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
+
+
+_register: Callable[[str, Any], None] = AttentionInterface.register
+_register(NAMES["sdpa"], _attend)
+_register(NAMES["eager"], partial(_attend, fused=False))
+for _name in NAMES.values():
+    AttentionMaskInterface.register(_name, _rule)

@@ -1,0 +1,94 @@
+"""Kahneman-Tversky Optimization (Ethayarajh et al. 2024, section 4) of pairs: a desirable and an undesirable example.
+
+The reference point z is one number per optimiser step, the mean over all its micro-batches and ranks.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.objectives.base import LengthFrom, Reduction, log_ratios, reduce, split_pairs, sum_factors
+from attnpo.objectives.terms import check_beta, check_positive, idle_length
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+
+
+@dataclass(frozen=True)
+class KTO:
+    """``lam_D sigmoid(-b (S_w(d) - z))`` for chosen responses, ``lam_U sigmoid(-b (z - S_w(d)))`` for rejected ones.
+
+    ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with responses to another one), without
+    gradient; the clamp comes after the mean. The loss of a pair is the mean of its two examples, so the mean over pairs
+    is the mean over all examples. S_w sums with the token weights as TwDPO does (``length_scale``, ``length_from``);
+    z reads no weights. Uniform weights give the KTO of TRL 1.16, with z over the whole step instead of a micro-batch.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    length_scale: bool = True
+    length_from: LengthFrom = LengthFrom.SOURCE
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        check_positive(desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight)
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        return idle_length(self.length_scale)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The reference's log-probabilities, token weights, mismatched rows of a step of several pairs."""
+        return frozenset({"reference", "token_weights", "ahead:mismatched", "several_pairs"})
+
+    def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
+        """The sum of S(d) over mismatched rows and their number, from which z is made.
+
+        Raises:
+            ValueError: no reference statistics were given.
+        """
+        if reference is None:
+            raise ValueError("this objective compares with a reference, and none was computed for its mismatched rows")
+        difference = policy.logps.detach() - reference.logps.to(policy.logps.dtype)
+        ratios = reduce(difference, None, rows.response_mask, Reduction.SUM)
+        return {"kl_sum": ratios.double().sum(), "kl_rows": ratios.new_tensor(len(ratios)).double()}
+
+    def mismatched_mean(self, state: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
+        """The mean of S(d) over the mismatched rows of the step, not clamped.
+
+        Raises:
+            ValueError: no mismatched rows were looked at before this step.
+        """
+        if "kl_sum" not in state or "kl_rows" not in state:
+            raise ValueError("KTO needs the sums over the step's mismatched rows, and the batch's state has none")
+        return state["kl_sum"] / state["kl_rows"]
+
+    def example_losses(
+        self, rewards: Float[Tensor, "rows"], z: Float[Tensor, ""]
+    ) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+        """The losses of the desirable and of the undesirable examples from ``b S_w(d)``, all chosen rows first."""
+        desirable, undesirable = split_pairs(rewards - self.beta * z)
+        # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
+        return (
+            self.desirable_weight * F.logsigmoid(-desirable).exp(),
+            self.undesirable_weight * F.logsigmoid(undesirable).exp(),
+        )
+
+    def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
+        """Losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
+        rows = batch.main
+        ratios = log_ratios(policy, reference, batch)
+        factors = sum_factors(rows, self.length_scale, self.length_from)
+        rewards = self.beta * reduce(ratios, factors, rows.response_mask, Reduction.SUM)
+        z = self.mismatched_mean(batch.state).to(rewards.dtype).clamp(min=0).detach()
+        desirable, undesirable = self.example_losses(rewards, z)
+        chosen, rejected = split_pairs(rewards.detach())
+        return ObjectiveOutput(
+            losses=0.5 * (desirable + undesirable),
+            chosen_rewards=chosen,
+            rejected_rewards=rejected,
+            extras={"kl": z.expand(batch.pairs)},
+        )

@@ -1,0 +1,136 @@
+"""TI-DPO: token-importance guided DPO, a weighted TDPO2 step plus a triplet term with a sampled anchor response."""
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs, sum_factors
+from attnpo.objectives.tdpo import sequence_kl, tdpo2_margin
+from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats
+
+ANCHOR = Sampling(max_new_tokens=32, temperature=0.8, top_p=0.95, top_k=50)
+
+
+class Triplet(NamedTuple):
+    """A triplet term per pair, and whether the pair's anchor shares a position with both responses."""
+
+    losses: Float[Tensor, "pairs"]
+    measured: Bool[Tensor, "pairs"]
+
+
+def squared_distance(
+    first: Float[Tensor, "pairs A"],
+    first_mask: Bool[Tensor, "pairs A"],
+    second: Float[Tensor, "pairs R"],
+    second_mask: Bool[Tensor, "pairs R"],
+) -> tuple[Float[Tensor, "pairs"], Bool[Tensor, "pairs"]]:
+    """``sum_t (x_t - y_t)^2`` over the response indices t that both have, and whether they have any."""
+    width = min(first.shape[1], second.shape[1])
+    both = first_mask[:, :width] & second_mask[:, :width]
+    gap = torch.where(both, first[:, :width] - second[:, :width], torch.zeros_like(first[:, :width]))
+    return gap.square().sum(-1), both.any(-1)
+
+
+def triplet_term(
+    ratios: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    anchor: Float[Tensor, "pairs A"],
+    anchor_mask: Bool[Tensor, "pairs A"],
+    margin: float,
+) -> Triplet:
+    """``relu(|d_a - d_w|^2 - |d_a - d_l|^2 + margin)`` of per-token log-ratios d; 0 where either distance has no token.
+
+    Such a pair (no anchor token, or a response without tokens) says nothing about distances; the code's margin alone
+    would be a constant, and one distance against nothing would not be.
+    """
+    half = len(anchor)
+    chosen, near = squared_distance(anchor, anchor_mask, ratios[:half], mask[:half])
+    rejected, far = squared_distance(anchor, anchor_mask, ratios[half:], mask[half:])
+    losses = torch.relu(chosen - rejected + margin)
+    return Triplet(torch.where(near & far, losses, torch.zeros_like(losses)), near & far)
+
+
+@dataclass(frozen=True)
+class TIDPO:
+    """``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg K_w)]) + gamma_triplet * triplet``, ``M = S(w d)``.
+
+    ``w``: token weights as factors (TI-DPO's own: weights=gradient). ``K``: KL of reference to policy summed over the
+    response's positions, unweighted; sg stops the gradient on the chosen side alone (TDPO2). ``kl: false`` leaves K
+    out, the weighted DPO form of the paper's equations. The triplet compares per-token log-ratios with those of an
+    ``anchor`` response sampled from the policy; gradients reach it too. Sources: latent-lm/TIDPO, ``trainers.py``;
+    Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    """
+
+    beta: float = 0.01
+    alpha: float = 0.5
+    gamma_triplet: float = 0.1
+    triplet_margin: float = 0.001
+    kl: bool = True
+    anchor: Sampling = field(default=ANCHOR)
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        check_not_negative(alpha=self.alpha, gamma_triplet=self.gamma_triplet, triplet_margin=self.triplet_margin)
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        found = {} if self.kl else {"alpha": "objective.kl=false"}
+        if not self.gamma_triplet:
+            found |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet is 0")
+        return found
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """Reference and factors; the KL at each token with ``kl``, an anchor per pair with a triplet term."""
+        kl = {"joint:kl_ref_policy"} if self.kl else set()
+        anchor = {"group:anchor"} if self.gamma_triplet else set()
+        return frozenset({"reference", "token_weights", "factors"} | kl | anchor)
+
+    def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
+        """Losses, rewards ``beta (M + K)``, as extras ``beta S(d)`` and K of each side, and the triplet's.
+
+        ``triplet`` is a pair's term before gamma_triplet, ``triplet_unmeasured`` 1 for a pair that has none.
+        """
+        rows = batch.main
+        ratios = log_ratios(policy, reference, batch)
+        weighted = reduce(ratios, sum_factors(rows), rows.response_mask, Reduction.SUM)
+        plain = self.beta * reduce(ratios.detach(), None, rows.response_mask, Reduction.SUM)
+        extras = by_side("unweighted", plain)
+        if self.kl:
+            kl = sequence_kl(policy, batch)
+            margin = tdpo2_margin(weighted, kl, self.alpha)
+            rewards = (weighted + kl).detach()
+            extras |= by_side("seq_kl", kl.detach())
+        else:
+            chosen, rejected = split_pairs(weighted)
+            margin, rewards = chosen - rejected, weighted.detach()
+        losses = sigmoid_loss(self.beta * margin)
+        if self.gamma_triplet:
+            triplet = self._triplet(ratios, policy, reference, batch)
+            losses = losses + self.gamma_triplet * triplet.losses
+            extras |= {"triplet": triplet.losses.detach(), "triplet_unmeasured": (~triplet.measured).to(losses.dtype)}
+        chosen_rewards, rejected_rewards = split_pairs(self.beta * rewards)
+        return ObjectiveOutput(losses, chosen_rewards, rejected_rewards, extras)
+
+    def _triplet(
+        self,
+        ratios: Float[Tensor, "rows R"],
+        policy: TokenStats,
+        reference: TokenStats | None,
+        batch: PreferenceBatch,
+    ) -> Triplet:
+        """Each pair's own term. Their mean over the step's pairs is the batch mean that the code adds to every one."""
+        rows = batch.groups["anchor"]
+        other = None if reference is None else reference.groups["anchor"]
+        anchor = log_ratios(policy.groups["anchor"], other, replace(batch, groups={"main": rows}))
+        return triplet_term(ratios, batch.main.response_mask, anchor, rows.response_mask, self.triplet_margin)
+
+
+def by_side(name: str, rows: Float[Tensor, "rows"]) -> dict[str, Float[Tensor, "pairs"]]:
+    """The halves of a per-row tensor as NAME/chosen and NAME/rejected."""
+    chosen, rejected = split_pairs(rows)
+    return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}

@@ -1,0 +1,90 @@
+"""A study in the shape of the paper's main table: scores of every arm side by side, and the average of its ranks."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from attnpo.analysis.page import Paragraph, Section, TableBlock
+from attnpo.studies.frontier import AtKL, at_kl
+from attnpo.studies.intervals import average_ranks
+from attnpo.studies.levels import ENDS, NONE
+from attnpo.studies.runner import Outcome
+from attnpo.studies.spots import Spot, best_by_arm, by_arm, gather, has_truth
+from attnpo.studies.tables import Row, columns_of, lost_row, origins
+
+RANK = "average rank"
+DIGITS = {"KL": 2, "length": 1, RANK: 2}
+
+
+def ranking_table(outcome: Outcome) -> list[Section]:
+    """The table with average ranks, a block of rows per world; none unless the study asks for it and has a truth."""
+    if not outcome.study.ranking or not has_truth(gather(outcome.points)):
+        return []
+    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world)]
+    levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
+    at = f" and the rewards at KL {levels} (as in the table at equal KL; {ENDS} the path ends before)" if levels else ""
+    note = (
+        f"average rank, 1 the best: over reward, win rate{at}, among the rows that have all of them, the base and the "
+        "controls included; KL and length are shown and not ranked. All scores are of test prompts"
+    )
+    return [
+        Section("Methods and their average rank", [TableBlock(columns_of(rows), rows, digits=DIGITS), Paragraph(note)])
+    ]
+
+
+def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
+    """The base, then every arm in the study's order; one without results says so and is not ranked."""
+    best, every = best_by_arm(outcome, world), by_arm(outcome, world)
+    named: Row = {"world": world} if world else {}
+    said = origins(outcome)
+    levels = {name: _at_levels(outcome, spots) for name, spots in every.items() if name in best}
+    scores = {name: _scores(spot, levels[name]) for name, spot in best.items()}
+    base = next(iter(best.values()), None)
+    if base is not None:
+        reward = base.truth("test", "base_reward")
+        scores = {"base": [reward, 0.5, *(reward for _ in outcome.study.kl_levels)], **scores}
+        ranks = ranked(scores)
+        row: Row = {**named, "arm": "base", **({"values": ""} if said else {}), "reward": reward, "win rate": 0.5}
+        row |= {f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels}
+        yield {**row, "KL": 0.0, "length": base.truth("test", "base_length"), RANK: ranks.get("base", NONE)}
+    for arm in (arm for arm in outcome.arms if arm.world == world):
+        spot = best.get(arm.name)
+        origin: Row = {"values": said.get(arm.name, "")} if said else {}
+        if spot is None:
+            yield {**named, "arm": arm.name, **origin, RANK: str(lost_row(outcome, arm.name, world)["point"])}
+            continue
+        yield {
+            **named,
+            "arm": arm.name,
+            **origin,
+            "reward": spot.truth("test", "reward"),
+            "win rate": spot.truth("test", "win_rate"),
+            **{f"reward at KL {level:g}": _shown(found) for level, found in levels[arm.name].items()},
+            "KL": spot.truth("test", "kl"),
+            "length": spot.truth("test", "length"),
+            RANK: ranks.get(arm.name, NONE),
+        }
+
+
+def _at_levels(outcome: Outcome, spots: list[Spot]) -> dict[float, AtKL | None]:
+    return {level: at_kl(spots, level) for level in outcome.study.kl_levels}
+
+
+def _scores(spot: Spot, levels: Mapping[float, AtKL | None]) -> list[float]:
+    """What an arm is ranked by; NaN for what it has not."""
+    at = [math.nan if found is None else found.reward for found in levels.values()]
+    return [spot.truth("test", "reward"), spot.truth("test", "win_rate"), *at]
+
+
+def _shown(found: AtKL | None) -> str:
+    return NONE if found is None else f"{found.reward:.3f}{'' if found.reached else ENDS}"
+
+
+def ranked(scores: Mapping[str, list[float]]) -> dict[str, float]:
+    """The mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score."""
+    whole = {name: row for name, row in scores.items() if all(map(math.isfinite, row))}
+    if not whole:
+        return {}
+    means = average_ranks(np.array(list(whole.values()), dtype=np.float64))
+    return {name: float(mean) for name, mean in zip(whole, means, strict=True)}

@@ -1,0 +1,122 @@
+"""The row group "anchor": each pair's prompt with a response sampled from the policy as it stands (TI-DPO).
+
+What is sampled follows from the seed, the optimiser step, the pair and the policy alone. How pairs are cut into
+micro-batches and ranks, and a resumption in between, move the logits by rounding and change no random number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from attnpo.data.collate import bare_rows
+from attnpo.models.generate import Request, context_length, own_settings, processors
+from attnpo.models.importance import prompt_lengths
+from attnpo.models.layouts import padded
+from attnpo.models.parts import eval_mode, is_materialised
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import PreferenceBatch, RowGroup, Sampling, UserError, digest
+
+
+@runtime_checkable
+class AnchoredObjective(Protocol):
+    """An objective that reads the group "anchor" and says how it is sampled."""
+
+    @property
+    def anchor(self) -> Sampling:
+        """Decoding settings, the seed included."""
+        ...
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Makes the anchor rows of a batch: one per pair, in the order of the pairs, in the padded layout.
+
+    ``end_ids``: what ends a response; the end token is part of it, as it is of chosen and rejected ones. ``limit``: no
+    row gets longer than so many tokens (None: the model's positions alone); a prompt that leaves no room has an anchor
+    without tokens.
+    """
+
+    sampling: Sampling
+    end_ids: tuple[int, ...]
+    pad_id: int = 0
+    limit: int | None = None
+
+    def __call__(self, policy: ScoredLM, batch: PreferenceBatch, step: int) -> RowGroup:
+        """The rows, sampled in eval mode, without gradient, with the policy's adapters; modes are restored.
+
+        Raises:
+            UserError: sharded weights, or a main group in another layout than the padded one.
+        """
+        if not is_materialised(policy.model):
+            raise UserError(
+                "the triplet's anchors are sampled by each process for itself, and the policy's weights are sharded: "
+                "set trainer.strategy=auto, or objective.gamma_triplet=0"
+            )
+        prompts = prompts_of(batch)
+        requests = [
+            Request(prompt, _draw(step, pair_id)) for prompt, pair_id in zip(prompts, batch.pair_ids, strict=True)
+        ]
+        responses: list[list[int]] = [[] for _ in requests]
+        for room, chosen in self._by_room(policy, prompts).items():
+            made = self._sample(policy, [requests[index] for index in chosen], room)
+            for index, response in zip(chosen, made, strict=True):
+                responses[index] = response
+        rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded, self.pad_id), factors=True)
+        return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
+
+    def _by_room(self, policy: ScoredLM, prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Indices of the prompts by the new tokens that each may get; those without room are left out.
+
+        Rows of one batch all run as far as the longest, so what has less room is sampled apart.
+        """
+        limits = [limit for limit in (self.limit, context_length(policy.model.config)) if limit is not None]
+        found: dict[int, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            room = min([self.sampling.max_new_tokens, *(limit - len(prompt) for limit in limits)])
+            if room > 0:
+                found.setdefault(room, []).append(index)
+        return found
+
+    def _sample(self, policy: ScoredLM, requests: Sequence[Request], room: int) -> list[list[int]]:
+        """The new tokens of each request, the end token included."""
+        width = max(len(request.ids) for request in requests)
+        missing = [width - len(request.ids) for request in requests]
+        ids = [[*[self.pad_id] * gap, *request.ids] for gap, request in zip(missing, requests, strict=True)]
+        mask = [[0] * gap + [1] * (width - gap) for gap in missing]
+        model, device = policy.model, policy.model.device
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            do_sample=False,  # the draw is ours, as in models.generate
+            num_beams=1,
+            max_new_tokens=room,
+            eos_token_id=sorted(self.end_ids) or None,
+            pad_token_id=self.pad_id,
+        )
+        with torch.no_grad(), eval_mode(policy), own_settings(model, config):
+            output: Tensor = model.generate(  # type: ignore[operator]
+                input_ids=torch.tensor(ids, dtype=torch.long, device=device),
+                attention_mask=torch.tensor(mask, dtype=torch.long, device=device),
+                generation_config=config,
+                logits_processor=processors(requests, self.sampling, width, device),
+            )
+        return [self._until_end(row) for row in output[:, width:].tolist()]
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        end = next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))
+        return ids[: end + 1]
+
+
+def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
+    """The prompt ids of each pair, read off its chosen row; UserError for another layout than the padded one."""
+    lengths = prompt_lengths(batch.main).tolist()
+    assert batch.main.inputs is not None
+    ids = batch.main.inputs.input_ids[: batch.pairs].tolist()
+    return [row[:length] for row, length in zip(ids, lengths[: batch.pairs], strict=True)]
+
+
+def _draw(step: int, pair_id: str) -> int:
+    """What tells the draws of steps and pairs apart, beside the seed and the prompt."""
+    return int(digest([step, pair_id])[:15], 16)

@@ -1,0 +1,131 @@
+"""TI-DPO's importance: gradients at the policy's input embeddings, mixed with a bell over positions, mean 1."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
+from attnpo.weights.base import Tools
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess
+
+
+class Scope(Enum):
+    """Which tokens a response's weights are normalised over: prompt and response, or the response alone."""
+
+    SEQUENCE = "sequence"
+    RESPONSE = "response"
+
+
+def position_prior(
+    counts: Int[Tensor, "rows"], first: Int[Tensor, "rows"], width: int, divisor: float, dtype: torch.dtype
+) -> Float[Tensor, "rows R"]:
+    """A Gaussian over the tokens 0..n-1 of each row, which sums to 1 over them: its values at ``first`` and on.
+
+    Mean (n-1)/2, standard deviation max(1, n / divisor). Values beyond n-1 say nothing; 0 where n is 0.
+    """
+    longest = int(max(int(counts.max()), int(first.max()) + width)) if counts.numel() else width
+    places = torch.arange(longest, device=counts.device, dtype=dtype)
+    length = counts.to(dtype)[:, None]
+    bell = torch.exp(-0.5 * ((places - (length - 1) / 2) / (length / divisor).clamp(min=1.0)) ** 2)
+    bell = torch.where(places < length, bell, torch.zeros_like(bell))
+    bell = bell / bell.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
+    return bell.gather(1, first[:, None] + torch.arange(width, device=counts.device))
+
+
+def importance_weights(
+    scores: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    before: Float[Tensor, "rows"],
+    tokens_before: Int[Tensor, "rows"],
+    lam: float,
+    divisor: float,
+) -> Float[Tensor, "rows R"]:
+    """``n (lam s_t / sum s + (1 - lam) prior_t)`` on the response's tokens: mean 1 over all n tokens that count.
+
+    ``before`` and ``tokens_before``: sum and number of the scores that stand before the response and count too. A row
+    without a positive score has the prior alone, one of a single token weights of 0 (latent-lm/TIDPO).
+    """
+    zero = torch.zeros((), dtype=scores.dtype, device=scores.device)
+    scores = torch.where(mask, scores, zero)
+    counts = tokens_before + mask.sum(-1)
+    total = (scores.sum(-1) + before)[:, None]
+    prior = position_prior(counts, tokens_before, mask.shape[1], divisor, scores.dtype)
+    mixed = lam * scores / torch.where(total == 0, torch.ones_like(total), total) + (1 - lam) * prior
+    weights = torch.where(total == 0, prior, mixed) * counts.to(scores.dtype)[:, None]
+    return torch.where(mask & (counts > 1)[:, None], weights, zero)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Factors from the current policy at every step, of each response by itself: TI-DPO's token importance.
+
+    ``lam``: the share of the gradients, the rest is the prior's (0.7 in the TI-DPO paper, 0.2 in its code).
+    ``prior_sigma_div``: the prior's standard deviation is n over it (8 in the code, 4 in the paper). ``scope``: the
+    code's TDPO step counts prompt and response, its DPO step the response alone; the prompt's own weights are left out.
+    """
+
+    lam: float = 0.7
+    prior_sigma_div: float = 8.0
+    scope: Scope = Scope.SEQUENCE
+
+    kind: ClassVar[Kind] = Kind.FACTOR
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[Postprocess | None] = None
+    neutral: ClassVar[bool] = False
+    statistics: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= 1:
+            raise UserError(f"weights.lam must be in [0, 1], got {self.lam}")
+        if not 0 < self.prior_sigma_div < float("inf"):
+            raise UserError(f"weights.prior_sigma_div must be above 0 and finite, got {self.prior_sigma_div}")
+
+    def resolve(self, num_layers: int) -> "Gradient":
+        """Itself: there is no layer."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """No layer."""
+        return ()
+
+    def wanted(self) -> tuple[int, ...]:
+        """No layer."""
+        return ()
+
+    def capture_fingerprint(self) -> dict[str, Any]:
+        """The name of the source; nothing is stored under it."""
+        return {"source": "gradient"}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Never: UserError, because weights follow the policy and there is nothing to store."""
+        raise UserError("weights=gradient are computed in each training step; run attnpo.fit directly")
+
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """``captured`` as it is."""
+        return captured
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+        """1/m for each of the m training tokens, float32: what stands in the data until a step weighs its batch."""
+        count = len(encoded.response_ids)
+        return torch.full((count,), 1.0 / max(1, count))
+
+    def weights(
+        self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
+    ) -> Float[Tensor, "rows R"]:
+        """The batch's factors, from the policy's gradients at its input embeddings."""
+        found = policy.input_gradient
+        if found is None:
+            raise ValueError("weights=gradient reads the statistic input_gradient, and it was not computed")
+        before, tokens_before = found.prompt, found.prompt_tokens
+        if self.scope is Scope.RESPONSE:
+            before, tokens_before = torch.zeros_like(before), torch.zeros_like(tokens_before)
+        mask = batch.main.response_mask
+        return importance_weights(found.response, mask, before, tokens_before, self.lam, self.prior_sigma_div)

@@ -1,0 +1,226 @@
+"""Every layout against padded rows and against an explicit mask: log-probabilities and gradients in float64."""
+
+from collections.abc import Callable
+from importlib import import_module
+from threading import Thread
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
+from attnpo.models.scored import ScoredLM
+from attnpo.models.segments import FAR, Plan, Rule, attend_as_before, attend_in_segments
+from attnpo.schema import UserError
+
+Build = Callable[..., PreTrainedModel]
+KERNEL = {"llama": "sdpa", "mistral": "sdpa", "qwen3": "sdpa", "gemma2": "eager"}
+NORMS = {"llama": "LlamaRMSNorm", "mistral": "MistralRMSNorm", "qwen3": "Qwen3RMSNorm", "gemma2": "Gemma2RMSNorm"}
+
+
+def _norm(self: nn.Module, hidden: Tensor) -> Tensor:
+    scale = 1.0 + self.weight if hasattr(self, "eps") else self.weight
+    epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
+    return scale * (hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + epsilon))
+
+
+@pytest.fixture
+def exact(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], PreTrainedModel]:
+    """Float64 models whose norm and plain softmax stay in float64 (the library's own drop to float32 even there)."""
+    softmax = functional.softmax
+    monkeypatch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+    for family, name in NORMS.items():
+        module = import_module(f"transformers.models.{family}.modeling_{family}")
+        monkeypatch.setattr(getattr(module, name), "forward", _norm)
+    return lambda family: tiny(family, KERNEL[family]).double()
+
+
+def rows(seed: int = 0) -> Sequences:
+    """Three pairs of 2P rows, ragged, longer than any tiny model's window; the last has no rejected token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(3, 97, (count,), generator=generator).tolist()
+
+    prompts = [draw(9), draw(3), draw(12)]
+    return [
+        *zip(prompts, [draw(14), draw(5), draw(1)], strict=True),
+        *zip(prompts, [draw(4), draw(17), []], strict=True),
+    ]
+
+
+def loss_and_gradients(model: PreTrainedModel, logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A DPO-like loss of the pairs' sums, with a weight per token."""
+    weights = torch.linspace(0.2, 1.7, logps.shape[1], dtype=logps.dtype)
+    sums = (logps * weights).sum(1)
+    pairs = len(sums) // 2
+    loss = -functional.logsigmoid(0.05 * (sums[:pairs] - sums[pairs:])).sum()
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def naive(model: PreTrainedModel) -> Tensor:
+    """Log-probabilities of ``rows`` by log-softmax of all logits of the padded and masked batch."""
+    inputs, ids, mask = padded(rows(), 0)
+    logits = model(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask).logits
+    every = torch.log_softmax(logits, -1).flatten(0, 1)[inputs.predict_index]
+    return every.gather(2, ids[..., None])[..., 0] * mask
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+@pytest.mark.parametrize("family", NORMS)
+def test_layouts_equal_the_naive_step(
+    exact: Callable[[str], PreTrainedModel], family: str, layout: str, checkpointing: bool
+) -> None:
+    model = exact(family)
+    logps = naive(model)
+    loss, gradients = loss_and_gradients(model, logps)
+    assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2, "the comparison must see real gradients"
+    if checkpointing:
+        model.activation_checkpointing_enable()
+        model.train()
+    found = ScoredLM(model)(*LAYOUTS[layout](rows(), 0)).logps
+    found_loss, found_gradients = loss_and_gradients(model, found)
+    assert float((found - logps).detach().abs().max()) < 1e-10
+    assert abs(float(found_loss - loss)) < 1e-12
+    assert found_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert float((found_gradients[name] - gradient).abs().max()) < 1e-10, name
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_single_precision_is_within_rounding(tiny: Build, family: str, layout: str) -> None:
+    model = tiny(family, KERNEL.get(family, "eager" if family == "gpt_oss" else "sdpa"))
+    # Of usual size: the fixture's peaked attention makes rounding itself larger than the bound.
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data.div_(6.0)
+    _, expected = loss_and_gradients(model, ScoredLM(model)(*padded(rows(), 0)).logps)
+    _, found = loss_and_gradients(model, ScoredLM(model)(*LAYOUTS[layout](rows(), 0)).logps)
+    norm = torch.nn.utils.get_total_norm(list(expected.values()))
+    gap = torch.nn.utils.get_total_norm([found[name] - gradient for name, gradient in expected.items()])
+    assert float(gap / norm) < 5e-6
+
+
+def allowed_by_hand(segments: Tensor, length: int) -> Tensor:
+    """The mask [1 1 N N] of a row of segments, entry by entry."""
+    allowed = torch.zeros(length, length, dtype=torch.bool)
+    for start, count, prefix, shared in segments.tolist():
+        for query in range(start, start + count):
+            allowed[query, prefix : prefix + shared] = True
+            allowed[query, start : query + 1] = True
+    return allowed[None, None]
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_equals_an_explicit_mask_over_the_row(exact: Callable[[str], PreTrainedModel], layout: str) -> None:
+    model = exact("llama")
+    inputs, ids, mask = LAYOUTS[layout](rows(), 0)
+    assert inputs.segments is not None
+    logits = model(
+        input_ids=inputs.input_ids,
+        position_ids=inputs.position_ids,
+        attention_mask=allowed_by_hand(inputs.segments, inputs.input_ids.shape[1]),
+    ).logits
+    every = torch.log_softmax(logits[0], -1)[inputs.predict_index]
+    expected = every.gather(2, ids[..., None])[..., 0] * mask
+    gap = ScoredLM(model)(inputs, ids, mask).logps - expected
+    assert float(gap.detach().abs().max()) < 1e-11
+
+
+def test_every_token_is_in_one_bucket_and_sees_its_branch() -> None:
+    inputs = shared_prefix(rows(), 0).inputs
+    length = inputs.input_ids.shape[1]
+    assert inputs.segments is not None
+    plan = Plan.of(inputs.segments, length)
+    places = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
+    assert torch.equal(places[plan.back], torch.arange(length))
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for bucket in plan.buckets:
+        for queries, keys, query_at, key_at in zip(
+            bucket.queries, bucket.keys, bucket.query_at, bucket.key_at, strict=True
+        ):
+            for query, at in zip(queries.tolist(), query_at.tolist(), strict=True):
+                seen[query, keys[key_at <= at]] = True
+            assert torch.equal(inputs.position_ids[0, keys][key_at < FAR], key_at[key_at < FAR])
+    assert torch.equal(seen[None, None], allowed_by_hand(inputs.segments, length))
+
+
+def test_segments_that_do_not_cover_the_row_are_refused() -> None:
+    for segments in ([[0, 3, 0, 0]], [[0, 3, 0, 0], [2, 3, 0, 0]], [[0, 3, 0, 0], [4, 1, 0, 0]]):
+        with pytest.raises(ValueError, match="do not cover the row's 5 once"):
+            Plan.of(torch.tensor(segments), 5)
+
+
+def test_a_window_reaches_into_the_prompt_by_positions() -> None:
+    window = 3
+    rule = Rule(
+        {
+            "mask_function": lambda b, h, q, k: (k <= q) & (k > q - window),
+            "local_size": window,
+            "allow_is_causal_skip": True,
+        }
+    )
+    # A prompt of 4, two chosen tokens, two rejected ones: the rejected see back to the prompt, past the chosen.
+    plan = Plan.of(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
+    assert [bucket.prefixed for bucket in plan.buckets] == [False, True]
+    mask = rule.mask(plan, 1, torch.float64, skip=True)
+    assert mask is not None
+    assert plan.buckets[1].keys.tolist() == [[0, 1, 2, 3, 6, 7]]
+    assert mask.dtype == torch.float64 and rule.mask(plan, 1, torch.float64, skip=True) is mask
+    assert (mask == 0)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
+    causal = Rule({"mask_function": lambda b, h, q, k: k <= q, "local_size": None})
+    assert causal.mask(plan, 0, torch.float64, skip=True) is None, "a causal sequence needs no mask"
+
+
+def test_other_forwards_are_as_before(tiny: Build, family: str) -> None:
+    model = tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa")
+    before = model.config._attn_implementation
+    inputs = padded(rows(), 0).inputs
+    left = {"input_ids": inputs.input_ids.flip(1), "attention_mask": inputs.attention_mask.flip(1)}
+    prompt = {"input_ids": inputs.input_ids[:1, :9], "max_new_tokens": 12, "do_sample": False}
+    with torch.no_grad():
+        right_before, left_before = model(input_ids=inputs.input_ids).logits, model(**left).logits
+        written_before = model.generate(**prompt)
+        attend_in_segments(model)
+        attend_in_segments(model)
+        assert model.config._attn_implementation != before
+        assert "attnpo" not in str(model.config.to_dict()), "no name of ours may reach a saved folder"
+        seen = left["attention_mask"].bool()
+        assert torch.allclose(model(input_ids=inputs.input_ids).logits, right_before, atol=1e-5)
+        assert torch.allclose(model(**left).logits[seen], left_before[seen], atol=1e-5)
+        assert model(**left).logits.isfinite().all()
+        assert torch.equal(model.generate(**prompt), written_before)
+    attend_as_before(model)
+    assert model.config._attn_implementation == before
+
+
+def test_another_attention_is_not_replaced(tiny: Build) -> None:
+    model = tiny("llama")
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(UserError, match="attention implementation is 'flex_attention', expected sdpa or eager"):
+        attend_in_segments(model)
+
+
+def test_threads_do_not_meet(tiny: Build) -> None:
+    scored = ScoredLM(tiny("mistral"))
+    laid = [layout(rows(seed), 0) for seed, layout in enumerate((packed, shared_prefix, padded))]
+    with torch.no_grad():
+        expected = [scored(*one).logps for one in laid]
+    found: dict[int, list[Tensor]] = {}
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            found[index] = [scored(*laid[index]).logps for _ in range(5)]
+
+    threads = [Thread(target=work, args=(index,)) for index in range(len(laid))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, one in enumerate(expected):
+        assert all(torch.allclose(again, one, atol=1e-5) for again in found[index])
