@@ -157,10 +157,16 @@ def test_losses_agree_with_finite_differences(objective: PreferenceObjective, ca
 
 
 def test_uniform_weights_are_no_weights(objective: PreferenceObjective, case: Case) -> None:
-    if "factors" in objective.requires:
-        pytest.skip("reads factors alone, of which ones are the plain objective by definition")
     uniform = make_rows(COUNTS[0] + COUNTS[1])
     ones = {"reward": case.mask.double()}
+    if (
+        "factors" in objective.requires
+    ):  # takes no distribution; its rewards with factors of 1 are those without weights
+        out = call(objective, case.with_rows(token_weights=ones))
+        drift = vars(objective)["beta"] * out.extras.get("seq_kl/chosen", torch.zeros_like(out.chosen_rewards))
+        close(out.chosen_rewards - drift, out.extras["unweighted/chosen"])
+        assert (call(objective, case).chosen_rewards - drift != out.extras["unweighted/chosen"]).all()
+        return
     scaled = case.with_rows(token_weights=uniform.token_weights, source_lengths=uniform.source_lengths)
     plain = case.with_rows(token_weights=ones, source_lengths=uniform.source_lengths, factors=True)
     if getattr(objective, "length_scale", True):
