@@ -1,5 +1,6 @@
 """Whole runs with adapters: every kind of reference says the same, and what cannot be is refused before it costs."""
 
+import importlib
 import json
 import math
 import sys
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from attnpo.config import build, check
 from attnpo.models.loading import load_model
@@ -15,12 +17,14 @@ from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
-from attnpo.studies.ground import lay_ground
-from attnpo.studies.policies import load_policy, load_reference
-from attnpo.studies.run import run
+from attnpo.studies.ground import Ground, lay_ground
+from attnpo.studies.policies import load_policy, load_reference, load_start
+from attnpo.studies.run import Trained, run, train
 from attnpo.training.metrics_file import read_metrics
 from tests.studies.worlds import World, build_world
 
+run_room = importlib.import_module("attnpo.studies.run")
+policies_room = importlib.import_module("attnpo.studies.policies")
 LORA = ("model=lora", "model.lora.rank=4", "optimizer.lr=1e-2", "weights=uniform", "callbacks=none")
 
 
@@ -134,3 +138,27 @@ def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
         with pytest.raises(UserError, match=text):
             check(world.config("model=lora", override))
     assert build(world.config("model=lora").model).lora == LoraSpec()
+
+
+@pytest.mark.parametrize("objective", ["cpo", "orpo", "simpo", "rrhf", "slic_hf", "dpo"])
+def test_an_objective_without_a_reference_holds_none(
+    objective: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second model is loaded and no log-prob of one is stored, whatever ``reference`` says; DPO loads its own."""
+    found: list[Trained] = []
+
+    def watched(*arguments: Any) -> Trained:
+        found.append(train(*arguments))
+        return found[-1]
+
+    loaded: list[PreTrainedModel] = []
+
+    def counted(ground: Ground) -> PreTrainedModel:
+        loaded.append(load_start(ground))
+        return loaded[-1]
+
+    monkeypatch.setattr(run_room, "train", watched)
+    monkeypatch.setattr(policies_room, "load_start", counted)
+    run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
+    assert (found[0].reference is None) == (objective != "dpo")
+    assert len(loaded) == (2 if objective == "dpo" else 1)

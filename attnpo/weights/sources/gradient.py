@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
+from attnpo.schema import Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.uniform import Uniform
 
 
 class Scope(Enum):
@@ -62,7 +62,7 @@ def importance_weights(
 
 
 @dataclass(frozen=True)
-class Gradient:
+class Gradient(Uniform):
     """Factors from the current policy at every step, of each response by itself: TI-DPO's token importance.
 
     ``lam``: the share of the gradients, the rest is the prior's (0.7 in the TI-DPO paper, 0.2 in its code).
@@ -75,10 +75,6 @@ class Gradient:
     scope: Scope = Scope.SEQUENCE
 
     kind: ClassVar[Kind] = Kind.FACTOR
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
     neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
 
@@ -88,18 +84,6 @@ class Gradient:
         if not 0 < self.prior_sigma_div < float("inf"):
             raise UserError(f"weights.prior_sigma_div must be above 0 and finite, got {self.prior_sigma_div}")
 
-    def resolve(self, num_layers: int) -> "Gradient":
-        """Itself: there is no layer."""
-        return self
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """No layer."""
-        return ()
-
-    def wanted(self) -> tuple[int, ...]:
-        """No layer."""
-        return ()
-
     def capture_fingerprint(self) -> dict[str, Any]:
         """The name of the source; nothing is stored under it."""
         return {"source": "gradient"}
@@ -107,15 +91,6 @@ class Gradient:
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Never: UserError, because weights follow the policy and there is nothing to store."""
         raise UserError("weights=gradient are computed in each training step; run attnpo.fit directly")
-
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` as it is."""
-        return captured
-
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
-        """1/m for each of the m training tokens, float32: what stands in the data until a step weighs its batch."""
-        count = len(encoded.response_ids)
-        return torch.full((count,), 1.0 / max(1, count))
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
