@@ -1,22 +1,27 @@
 """A causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
 
-Implements ``attnpo.schema.JudgeModel``. Right-padded batches of similar lengths under a token budget, no attention
-mask (a causal model never looks to the right), no vocabulary head but at the verdict position, and no work above the
-deepest layer that is asked for.
+Implements ``attnpo.schema.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
+of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
+layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
+same numbers, more work. Which of the two it can take is found by trying.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.models.attention_tap import KERNELS, Enough, Probe, tapped
+from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
 from attnpo.models.logps import project
-from attnpo.models.parts import Parts, eval_mode, find_parts, parts_agree, require_causal_lm
+from attnpo.models.parts import Parts, eval_mode, find_parts, parts_agree, probe_bound, require_causal_lm
+from attnpo.models.prefixes import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
+
+log = logging.getLogger(__name__)
 
 KERNEL = "sdpa"
 """The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
@@ -25,9 +30,10 @@ KERNEL = "sdpa"
 class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
-    ``token_budget``: tokens (padding included) per forward. ``kernel``: "sdpa" or "blocks" (float32 softmax in blocks
-    of queries, for comparison). ``progress``: called after each batch with (prompts done, prompts in all). ``weights``:
-    what identifies the model's weights (``attnpo.models.loading.weights_fingerprint``); it enters the fingerprint.
+    ``token_budget``: tokens (padding included, common beginnings once) per forward. ``kernel``: "sdpa" or "blocks"
+    (float32 softmax in blocks of queries, for comparison). ``progress``: called after each batch with (prompts done,
+    prompts in all). ``weights``: what identifies the model's weights (``attnpo.models.loading.weights_fingerprint``);
+    it enters the fingerprint.
     """
 
     def __init__(
@@ -49,6 +55,7 @@ class CausalJudge:
         self.progress = progress
         self.weights = dict(weights or {})
         self._split: bool | None = None
+        self._follows: bool | None = None
 
     @property
     def num_layers(self) -> int:
@@ -81,21 +88,14 @@ class CausalJudge:
         """
         self._check(prompts, layers)
         readings: dict[int, JudgeReading] = {}
-        wanted = [layer - 1 for layer in layers]
-        backbone: PreTrainedModel = self.model.get_decoder()  # type: ignore[no-untyped-call]
-        with torch.inference_mode(), eval_mode(self.model):
-            parts = self._parts() if verdict else None
-            with tapped(backbone, self.kernel):
-                for batch in _batches(prompts, self.token_budget):
-                    ids, last = _right_padded([prompts[index] for index in batch], self.model.device)
-                    probe = Probe(
-                        last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=not verdict
-                    )
-                    logits = self._run(backbone, parts, ids, probe, verdict)
-                    found = _readings(probe, wanted, logits, label_ids, [len(prompts[index]) for index in batch])
-                    readings.update(zip(batch, found, strict=True))
-                    if self.progress is not None:
-                        self.progress(len(readings), len(prompts))
+        asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
+        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
+            shared = len(prompts) > 1 and self._follows_rows()
+            for batch in (row_batches if shared else _batches)(prompts, self.token_budget):
+                found = self._read([prompts[index] for index in batch], layers, shared=shared, **asked)
+                readings.update(zip(batch, found, strict=True))
+                if self.progress is not None:
+                    self.progress(len(readings), len(prompts))
         return [readings[index] for index in range(len(prompts))]
 
     def _check(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
@@ -109,26 +109,113 @@ class CausalJudge:
         if empty:
             raise UserError(f"judge prompt {empty[0]} has no token; check judge.template_file and the chat template")
 
+    @property
+    def _backbone(self) -> PreTrainedModel:
+        backbone: PreTrainedModel = self.model.get_decoder()  # type: ignore[no-untyped-call]
+        return backbone
+
     def _parts(self) -> Parts | None:
         if self._split is None:
             self._split = parts_agree(self.model)
         return find_parts(self.model) if self._split else None
 
-    def _run(self, backbone: nn.Module, parts: Parts | None, ids: Tensor, probe: Probe, verdict: bool) -> Tensor | None:
+    def _read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        layers: Sequence[int],
+        *,
+        per_head: bool,
+        rollout: bool,
+        verdict: bool,
+        label_ids: tuple[int, int] | None,
+        shared: bool,
+    ) -> list[JudgeReading]:
+        """Readings of one batch, laid out as one row if ``shared``."""
+        wanted = [layer - 1 for layer in layers]
+        inputs, probe = self._laid(prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict)
+        logits = self._run(inputs, probe, verdict)
+        return _readings(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
+
+    def _laid(
+        self,
+        prompts: Sequence[Sequence[int]],
+        wanted: Sequence[int],
+        shared: bool,
+        *,
+        per_head: bool = False,
+        rollout: bool = False,
+        stop: bool = False,
+    ) -> tuple[dict[str, Any], Probe]:
+        """What the model is called with, and the probe that is in it."""
+        inputs: dict[str, Any]
+        if shared:
+            row = one_row(prompts, self.model.device)
+            inputs, last, branches = row.inputs(), row.last, row.branches
+        else:
+            ids, last = _right_padded(prompts, self.model.device)
+            inputs, branches = {"input_ids": ids}, None
+        probe = Probe(
+            last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=stop, branches=branches
+        )
+        return {**inputs, "use_cache": False, PROBE: probe}, probe
+
+    def _run(self, inputs: dict[str, Any], probe: Probe, verdict: bool) -> Tensor | None:
         """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False, "attention_probe": probe}
-        batch = torch.arange(ids.shape[0], device=ids.device)
         if not verdict:
             if probe.wanted or probe.keep:
                 with suppress(Enough):
-                    backbone(**inputs)
+                    self._backbone(**inputs)
             return None
+        parts = self._parts()
+        if probe.branches is not None:
+            with self._trimmed():
+                if parts is None:
+                    return self.model(**inputs).logits[0]  # type: ignore[no-any-return]
+                return project(self._backbone(**inputs).last_hidden_state[0], parts.projection())
+        batch = torch.arange(len(probe.last), device=probe.last.device)
         if parts is None:
             positions, inverse = torch.unique(probe.last, return_inverse=True)
             logits = self.model(**inputs, logits_to_keep=positions).logits
             return logits[batch, inverse]  # type: ignore[no-any-return]
-        hidden = backbone(**inputs).last_hidden_state
+        hidden = self._backbone(**inputs).last_hidden_state
         return project(hidden[batch, probe.last], parts.projection())
+
+    def _trimmed(self) -> AbstractContextManager[None]:
+        stacks = [module for module in self._backbone.modules() if isinstance(module, nn.ModuleList)]
+        return trimmed(next(stack[-1] for stack in stacks if len(stack) == self.num_layers))
+
+    def _follows_rows(self) -> bool:
+        """Whether rows of several prompts give the numbers of a padded batch, tried once on a few dozen tokens."""
+        if self._follows is None:
+            reason = self._reason_against_rows()
+            self._follows = reason is None
+            if reason is not None:
+                log.info("judge: %s; prompts are padded instead: the same numbers, more work", reason)
+        return self._follows
+
+    def _reason_against_rows(self) -> str | None:
+        kind = type(self.model).__name__
+        table: object = self.model.get_input_embeddings()
+        prompts = _probe_prompts(int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2)
+        expected = self._run(*self._laid(prompts, (), False), verdict=True)
+        assert expected is not None
+        try:
+            found = self._run(*self._laid(prompts, (), True), verdict=True)
+        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
+            return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
+        if found is None or found.shape != expected.shape:
+            return f"{kind} cannot run its last layer for some positions alone"
+        gap, bound = float((found - expected).abs().max()), probe_bound(expected)
+        if not gap <= bound:  # NaN is no match either
+            return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
+        return None
+
+
+def _probe_prompts(words: int) -> list[list[int]]:
+    """Prompts of which the first begins alike with the second, with the third for less, with the fourth not at all."""
+    start = [(7 * place + 3) % words for place in range(WORTH + 9)]
+    ends = [[(11 * place + 5 * index) % words for place in range(6 + 2 * index)] for index in range(4)]
+    return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
 
 
 def _batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:

@@ -42,21 +42,27 @@ class Bucket:
     """Segments of like size as one padded call of n sequences.
 
     ``queries``, ``keys``: places in the row; padding repeats a place of the segment. ``query_at``, ``key_at``: their
-    positions in the branch; padding keys stand behind every query. ``prefixed``: some segment has a prefix.
+    positions in the branch; padding keys stand behind every query. ``shared``: the least and the most tokens of a
+    prefix among them.
     """
 
     queries: Int[Tensor, "n q"]
     keys: Int[Tensor, "n k"]
     query_at: Int[Tensor, "n q"]
     key_at: Int[Tensor, "n k"]
-    prefixed: bool
+    shared: tuple[int, int]
+
+    @property
+    def prefixed(self) -> bool:
+        """Whether some segment has a prefix."""
+        return self.shared[1] > 0
 
     def to(self, device: torch.device) -> "Bucket":
         """The same bucket on ``device``."""
         queries, keys, query_at, key_at = (
             part.to(device) for part in (self.queries, self.keys, self.query_at, self.key_at)
         )
-        return Bucket(queries, keys, query_at, key_at, self.prefixed)
+        return Bucket(queries, keys, query_at, key_at, self.shared)
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,25 @@ class Plan:
 
         Raises ``ValueError`` when they do not cover the row once.
         """
-        device = segments.device
+        lines = segments[segments[:, 1] > 0].cpu()
+        start, count, prefix, shared = lines.t()[:, :, None]
+        seen = shared + count
+        step = torch.minimum(torch.arange(int(seen.max()) if len(seen) else 0)[None], seen - 1)
+        branches = torch.where(step < shared, prefix + step, start + step - shared)
+        return cls.over(lines[:, [0, 1, 3]], branches, length, segments.device)
+
+    @classmethod
+    def over(cls, own: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
+        """The plan of n branches in a row of ``length`` tokens, on ``device``.
+
+        ``own``: start and count of the stretch that is a branch's alone, at least one token, and the tokens before it,
+        wherever they stand. ``branches``: the places of all its tokens in order; padding repeats one of them. Raises
+        ``ValueError`` when the stretches do not cover the row once.
+        """
         back = torch.full((length,), -1, dtype=torch.long)
         buckets, offset, covered = [], 0, 0
-        for members in _grouped([_Segment(*row) for row in segments.tolist() if row[1]]):
-            bucket, real = _bucket(members)
+        for members in _grouped([_Segment(row, *line) for row, line in enumerate(own.tolist())]):
+            bucket, real = _bucket(members, branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
             offset, covered = offset + real.numel(), covered + int(real.sum())
@@ -85,12 +105,34 @@ class Plan:
             raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} once")
         return cls(tuple(bucket.to(device) for bucket in buckets), back.to(device))
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
+        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` does one of them."""
+        # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
+        rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+        sizes = [part.shape[1:] for part in rows]
+        flat = [part.flatten(1) for part in rows]
+        outputs = []
+        for index, bucket in enumerate(self.buckets):
+            places = (bucket.queries, bucket.keys, bucket.keys)
+            queries, keys, values = (
+                part.index_select(0, place.flatten()).view(*place.shape, *size).transpose(1, 2)
+                for part, place, size in zip(flat, places, sizes, strict=True)
+            )
+            output = core(index, queries, keys, values)
+            outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
+        joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return joined.index_select(0, self.back).view(1, -1, query.shape[1], value.shape[-1])
+
+
+BucketCore = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""The number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
+
 
 @dataclass(frozen=True)
 class _Segment:
+    row: int
     start: int
     count: int
-    prefix: int
     shared: int
 
     @property
@@ -120,18 +162,20 @@ def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     return groups
 
 
-def _bucket(members: Sequence[_Segment]) -> tuple[Bucket, Bool[Tensor, "n q"]]:
+def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
     """The members as one bucket, and which of its queries are no padding."""
-    table = torch.tensor([[m.start, m.count, m.prefix, m.shared] for m in members])
-    start, count, prefix, shared = table.t()[:, :, None]
+    start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]
     inner = torch.minimum(step, count - 1)
-    real, queries, query_at = step < count, start + inner, shared + inner
     place = torch.arange(max(m.seen for m in members))[None]
-    own = torch.minimum(place - shared, count - 1)
-    keys = torch.where(place < shared, prefix + place, start + own)
-    key_at = torch.where(place < shared + count, place, FAR)
-    return Bucket(queries, keys, query_at, key_at, any(m.shared for m in members)), real
+    bucket = Bucket(
+        queries=start + inner,
+        keys=branches[[m.row for m in members], : place.shape[1]],
+        query_at=shared + inner,
+        key_at=torch.where(place < shared + count, place, FAR),
+        shared=(min(m.shared for m in members), max(m.shared for m in members)),
+    )
+    return bucket, step < count
 
 
 class Rule:
@@ -247,21 +291,12 @@ def _attend(
         return output, None
     if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
         raise UserError("it builds its own mask, adds position biases or runs with a key cache")
-    # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
-    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
-    sizes = [part.shape[1:] for part in rows]
-    flat = [part.flatten(1) for part in rows]
-    outputs = []
-    for index, bucket in enumerate(segment_plan.buckets):
-        places = (bucket.queries, bucket.keys, bucket.keys)
-        queries, keys, values = (
-            part.index_select(0, place.flatten()).view(*place.shape, *size).transpose(1, 2)
-            for part, place, size in zip(flat, places, sizes, strict=True)
-        )
-        output = core(queries, keys, values, attention_mask.mask(segment_plan, index, queries.dtype, skip=core.fused))
-        outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
-    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return joined.index_select(0, segment_plan.back).view(1, -1, query.shape[1], value.shape[-1]), None
+    plan, rule = segment_plan, attention_mask
+
+    def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return core(queries, keys, values, rule.mask(plan, index, queries.dtype, skip=core.fused))
+
+    return plan.attend(query, key, value, one), None
 
 
 @dataclass(frozen=True)

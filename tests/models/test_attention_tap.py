@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from attnpo.models import attention_tap
-from attnpo.models.attention_tap import KERNELS, MaskRule, Probe
+from attnpo.models import attention_rows
+from attnpo.models.attention_rows import MaskRule
+from attnpo.models.attention_tap import KERNELS, Probe
 from attnpo.models.judge import CausalJudge
 from attnpo.schema import JudgeReading, UserError
 
@@ -67,8 +68,8 @@ def test_rollout_in_many_blocks_equals_the_dense_product(
     tiny: Build, family: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several blocks of queries, the last one not full, windows far shorter than the prompt, rows of two lengths."""
-    monkeypatch.setattr(attention_tap, "SMALLEST_BLOCK", block)
-    monkeypatch.setattr(attention_tap, "LARGEST_BLOCK", block)
+    monkeypatch.setattr(attention_rows, "SMALLEST_BLOCK", block)
+    monkeypatch.setattr(attention_rows, "LARGEST_BLOCK", block)
     ids, reference = prompts((150, 131)), tiny(family, "eager")
     readings = CausalJudge(tiny(family, "eager")).read(ids, layers=LAYERS, rollout=True, verdict=False)
     for prompt, reading in zip(ids, readings, strict=True):

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.models.attention_tap import LayerAttention
+from attnpo.models.attention_rows import LayerAttention
 from attnpo.models.judge import CausalJudge
 
 LENGTHS = (1024, 2048, 4096)

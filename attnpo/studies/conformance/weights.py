@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.models.attention_tap import rolled
+from attnpo.models.attention_rows import rolled
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.studies.conformance.records import Check, Comparison, Item, as_double, built
 from attnpo.text.alignment import AlignMethod, align

@@ -1,0 +1,100 @@
+"""Prompts in one row without padding, what several of them begin with only once.
+
+Owns how prompts are ordered, cut into rows and laid out: both rounds of a judged pair share everything up to the first
+answer, and all pairs the instruction before them. Any other common beginning is found as well, since only token ids
+are compared. Which attention follows from the layout is ``segments``' business.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from attnpo.models.segments import PLAN, Plan
+
+WORTH = 24
+"""A common beginning of fewer tokens is computed again: looking it up costs more."""
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """n prompts as one row of N tokens.
+
+    ``branches``: the places of each prompt's tokens in the row; padding repeats the last. ``last``: the index of the
+    last token of each prompt in its branch.
+    """
+
+    input_ids: Int[Tensor, "1 N"]
+    position_ids: Int[Tensor, "1 N"]
+    branches: Int[Tensor, "n T"]
+    last: Int[Tensor, "n"]
+    plan: Plan
+
+    def inputs(self) -> dict[str, Any]:
+        """The keyword arguments of a backbone whose attention follows plans.
+
+        A mask of ones goes along: without any, transformers would cut the row itself where positions restart.
+        """
+        ones = torch.ones_like(self.input_ids)
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, "attention_mask": ones, PLAN: self.plan}
+
+
+def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The indices of ``prompts`` such that those which begin alike stand together."""
+    return sorted(range(len(prompts)), key=lambda index: tuple(prompts[index]))
+
+
+def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
+    """Indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in the order of ``in_order``.
+
+    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again.
+    """
+    batch: list[int] = []
+    total = 0
+    for index in in_order(prompts):
+        own = len(prompts[index]) - (_shared(prompts[batch[-1]], prompts[index]) if batch else 0)
+        if batch and total + own > budget:
+            yield batch
+            batch, total, own = [], 0, len(prompts[index])
+        batch.append(index)
+        total += own
+    if batch:
+        yield batch
+
+
+def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow:
+    """Prompts, in the order of ``in_order``, as one row: each shares with the one before it what both begin with."""
+    ids: list[int] = []
+    positions: list[int] = []
+    places: list[Tensor] = []
+    own: list[tuple[int, int, int]] = []
+    for index, prompt in enumerate(prompts):
+        shared = _shared(prompts[index - 1], prompt) if index else 0
+        start, count = len(ids), len(prompt) - shared
+        before = places[-1][:shared] if index else torch.zeros(0, dtype=torch.long)
+        places.append(torch.cat((before, torch.arange(start, start + count))))
+        own.append((start, count, shared))
+        ids += prompt[shared:]
+        positions += range(shared, len(prompt))
+    last = torch.tensor([len(place) - 1 for place in places])
+    step = torch.minimum(torch.arange(int(last.max()) + 1)[None], last[:, None])
+    branches = torch.nn.utils.rnn.pad_sequence(places, batch_first=True).gather(1, step)
+    return PromptRow(
+        input_ids=torch.tensor([ids], device=device),
+        position_ids=torch.tensor([positions], device=device),
+        branches=branches.to(device),
+        last=last.to(device),
+        plan=Plan.over(torch.tensor(own), branches, len(ids), device),
+    )
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with and that are worth sharing; the last token of the other stays its own."""
+    width = min(len(one), len(other) - 1)
+    differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
+    found = int(differing[0]) if differing.size else width
+    return found if found >= WORTH else 0
