@@ -244,12 +244,14 @@ def _reason_against(wanted: str, models: Sequence[ScoredLM], requests: Collectio
 
 def _gap(found: TokenStats, expected: TokenStats) -> str | None:
     """How far numbers are from those of padded rows, or None when rounding explains it."""
+    assert expected.hidden is not None
     for name, ours, theirs in (
         ("final states", found.hidden, expected.hidden),
         ("log-probabilities", found.logps, expected.logps),
     ):
         assert ours is not None and theirs is not None
-        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs)
+        # Log-probabilities are float32 whatever the states they come from were rounded to.
+        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(expected.hidden.dtype))
         if not gap <= bound:  # NaN is no match either
             return f"{name} differ by {gap:.3g}, rounding allows {bound:.3g}"
     return None

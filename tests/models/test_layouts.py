@@ -120,6 +120,13 @@ def test_every_family_takes_every_layout(tiny: Build, family: str, name: str, ca
     assert all(p.grad is None for p in models[0].parameters())
 
 
+@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
+def test_rounding_of_half_precision_speaks_against_no_layout(tiny: Build, name: str) -> None:
+    """Log-probabilities are float32 there too, and differ by what the states were rounded to."""
+    model = tiny("llama", initializer_range=0.2).to(torch.bfloat16)
+    assert choose(name, [ScoredLM(model)]) is LAYOUTS[name]
+
+
 def test_adapters_on_and_off_take_the_row(tiny: Build) -> None:
     policy = ScoredLM(add_lora(tiny("llama"), LoraSpec(rank=2)))
     off = AdapterOff(policy)
