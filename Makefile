@@ -4,10 +4,13 @@ PYTHON ?= $(shell for name in python3.11 python3; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TRL := .venv-trl
+TRL_READY := $(TRL)/.ready
+BENCH := outputs/bench
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format clean
+.PHONY: help setup run test quick format bench trl clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,8 +33,16 @@ format: $(READY) ## rewrite the sources in the house style
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-clean: ## remove the virtual environment and the tools' caches (runs in outputs/ stay)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' extraction, the short form of docs/performance.md
+	@$(BIN)/python -m experiments.benchmarks.step --short --json $(BENCH)/step.json $(ARGS)
+	@$(BIN)/python -m experiments.benchmarks.extraction --short --json $(BENCH)/extraction.json $(ARGS)
+	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
+	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
+
+trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
+
+clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
+	rm -rf $(VENV) $(TRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 # torch goes first: a build that is already at hand (CPU-only, or for this GPU's driver) is then kept by what follows.
 # -qq: pip says nothing about package indexes that lack a package; its errors still show.
@@ -44,3 +55,11 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(BIN)/python -m pip install -qq -c constraints.txt torch && \
 		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,notebooks]' && \
 		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
+
+# TRL stays out of the project's own environment. The folder ignores itself, for git and for ruff.
+$(TRL_READY): $(READY)
+	@echo "setting up $(TRL) ..."
+	@$(BIN)/python -m venv $(TRL) && echo '*' > $(TRL)/.gitignore && \
+		torch=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch').partition('+')[0])") && \
+		$(TRL)/bin/python -m pip install -qq -c constraints.txt "torch==$$torch" && \
+		$(TRL)/bin/python -m pip install -qq -c constraints.txt trl==1.16.0 && touch $@

@@ -1,23 +1,20 @@
 """How the memory of reading a judge's attention grows with the length of the prompt.
 
-    KINETO_LOG_LEVEL=99 python experiments/benchmarks/rollout_memory.py [--lengths 1024 2048 4096] [--layers 4]
-        [--width 256] [--heads 8] [--dense]
+    python -m experiments.benchmarks.rollout_memory [--lengths 1024 2048 4096] [--layers 4] [--width 256] [--heads 8]
+        [--dense]
 
 Prints a markdown table: for models of three kinds (causal, windowed, soft-capped scores), what is read (rollout; the
 rows of all layers, head means or single heads), the peak of allocated memory beyond the model itself at each length,
 and the slope of log peak over log length. The bar is 1.1 at 1k, 2k and 4k tokens; linear is 1, whole attention maps
 come near 2, which ``--dense`` shows for comparison (the model's own eager attention with ``output_attentions``; it
-needs 3 GiB). Half a minute on one CPU thread; the variable only silences the profiler.
+needs 3 GiB). Half a minute on one CPU thread.
 """
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -28,30 +25,14 @@ from transformers import (
 )
 
 from attnpo.models.judge import CausalJudge
+from experiments.benchmarks.harness import MIB, peak, slope
 
-MIB = 1 << 20
 WINDOW = 512
 KINDS: dict[str, Callable[..., PretrainedConfig]] = {
     "causal": lambda **shape: LlamaConfig(**shape),
     "windowed": lambda **shape: MistralConfig(**shape, sliding_window=WINDOW),
     "soft-capped": lambda **shape: Gemma2Config(**shape, sliding_window=WINDOW, attn_logit_softcapping=3.0),
 }
-
-
-def peak(work: Callable[[], object]) -> int:
-    """Bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
-    results = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in results if event.name() == "[memory]")
-    return max(accumulate(size for _, size in changes))
-
-
-def slope(lengths: Sequence[int], sizes: Sequence[int]) -> float:
-    """The least-squares slope of log size over log length."""
-    xs, ys = [math.log(length) for length in lengths], [math.log(size) for size in sizes]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
 
 
 def made(kind: str, options: argparse.Namespace, **more: Any) -> PreTrainedModel:
@@ -94,6 +75,13 @@ def dense(model: PreTrainedModel) -> dict[str, Callable[[list[int]], object]]:
     return {"whole maps (eager)": maps}
 
 
+def peaks(read: Callable[[list[int]], object], lengths: Sequence[int]) -> list[int]:
+    """Bytes that reading one prompt of each length holds at its peak beyond the model."""
+    prompts = [[5 + place % 500 for place in range(length)] for length in lengths]
+    read(prompts[0])  # what is made once does not count
+    return [peak(lambda ids=ids: read(ids)) for ids in prompts]  # type: ignore[misc]
+
+
 def main() -> None:
     """Nothing; prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -112,9 +100,7 @@ def main() -> None:
         if options.dense:
             asked |= dense(made(kind, options, attn_implementation="eager"))
         for what, read in asked.items():
-            prompts = [[5 + place % 500 for place in range(length)] for length in options.lengths]
-            read(prompts[0])  # what is made once does not count
-            sizes = [peak(lambda ids=ids, read=read: read(ids)) for ids in prompts]
+            sizes = peaks(read, options.lengths)
             cells = " | ".join(f"{size / MIB:.1f}" for size in sizes)
             print(f"| {kind} | {what} | {cells} | {slope(options.lengths, sizes):.2f} |", flush=True)
 

@@ -1,0 +1,302 @@
+"""What the benchmarks share: competitors run in turn, medians, ratios, bars, peak memory, results as JSON and tables.
+
+    python -m experiments.benchmarks.harness RESULT.json ...
+
+prints the bars of several results as one table. Nothing is imported before it is needed but the standard library, so
+that a worker in another environment can use this file too.
+"""
+
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+PACKAGES = ("torch", "transformers", "lightning", "datasets", "tokenizers", "trl", "accelerate")
+
+Competitors = Mapping[str, Callable[[], float]]
+"""By name: does the work once and gives its seconds."""
+Times = dict[str, list[float]]
+"""Seconds of every competitor, a number per round; the n-th of all are of the same round."""
+
+
+# ------------------------------------------------------------------------------------------------ time
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that ``work`` takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def interleaved(competitors: Competitors, rounds: int) -> Times:
+    """The times of so many rounds over all competitors in turn, the order rotated by one in each.
+
+    A round more is run before these and thrown away: it pays for what is made once.
+    """
+    names = list(competitors)
+    found: Times = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = competitors[name]()
+            if turn > 0:
+                found[name].append(seconds)
+        say(f"round {turn} of {rounds}" + (" (thrown away)" if turn == 0 else ""))
+    return found
+
+
+def median(times: Times, name: str) -> float:
+    """The median of a competitor's seconds."""
+    return statistics.median(times[name])
+
+
+def ratio(times: Times, above: str, below: str) -> float | None:
+    """The median over the rounds of one competitor's seconds over another's; None where one of them did not run.
+
+    Taken within each round: both had the same machine then.
+    """
+    if above not in times or below not in times:
+        return None
+    return statistics.median(a / b for a, b in zip(times[above], times[below], strict=True))
+
+
+def say(line: str) -> None:
+    """Nothing; tells whoever waits how far it is, beside the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ memory, growth
+
+
+def peak(work: Callable[[], object]) -> int:
+    """Bytes that ``work`` holds at its peak beyond what it found, allocations inside kernels included; CPU only."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    results = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results if event.name() == "[memory]")
+    return max(accumulate(size for _, size in changes), default=0)
+
+
+def profiled(work: Callable[[], object], rows: int = 12) -> str:
+    """A table of the operators that take most of the CPU's time in ``work``, their own time alone."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        work()
+    found = sorted(profiler.key_averages(), key=lambda event: -event.self_cpu_time_total)
+    whole = sum(event.self_cpu_time_total for event in found)
+    lines = []
+    for event in found[:rows]:
+        own = event.self_cpu_time_total
+        lines.append([f"`{event.key}`", str(event.count), f"{own / 1e3:.1f}", f"{100 * own / whole:.1f} %"])
+    return table(("operator", "calls", "own ms", "share"), lines)
+
+
+def slope(values: Sequence[float], sizes: Sequence[float]) -> float:
+    """The least-squares slope of log size over log value: the exponent of the growth."""
+    xs, ys = [math.log(value) for value in values], [math.log(size) for size in sizes]
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
+
+
+# ------------------------------------------------------------------------------------------------ bars, tables, files
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What was asked for beside what was measured; ``at_least`` or else at most.
+
+    ``measured`` None: it was not, and ``why`` says the reason.
+    """
+
+    what: str
+    bound: float
+    measured: float | None
+    at_least: bool
+    why: str = ""
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the bar is met; None where nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.bound if self.at_least else self.measured <= self.bound
+
+    def row(self) -> tuple[str, str, str, str]:
+        """The bar as a line of ``bars_table``."""
+        bound = f"{'>=' if self.at_least else '<='} {self.bound:g}{self.unit}"
+        if self.measured is None:
+            return self.what, bound, "not measured", self.why
+        return self.what, bound, f"{self.measured:.2f}{self.unit}", "yes" if self.met else "**no**"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table; the first column is text, the others are numbers."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def bars_table(bars: Sequence[Bar]) -> str:
+    """The bars as a markdown table."""
+    return table(("what", "bar", "measured", "met"), [bar.row() for bar in bars])
+
+
+def times_rows(times: Times, base: str) -> list[list[str]]:
+    """Per competitor its name, the median of its seconds with least and most, and its time relative to ``base``."""
+    rows = []
+    for name, seconds in times.items():
+        relative = ratio(times, name, base)
+        spread = f"{median(times, name):.3f} ({min(seconds):.3f} to {max(seconds):.3f})"
+        rows.append([name, spread, "" if relative is None else f"{relative:.2f}"])
+    return rows
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages at hand that a time depends on."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What the times were taken on."""
+    import torch
+
+    return {
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def add_common(parser: ArgumentParser, *, rounds: int) -> None:
+    """Nothing; adds the options that every benchmark has."""
+    parser.add_argument("--rounds", type=int, default=rounds, help="rounds over all competitors that count")
+    parser.add_argument("--threads", type=int, help="CPU threads of every process; torch's own choice if not given")
+    parser.add_argument("--seed", type=int, default=0, help="of models, lengths and ids")
+    parser.add_argument("--short", action="store_true", help="fewer rounds and competitors, a few minutes")
+    parser.add_argument("--profile", action="store_true", help="also the operators that take the time, where it can be")
+    parser.add_argument("--json", type=Path, help="write settings, versions and all numbers to this file")
+
+
+def finish(
+    name: str,
+    options: Namespace,
+    results: Mapping[str, Any],
+    bars: Sequence[Bar],
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Nothing; prints the bars and writes the JSON file if one was asked for.
+
+    ``more``: versions of other environments, by their names.
+    """
+    if bars:
+        print(f"\n{bars_table(bars)}", flush=True)
+    if options.json is None:
+        return
+    record = {
+        "benchmark": name,
+        "command": shlex.join(["python", "-m", f"experiments.benchmarks.{name}", *sys.argv[1:]]),
+        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
+        "versions": {**versions(), **(more or {})},
+        "machine": machine(),
+        "results": results,
+        "bars": [{**asdict(bar), "met": bar.met} for bar in bars],
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------ other processes
+
+
+class Worker:
+    """A process that does what it is asked, one JSON line for each request and answer; the other end is ``serve``.
+
+    A context: it is gone when the context is left.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        self.command = list(command)
+        self._process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+        )
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def ask(self, request: str, **details: Any) -> Any:
+        """What the worker answers to a request. Raises ``RuntimeError`` when it ended instead."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({"request": request, **details}) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            raise RuntimeError(
+                f"{shlex.join(self.command)} ended with status {status} at {request!r}; see its error above"
+            )
+        return json.loads(line)
+
+
+def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
+    """Nothing; answers requests from standard input until it ends. What else is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        details = json.loads(line)
+        print(json.dumps(handlers[details.pop("request")](**details)), file=answers, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; prints the bars of all results given."""
+    parser = ArgumentParser(description="The bars of several results in one table.")
+    parser.add_argument("results", type=Path, nargs="+", metavar="RESULT.json")
+    bars = []
+    for path in parser.parse_args(arguments).results:
+        for saved in json.loads(path.read_text(encoding="utf-8"))["bars"]:
+            del saved["met"]
+            bars.append(Bar(**saved))
+    print(bars_table(bars))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Models and data of the benchmarks: random Llamas of a chosen shape, pairs of the paper's lengths, what they cost.
+
+Imports torch and transformers alone. Token i of the made-up vocabulary is written ``t<i>``, so that ids and texts are
+the same thing for every system.
+"""
+
+import math
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
+PAD, BOS, EOS, UNK = range(4)
+MEANS = (171, 272, 238)  # tokens of prompt, chosen and rejected response in the paper's data
+SPREAD = (0.9, 0.7, 0.4)  # of log lengths: prompt, what both responses share, each response's own. Chosen so that
+# padded over real tokens is 1.14, 1.52, 1.96 and 2.44 for 1, 2, 4 and 8 pairs (the data's: 1.14, 1.52, 1.94, 2.40)
+DRAWS = 200  # of which the most typical one is taken: single draws differ by half in their share of padding
+
+Lengths = tuple[int, int, int]
+"""Tokens of prompt, chosen and rejected response."""
+
+
+# ------------------------------------------------------------------------------------------------ models
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama in numbers; the default has a vocabulary head of 7 % of the matrix work, as Llama-3-8B has.
+
+    ``spread``: the standard deviation of its random weights.
+    """
+
+    width: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 2
+    mlp: int = 1792
+    vocab: int = 2048
+    positions: int = 8192
+    spread: float = 0.02
+
+    @classmethod
+    def of(cls, options: Namespace) -> "Shape":
+        """The shape that options name, in Llama-3's proportions: MLP 3.5 times as wide, 4 query heads per key head."""
+        heads, width = options.heads, options.width
+        return cls(width, options.layers, heads, max(1, heads // 4), width * 7 // 2, options.vocab)
+
+    def config(self) -> LlamaConfig:
+        """The shape as transformers wants it."""
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.width,
+            intermediate_size=self.mlp,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            max_position_embeddings=self.positions,
+            initializer_range=self.spread,
+            tie_word_embeddings=False,
+            pad_token_id=PAD,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+        )
+
+    def products(self) -> list[tuple[int, int]]:
+        """(inputs, outputs) of the matrix products of one layer, and last of the vocabulary head."""
+        keys = self.width // self.heads * self.kv_heads
+        layer = [(self.width, self.width), (self.width, keys), (self.width, keys), (self.width, self.width)]
+        return [
+            *layer,
+            (self.width, self.mlp),
+            (self.width, self.mlp),
+            (self.mlp, self.width),
+            (self.width, self.vocab),
+        ]
+
+    def head_share(self) -> float:
+        """The vocabulary head's share of all matrix parameters."""
+        *layer, head = (inputs * outputs for inputs, outputs in self.products())
+        return head / (self.layers * sum(layer) + head)
+
+
+LLAMA3_8B = Shape(width=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=128256)
+
+
+def add_shape(parser: ArgumentParser, *, layers: int) -> None:
+    """Nothing; adds the options of a model's shape."""
+    default = Shape()
+    parser.add_argument("--width", type=int, default=default.width)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--heads", type=int, default=default.heads, help="query heads; a quarter as many key heads")
+    parser.add_argument("--vocab", type=int, default=default.vocab)
+
+
+def random_llama(shape: Shape, seed: int, **more: Any) -> PreTrainedModel:
+    """A random model in eval mode; ``more`` goes to ``from_config`` (dtype, attn_implementation)."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(shape.config(), **more).eval()
+
+
+def word_tokenizer(vocab: int, words: Sequence[str] = (), chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of so many tokens: the special ones, ``words``, and from there on ``t<id>``, parted by blanks."""
+    known = [*SPECIALS, *dict.fromkeys(words)]
+    if len(known) >= vocab:
+        raise SystemExit(f"--vocab {vocab}: expected more than the {len(known)} tokens of the fixed texts")
+    known += [f"t{number}" for number in range(len(known), vocab)]
+    core = Tokenizer(models.WordLevel({token: number for number, token in enumerate(known)}, unk_token=SPECIALS[UNK]))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.decoder = decoders.WordPiece(prefix="\0", cleanup=False)
+    pad, bos, eos, unk = SPECIALS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unk,
+        model_input_names=["input_ids", "attention_mask"],
+        chat_template=chat_template,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+class Pair(NamedTuple):
+    """Token ids of a pair; both responses end with the end-of-sequence token."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def tokens(self) -> int:
+        """P + C + R."""
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> Lengths:
+        """P, C, R."""
+        return len(self.prompt), len(self.chosen), len(self.rejected)
+
+    @property
+    def rows(self) -> tuple[list[int], list[int]]:
+        """The responses."""
+        return self.chosen, self.rejected
+
+
+def draw_lengths(rng: random.Random, scale: float, limit: int) -> Lengths:
+    """Lengths of a pair as in the paper's data, ``scale`` times as long; each branch has at most ``limit`` tokens."""
+    prompt, both, own = SPREAD
+    shift = (both**2 + own**2) / 2
+    common = rng.gauss(0, both) - shift
+    logs = (rng.gauss(0, prompt) - prompt**2 / 2, common + rng.gauss(0, own), common + rng.gauss(0, own))
+    lengths = [max(2, round(scale * mean * math.exp(log))) for mean, log in zip(MEANS, logs, strict=True)]
+    first = min(lengths[0], limit * 7 // 8)
+    return first, min(lengths[1], limit - first), min(lengths[2], limit - first)
+
+
+def padded_tokens(lengths: Sequence[Lengths], micro: int) -> int:
+    """Tokens of padded micro-batches of so many pairs, in the order given."""
+    longest = [prompt + max(chosen, rejected) for prompt, chosen, rejected in lengths]
+    cut = [longest[start : start + micro] for start in range(0, len(longest), micro)]
+    return sum(2 * len(part) * max(part) for part in cut)
+
+
+def typical_lengths(count: int, micro: int, seed: int, *, scale: float = 1.0, limit: int = 2048) -> list[Lengths]:
+    """Lengths of ``count`` pairs, a typical draw.
+
+    Of all draws, in the order drawn, the one whose tokens are nearest to the mean over the draws: padded in
+    micro-batches of ``micro`` pairs, with every prompt once, and of the responses alone.
+    """
+    rng = random.Random(seed)
+    draws = [[draw_lengths(rng, scale, limit) for _ in range(count)] for _ in range(DRAWS)]
+    sums = [
+        (padded_tokens(draw, micro), sum(map(sum, draw)), sum(chosen + rejected for _, chosen, rejected in draw))
+        for draw in draws
+    ]
+    means = [sum(column) / DRAWS for column in zip(*sums, strict=True)]
+    distances = [sum((one / mean - 1) ** 2 for one, mean in zip(own, means, strict=True)) for own in sums]
+    return draws[distances.index(min(distances))]
+
+
+def make_pairs(lengths: Sequence[Lengths], vocab: int, seed: int, *, first: int = 4) -> list[Pair]:
+    """Pairs of random ids from ``first`` on, of these lengths."""
+    rng = random.Random(seed)
+    pairs = []
+    for sizes in lengths:
+        prompt, chosen, rejected = ([rng.randrange(first, vocab) for _ in range(size)] for size in sizes)
+        pairs.append(Pair(prompt, [*chosen[1:], EOS], [*rejected[1:], EOS]))
+    return pairs
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Ids as ``word_tokenizer`` without words reads them."""
+    return " ".join(SPECIALS[number] if number < len(SPECIALS) else f"t{number}" for number in ids)
+
+
+# ------------------------------------------------------------------------------------------------ work
+
+
+def floor_flops(shape: Shape, pairs: Sequence[Pair]) -> float:
+    """Floating-point operations that one exact step on ``pairs`` cannot do without, reference log-probs at hand.
+
+    Each token of prompt and responses once, the head on response tokens, attention causal; backward twice the forward.
+    """
+    *layer, head = (inputs * outputs for inputs, outputs in shape.products())
+    tokens = sum(pair.tokens for pair in pairs)
+    scored = sum(len(row) for pair in pairs for row in pair.rows)
+    seen = 0
+    for pair in pairs:
+        before = len(pair.prompt)
+        seen += before * (before + 1) // 2
+        seen += sum(before * len(row) + len(row) * (len(row) + 1) // 2 for row in pair.rows)
+    return 3.0 * (2 * shape.layers * sum(layer) * tokens + 4 * shape.width * shape.layers * seen + 2 * head * scored)
+
+
+def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device, repeats: int = 5) -> float:
+    """Floating-point operations per second, measured, of the model's own matrix products over so many tokens."""
+    products = [*shape.products()[:-1] * shape.layers, shape.products()[-1]]
+    kinds = {kind: products.count(kind) for kind in products}
+    work = seconds = 0.0
+    for (inputs, outputs), times in kinds.items():
+        hidden = torch.randn(tokens, inputs, dtype=dtype, device=device)
+        weight = torch.randn(outputs, inputs, dtype=dtype, device=device)
+        found = []
+        for _ in range(repeats + 1):
+            settle(device)
+            start = perf_counter()
+            functional.linear(hidden, weight)
+            settle(device)
+            found.append(perf_counter() - start)
+        work += times * 2 * tokens * inputs * outputs
+        seconds += times * sorted(found[1:])[repeats // 2]
+    return work / seconds
+
+
+def settle(device: torch.device) -> None:
+    """Nothing; waits until a GPU has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,209 @@
+"""TRL's DPOTrainer as a competitor, in an environment of its own: torch, transformers, datasets and trl only.
+
+    .venv-trl/bin/python -m experiments.benchmarks.trl_worker serve
+    .venv-trl/bin/python -m experiments.benchmarks.trl_worker train '{"model": ..., "data": ..., ...}'
+
+``serve`` answers the requests of ``step.py`` on a pipe; ``train`` is a whole run over one epoch, for ``pipeline.py``.
+Every number comes from TRL's own methods on its own batches; one buffer is made smaller, in its favour (``fit_tile``).
+"""
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import fields
+from typing import Any
+
+import torch
+from datasets import Dataset, disable_progress_bars, load_dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+from trl import DPOConfig, DPOTrainer
+from trl.trainer import utils
+
+from experiments.benchmarks.harness import peak, serve, timed, versions
+
+LIVE, CACHED = "live", "cached"
+TILE = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+
+
+def quiet() -> None:
+    """Nothing; no progress bars, warnings only."""
+    disable_progress_bars()
+    logging.set_verbosity_warning()
+    logging.disable_progress_bar()
+
+
+def fit_tile(model: str) -> None:
+    """Nothing; TRL's buffer for logits is no wider than the model's vocabulary.
+
+    TRL's own is 32,768 columns wide, which an 8B model's vocabulary fills and that of a small model does not: unused
+    memory that would count against TRL. The same numbers.
+    """
+    vocab = AutoConfig.from_pretrained(model).vocab_size
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE = min(TILE, vocab)
+
+
+def shared_arguments(folder: str, threads: int | None) -> dict[str, Any]:
+    """What a DPOConfig is given here whatever is measured: full precision on the CPU, no checkpointing, no reports."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return {
+        "output_dir": folder,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "report_to": [],
+        "save_strategy": "no",
+        "dataloader_pin_memory": False,
+        "max_length": None,
+    }
+
+
+def printable(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as they are printed: without the temporary folder."""
+    return {name: value for name, value in given.items() if name != "output_dir"}
+
+
+class Steps:
+    """Trainers with the reference live and precomputed, and their micro-batches."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.trainers: dict[str, DPOTrainer] = {}
+        self.batches: dict[str, list[dict[str, Any]]] = {}
+
+    def prepare(
+        self,
+        policy: str,
+        reference: str,
+        batches: list[list[list[list[int]]]],
+        texts: list[list[list[str]]],
+        beta: float,
+        threads: int | None,
+    ) -> dict[str, Any]:
+        """The arguments and versions; ``batches`` hold (prompt, chosen, rejected) ids, ``texts`` the same as texts.
+
+        Raises ``ValueError`` when TRL makes other ids of the texts than those given.
+        """
+        quiet()
+        fit_tile(policy)
+        pairs = [pair for batch in texts for pair in batch]
+        given = {
+            **shared_arguments(self.folder.name, threads),
+            "beta": beta,
+            "per_device_train_batch_size": len(batches[0]),
+        }
+        for kind in (LIVE, CACHED):
+            # A data set each: the one with precomputed sums keeps them beside it.
+            rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs]
+            trainer = DPOTrainer(
+                model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+                ref_model=AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32),
+                args=DPOConfig(**given, precompute_ref_log_probs=kind == CACHED),
+                train_dataset=Dataset.from_list(rows),
+                processing_class=AutoTokenizer.from_pretrained(policy),
+            )
+            trainer.current_gradient_accumulation_steps = 1  # what train() sets before its first step
+            made = [trainer.train_dataset[index] for index in range(len(pairs))]
+            expected = [pair for batch in batches for pair in batch]
+            if [[row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]] for row in made] != expected:
+                raise ValueError("TRL made other token ids of the texts than those of the benchmark")
+            self.trainers[kind], self.batches[kind] = trainer, []
+            for batch in batches:
+                self.batches[kind].append(trainer.data_collator(made[: len(batch)]))
+                made = made[len(batch) :]
+        return {"arguments": printable(given), "versions": versions()}
+
+    def losses(self, reference: str) -> list[float]:
+        """The loss of every micro-batch."""
+        trainer = self.trainers[reference]
+        trainer.model.train()
+        with torch.no_grad():
+            return [float(trainer.compute_loss(trainer.model, dict(batch))) for batch in self.batches[reference]]
+
+    def step(self, reference: str) -> float:
+        """Seconds of forward and backward over all micro-batches."""
+        return timed(lambda: self._step(reference))
+
+    def memory(self, reference: str) -> int:
+        """Bytes held at the peak of a step beyond weights and gradients."""
+        self._step(reference)  # makes the gradients
+        return peak(lambda: self._step(reference))
+
+    def tokens(self) -> int:
+        """Tokens of all micro-batches, padding included."""
+        return sum(batch["input_ids"].numel() for batch in self.batches[LIVE])
+
+    def _step(self, reference: str) -> None:
+        trainer = self.trainers[reference]
+        for batch in self.batches[reference]:
+            trainer.training_step(trainer.model, dict(batch))
+
+
+def train(
+    model: str,
+    data: str,
+    beta: float,
+    lr: float,
+    warmup: float,
+    micro: int,
+    accumulation: int,
+    seed: int,
+    threads: int | None,
+) -> dict[str, Any]:
+    """One epoch of plain DPO with a live reference: seconds behind the imports, tokens of the data, arguments."""
+    start = time.perf_counter()
+    quiet()
+    fit_tile(model)
+    with tempfile.TemporaryDirectory() as folder:
+        given = {
+            **shared_arguments(folder, threads),
+            "beta": beta,
+            "learning_rate": lr,
+            "warmup_steps": warmup,
+            "lr_scheduler_type": "cosine",
+            "per_device_train_batch_size": micro,
+            "gradient_accumulation_steps": accumulation,
+            "num_train_epochs": 1,
+            "seed": seed,
+        }
+        known = {field.name for field in fields(DPOConfig)}
+        assert given.keys() <= known, given.keys() - known
+        rows = load_dataset("json", data_files={"train": data}, cache_dir=folder)["train"]
+        trainer = DPOTrainer(
+            model=model,
+            args=DPOConfig(**given),
+            train_dataset=rows.remove_columns(
+                [name for name in rows.column_names if name not in ("chosen", "rejected")]
+            ),
+            processing_class=AutoTokenizer.from_pretrained(model),
+        )
+        columns = [trainer.train_dataset[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        result = trainer.train()
+    return {
+        "seconds": time.perf_counter() - start,
+        "steps": result.global_step,
+        "loss": result.training_loss,
+        "pairs": len(columns[0]),
+        "tokens": [sum(map(len, column)) for column in columns],
+        "arguments": printable(given),
+        "versions": versions(),
+    }
+
+
+def main() -> None:
+    """Nothing; serves, trains, or only imports."""
+    what, *details = sys.argv[1:]
+    if what == "serve":
+        steps = Steps()
+        serve({name: getattr(steps, name) for name in ("prepare", "losses", "step", "memory", "tokens")})
+    elif what == "train":
+        print(json.dumps(train(**json.loads(details[0]))), flush=True)
+    else:
+        raise SystemExit(f"expected serve or train, got {what!r}")
+
+
+if __name__ == "__main__":
+    main()
