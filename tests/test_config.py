@@ -682,7 +682,7 @@ def test_a_name_is_a_folder_below_output(name: str) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("reference=chached", "reference=chached: expected one of live, cached, adapter_off"),
+        ("reference=chached", "reference=chached: expected one of live, cached, first_epoch, adapter_off"),
         ("reference=adapter_off", "reference=adapter_off needs a fresh adapter"),
         ("optimizer=adamw8bit", r"needs the package torchao, which is not installed: pip install 'attnpo\[opt8bit\]'"),
     ],

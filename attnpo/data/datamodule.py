@@ -9,10 +9,11 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from attnpo.data.ahead import StepRows
+from attnpo.data.ahead import MAKERS, StepRows, cut
 from attnpo.data.collate import Layout, TrainingExample, collate
+from attnpo.data.partition import PADDED, ByCount, ByTokens, Cutting, RowCost
 from attnpo.data.rules import BatchPlan
-from attnpo.data.sampler import PlannedBatch, StepBatches
+from attnpo.data.sampler import PlannedBatch, StepBatches, steps_in
 from attnpo.schema import PreferenceBatch, UserError
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Batches(Dataset[PreferenceBatch]):
     examples: Sequence[TrainingExample]
     layout: Layout
     pad_id: int
+    cutting: Cutting
     ahead: StepRows | None = None
     _counted: tuple[tuple[int, ...], tuple[int, int]] = field(default=((), (0, 0)), init=False, repr=False)
 
@@ -34,6 +36,8 @@ class Batches(Dataset[PreferenceBatch]):
         batch = collate(examples, self.layout, self.pad_id, planned.step_pairs, self._step_tokens(planned.whole))
         if self.ahead is None or planned.micro > 0:
             return batch
+        if isinstance(self.cutting, ByTokens):
+            planned = regrouped(self.examples, planned, self.ahead, self.cutting)
         return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
@@ -43,6 +47,42 @@ class Batches(Dataset[PreferenceBatch]):
             chosen = sum(len(example.chosen.response_ids) for example in step)
             self._counted = whole, (chosen, sum(len(example.rejected.response_ids) for example in step))
         return self._counted[1]
+
+
+def cost_of(example: TrainingExample, cost: RowCost) -> int:
+    """Tokens of a pair by itself."""
+    return cost.of([(side.prompt_ids, side.response_ids) for side in example.sides])
+
+
+def require_room(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
+    """Nothing; raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
+    if budget is None or not examples:
+        return
+    longest = max(examples, key=lambda example: cost_of(example, cost))
+    if (needed := cost_of(longest, cost)) > budget:
+        raise UserError(
+            f"{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} as "
+            f"{cost.name} rows, got {budget}; raise {key}, or lower lengths.max_length"
+        )
+
+
+def regrouped(
+    examples: Sequence[TrainingExample], planned: PlannedBatch, ahead: StepRows, cutting: ByTokens
+) -> PlannedBatch:
+    """The same step with its pairs shared out anew for the rows ahead of it, whose lengths are others.
+
+    They keep the budget of ``cutting`` where their longest does, in as many groups for every rank; a sum over the rows
+    of all ranks is the same.
+    """
+    alone = replace(planned, own=tuple((i,) for i in planned.whole))
+    sizes = dict.fromkeys(planned.whole, 0)
+    for name in ahead.names:
+        for (i,), rows in zip(alone.own, MAKERS[name](examples, alone), strict=True):
+            fitted = rows if ahead.max_length is None else [cut(row, ahead.max_length) for row in rows]
+            sizes[i] = max(sizes[i], cutting.cost.of(fitted))
+    own = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
+    groups = min(own.needed(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
+    return replace(planned, own=tuple(own.closest(planned.whole, groups, planned.ranks)[planned.rank]))
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -60,9 +100,12 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: the order of the training pairs.
         ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
         max_length: tokens that a row of these may have, prompt included; None for any number.
+        cost: what pairs cost under ``layout``, where the plan has a budget of tokens.
+        epochs: how many the run has; which micro-batches its steps need is known from them.
+        max_steps: optimiser steps of the run, if they and not the epochs end it.
 
     Raises:
-        UserError: a split is empty, or has one pair where rows are made of several.
+        UserError: a split is empty, or has one pair where rows are made of several, or one above the plan's budget.
     """
 
     def __init__(
@@ -75,6 +118,9 @@ class PreferenceDataModule(L.LightningDataModule):
         seed: int,
         ahead: Collection[str] = (),
         max_length: int | None = None,
+        cost: RowCost = PADDED,
+        epochs: int = 1,
+        max_steps: int = -1,
     ) -> None:
         super().__init__()
         if not train:
@@ -88,9 +134,11 @@ class PreferenceDataModule(L.LightningDataModule):
                     f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
                 )
         made = StepRows(ahead, max_length) if ahead else None
-        self.train_batches = Batches(train, layout, pad_id, made)
-        self.val_batches = Batches(val, layout, pad_id, made)
-        self.plan, self.seed = plan, seed
+        by_train = make_cutting(train, cost, "batch.tokens", plan.tokens, plan.per_forward)
+        by_val = make_cutting(val, cost, "batch.eval_tokens", plan.eval_tokens, plan.eval_per_forward)
+        self.train_batches = Batches(train, layout, pad_id, by_train, made)
+        self.val_batches = Batches(val, layout, pad_id, by_val, made)
+        self.plan, self.seed, self.epochs, self.max_steps = plan, seed, epochs, max_steps
         self.sampler: StepBatches | None = None
         self._resume: dict[str, Any] | None = None
 
@@ -98,19 +146,30 @@ class PreferenceDataModule(L.LightningDataModule):
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
 
     def _sampler(self, rank: int, world: int) -> StepBatches:
+        self.plan.accumulation(world)  # refuses what cannot be shared evenly
+        steps = self.steps_per_epoch(world)
         return StepBatches(
             num_pairs=len(self.train_batches.examples),
-            micro_batch=self.plan.micro,
-            accumulation=self.plan.accumulation(world),
+            size=self.plan.pairs,
+            cutting=self.train_batches.cutting,
             seed=self.seed,
             shuffle=True,
             rank=rank,
             world_size=world,
+            epochs=self.epochs if self.max_steps < 0 else -(-self.max_steps // max(1, steps)),
         )
 
     def steps_per_epoch(self, processes: int) -> int:
         """Optimiser steps of an epoch on so many processes, which may not be able to share its last few pairs."""
-        return self._sampler(0, processes).steps_per_epoch
+        return steps_in(len(self.train_batches.examples), self.plan.pairs, processes)
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches per optimiser step on each of so many processes.
+
+        Raises:
+            UserError: the steps cannot be cut as the plan asks.
+        """
+        return self._sampler(0, processes).split.accumulation
 
     def place(self, state: dict[str, Any]) -> tuple[int, int, int]:
         """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting."""
@@ -126,22 +185,16 @@ class PreferenceDataModule(L.LightningDataModule):
             self._resume = None
         if sampler.dropped:
             log.warning("%d pairs of each epoch are left out: fewer than there are processes", sampler.dropped)
+        if isinstance(sampler.cutting, ByTokens):
+            _say(sampler, sampler.cutting)
         self.sampler = sampler
         return loader(self.train_batches, sampler)
 
     def val_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Validation pairs in their order, split over ranks; every pair, since all of them are one step."""
+        """Validation pairs, split over ranks; every pair, since all of them are one step."""
         rank, world = self._ranks()
         pairs = len(self.val_batches.examples)
-        sampler = StepBatches(
-            num_pairs=pairs,
-            micro_batch=self.plan.eval_micro,
-            accumulation=max(1, -(-pairs // (self.plan.eval_micro * world))),
-            seed=0,
-            shuffle=False,
-            rank=rank,
-            world_size=world,
-        )
+        sampler = StepBatches(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
         return loader(self.val_batches, sampler)
 
     def state_dict(self) -> dict[str, Any]:
@@ -155,6 +208,36 @@ class PreferenceDataModule(L.LightningDataModule):
         """Nothing; the next training loader starts behind the consumed batches."""
         if state_dict:
             self._resume = dict(state_dict)
+
+
+def make_cutting(
+    examples: Sequence[TrainingExample], cost: RowCost, key: str, tokens: int | None, micro: int
+) -> Cutting:
+    """What cuts the steps of ``examples``: a budget of ``tokens``, given as ``key``, or else ``micro`` pairs at a time.
+
+    UserError for a budget below the longest pair.
+    """
+    if tokens is None:
+        return ByCount(micro)
+    require_room(examples, cost, tokens, key)
+    return ByTokens([cost_of(example, cost) for example in examples], cost, tokens, key)
+
+
+def _say(sampler: StepBatches, cutting: ByTokens) -> None:
+    """Nothing; logs how full the micro-batches of the epoch are."""
+    tokens = [cutting.tokens(part) for part in sampler.parts()]
+    log.info(
+        "micro-batches: %d for the %d pairs of a step, %d on each process; %s %d; %s rows, %d tokens at most and %d in "
+        "the mean",
+        sampler.split.accumulation * sampler.split.world_size,
+        sampler.size,
+        sampler.split.accumulation,
+        cutting.key,
+        cutting.budget,
+        cutting.cost.name,
+        max(tokens),
+        round(sum(tokens) / len(tokens)),
+    )
 
 
 def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:

@@ -54,24 +54,58 @@ class AlignRules:
 class BatchPlan:
     """``pairs`` per optimiser step over all ranks, computed ``micro`` pairs at a time on each (paper: 32 and 1).
 
-    ``eval_micro`` is the micro-batch of validation. Neither changes a number, only memory and speed.
+    With ``tokens`` instead of ``micro``, the pairs of a step are sorted by length and put together so that a forward of
+    one process holds at most so many tokens, padding included. ``eval_micro`` (8 where neither is given) and
+    ``eval_tokens`` are the same for validation. None of the four changes a number beyond rounding, only memory and
+    speed.
     """
 
     pairs: int = 32
-    micro: int = 1
-    eval_micro: int = 8
+    micro: int | None = None
+    eval_micro: int | None = None
+    tokens: int | None = None
+    eval_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.pairs, self.micro, self.eval_micro) < 1:
-            raise UserError("batch.pairs, batch.micro and batch.eval_micro must be at least 1")
+        if self.pairs < 1:
+            raise UserError(f"batch.pairs must be at least 1, got {self.pairs}")
+        for start in ("", "eval_"):
+            micro, tokens = f"{start}micro", f"{start}tokens"
+            given = {name: getattr(self, name) for name in (micro, tokens) if getattr(self, name) is not None}
+            for name, value in given.items():
+                if value < 1:
+                    raise UserError(f"batch.{name} must be at least 1, or null, got {value}")
+            if len(given) == 2:
+                raise UserError(
+                    f"batch.{micro} {given[micro]} and batch.{tokens} {given[tokens]} both say what a forward holds: "
+                    f"set one of them to null, such as batch.{micro}=null"
+                )
 
-    def accumulation(self, world_size: int) -> int:
-        """Micro-batches per optimiser step on each of ``world_size`` ranks."""
-        share = self.micro * world_size
+    @property
+    def per_forward(self) -> int:
+        """Pairs per forward of training where no budget of tokens decides."""
+        return self.micro or 1
+
+    @property
+    def eval_per_forward(self) -> int:
+        """Pairs per forward of validation where no budget of tokens decides."""
+        return self.eval_micro or 8
+
+    def accumulation(self, world_size: int) -> int | None:
+        """Micro-batches per optimiser step on each of ``world_size`` ranks; None where the pairs' lengths decide.
+
+        Raises:
+            UserError: a step cannot be shared over the ranks, or not evenly where ``micro`` counts.
+        """
+        if self.tokens is not None:
+            if self.pairs < world_size:
+                raise UserError(f"batch.pairs must be at least 1 for each of {world_size} processes, got {self.pairs}")
+            return None
+        share = self.per_forward * world_size
         if self.pairs % share:
             raise UserError(
-                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.micro} x {world_size} processes; "
-                f"the nearest that are: {max(share, self.pairs - self.pairs % share)} and "
+                f"batch.pairs {self.pairs} must be a multiple of batch.micro {self.per_forward} x {world_size} "
+                f"processes; the nearest that are: {max(share, self.pairs - self.pairs % share)} and "
                 f"{self.pairs + share - self.pairs % share}"
             )
         return self.pairs // share

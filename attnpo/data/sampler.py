@@ -1,23 +1,19 @@
-"""Batches that plan whole optimiser steps, the same for every way to split them, resumable at any batch.
+"""Batches that plan whole optimiser steps, the same for every way to cut them, resumable at any batch.
 
-An optimiser step is ``micro_batch * accumulation * world_size`` consecutive pairs of the epoch's permutation; which
-pairs a step holds does not depend on how the product is split. Each batch knows the number of pairs of its whole
-step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the splitting.
+An optimiser step is ``size`` consecutive pairs of the epoch's permutation; which pairs a step holds does not depend on
+how it is cut into micro-batches and shared over ranks (``data.partition``). Each batch knows the number of pairs of its
+whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
 """
 
-import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-from math import ceil
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
+from attnpo.data.partition import ByCount, Cutting
 from attnpo.schema import UserError, digest
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,8 @@ class PlannedBatch:
     ``indices`` are positions in the list of pairs, ``step`` counts the optimiser steps of the epoch from 0,
     ``step_pairs`` is the number of pairs of the whole step over all ranks and micro-batches, and ``micro`` of
     ``micros`` is this micro-batch's place in the step (every rank has the same ``micros`` in the same step). ``whole``
-    are the positions of all pairs of the step, ``own`` those of this rank, micro-batch by micro-batch.
+    are the positions of all pairs of the step, ``own`` those of this rank, micro-batch by micro-batch; ``rank`` is one
+    of ``ranks``.
     """
 
     indices: list[int]
@@ -38,6 +35,8 @@ class PlannedBatch:
     epoch: int = 0
     whole: tuple[int, ...] = field(default=(), repr=False, compare=False)
     own: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
+    rank: int = field(default=0, repr=False, compare=False)
+    ranks: int = field(default=1, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -52,111 +51,99 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True)
-class _Layout:
-    """How a step is split; ``size`` pairs in a full step."""
+class Split:
+    """How the steps of a run are cut: by which rule, into how many micro-batches per rank, over how many ranks.
 
-    micro_batch: int
+    ``short`` are the micro-batches of the short last step of an epoch, 0 where there is none.
+    """
+
+    rule: str
     accumulation: int
+    short: int
     world_size: int
 
-    @property
-    def size(self) -> int:
-        return self.micro_batch * self.accumulation * self.world_size
 
-    def micros(self, pairs: int) -> int:
-        """Micro-batches per rank of a step of ``pairs`` >= world_size pairs.
-
-        As few as hold the largest share, but never more than the smallest share has pairs.
-        """
-        return min(ceil(ceil(pairs / self.world_size) / self.micro_batch), pairs // self.world_size)
-
-    def largest(self, pairs: int) -> int:
-        """Pairs of the largest micro-batch of such a step."""
-        return ceil(ceil(pairs / self.world_size) / self.micros(pairs))
-
-
-def _shares(total: int, parts: int) -> list[tuple[int, int]]:
-    """Half-open ranges that cut ``total`` things into consecutive parts, sizes differing by at most one."""
-    small, larger = divmod(total, parts)
-    starts = [part * small + min(part, larger) for part in range(parts + 1)]
-    return list(pairwise(starts))
+def steps_in(num_pairs: int, size: int, world_size: int) -> int:
+    """Optimiser steps of an epoch: those of ``size`` pairs, and a short one unless it has fewer pairs than ranks."""
+    full, rest = divmod(num_pairs, size)
+    return (full if size >= world_size else 0) + (rest >= world_size)
 
 
 class StepBatches(Sampler[PlannedBatch]):
     """The planned batches of one rank, epoch after epoch; give it to a loader as ``sampler`` with ``batch_size=None``.
 
-    Every pair is seen exactly once per epoch, in an order that only ``seed`` and the epoch decide (the order of the
-    list when ``shuffle`` is false). The last step of an epoch may be short: each rank gets an equal share of it (up
-    to one pair), in the same number of micro-batches of at least one pair. Two consequences:
-
-    - fewer pairs left than ranks: they are dropped, other ones in each epoch; ``dropped`` counts them;
-    - ``micro_batch`` 1 and a remainder that the ranks cannot share evenly: one micro-batch holds two pairs, which is
-      logged. ``drop_last`` leaves out the short step altogether (and counts its pairs).
+    Every pair is seen exactly once per epoch. Which step it is in is decided by ``seed`` and the epoch alone (the order
+    of the list when ``shuffle`` is false). Every full step has the same number of micro-batches on every rank in all
+    epochs, since Lightning accumulates a fixed number: as few as ``cutting`` needs for the worst step of the run. The
+    last step of an epoch may be short, and has as few as it needs in any epoch, at least one pair in each. Fewer pairs
+    left than ranks are dropped, other ones in each epoch; ``dropped`` counts them. ``drop_last`` leaves out the short
+    step altogether (and counts its pairs).
 
     Iterating again starts the next epoch after a full pass, and the same epoch anew after a broken one. After
     ``load_state_dict`` the first full pass gives exactly the batches that were left.
 
     Args:
         num_pairs: length of the list of pairs.
-        micro_batch: pairs per micro-batch and rank.
-        accumulation: micro-batches per optimiser step and rank.
+        size: pairs per optimiser step over all ranks.
+        cutting: how a step becomes micro-batches.
         seed: together with the epoch the key of the permutation.
         shuffle: whether to permute at all.
         rank: this process among the ``world_size`` that share the steps.
         world_size: number of processes.
         drop_last: leave out the short last step.
+        epochs: how many the run has; a cutting that looks at the pairs plans for those.
 
     Raises:
-        UserError: a size below 1, or an epoch without a single step.
+        UserError: a size below 1, an epoch without a single step, or a step that cannot be cut.
         ValueError: ``rank`` is not one of the ranks.
     """
 
     def __init__(
         self,
         num_pairs: int,
-        micro_batch: int,
-        accumulation: int,
+        size: int,
+        cutting: Cutting,
         seed: int = 0,
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
+        epochs: int = 1,
     ) -> None:
-        for name, value in (("micro_batch", micro_batch), ("accumulation", accumulation), ("world_size", world_size)):
+        for name, value in (("pairs per step", size), ("processes", world_size)):
             if value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
-        self.num_pairs, self.seed, self.shuffle, self.rank = num_pairs, seed, shuffle, rank
-        self.drop_last = drop_last
-        self._layout = _Layout(micro_batch, accumulation, world_size)
-        full, rest = divmod(num_pairs, self._layout.size)
-        short = 0 if drop_last or rest < world_size else rest
-        self.dropped = rest - short
-        self._full, self._short = full, short
-        self.steps_per_epoch = full + (short > 0)
-        if self.steps_per_epoch == 0:
+        self.num_pairs, self.size, self.seed, self.shuffle, self.rank = num_pairs, size, seed, shuffle, rank
+        self.cutting, self.drop_last = cutting, drop_last
+        self._full, rest = divmod(num_pairs, size)
+        self._short = 0 if drop_last or rest < world_size else rest
+        self.dropped = rest - self._short
+        self.steps_per_epoch = self._full + (self._short > 0)
+        if self.steps_per_epoch == 0 or (self._full and size < world_size):
             raise UserError(
-                f"{num_pairs} pairs make no optimiser step of {micro_batch} x {accumulation} x {world_size} pairs "
-                f"(micro-batch x accumulation x processes{', short steps dropped' if drop_last else ''}); "
-                "give more pairs or a smaller batch"
+                f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes"
+                f"{' with short steps dropped' if drop_last else ''}: each needs one pair of it at least; give more "
+                "pairs, or fewer processes"
             )
-        if short and self._layout.largest(short) > micro_batch:
-            _LOG.warning(
-                "the last step of an epoch has %d pairs for %d processes: one micro-batch holds %d pairs, not %d",
-                short,
-                world_size,
-                self._layout.largest(short),
-                micro_batch,
-            )
+        self.split = self._planned(world_size, epochs)
         self.epoch = 0
         self.consumed = 0
         self._start = 0
         self._passed = False
 
+    def _planned(self, world_size: int, epochs: int) -> Split:
+        """The split whose micro-batches are as few as every step of ``epochs`` allows."""
+        steps = (step for epoch in range(epochs) for step in self._steps(epoch)[: self._full])
+        accumulation, short = self.cutting.micros(steps, self.size, world_size), 0
+        if self._short:
+            short = self.cutting.micros((self._steps(epoch)[-1] for epoch in range(epochs)), self._short, world_size)
+        return Split(self.cutting.rule, max(accumulation, short), short, world_size)
+
     def __len__(self) -> int:
-        """Micro-batches of this rank in a whole epoch (the same for every rank, also after a resume)."""
-        return self._full * self._layout.accumulation + (self._layout.micros(self._short) if self._short else 0)
+        """Micro-batches of this rank in a whole epoch (the same for every rank and epoch, also after a resume)."""
+        return self._full * self.split.accumulation + self.split.short
 
     def __iter__(self) -> Iterator[PlannedBatch]:
         if self._passed:
@@ -177,25 +164,39 @@ class StepBatches(Sampler[PlannedBatch]):
 
     def order(self) -> list[int]:
         """The permutation of the current epoch."""
+        return self._order(self.epoch)
+
+    def _order(self, epoch: int) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_pairs))
-        generator = torch.Generator().manual_seed(int(digest([self.seed, self.epoch])[:15], 16))
-        return [int(index) for index in torch.randperm(self.num_pairs, generator=generator)]
+        generator = torch.Generator().manual_seed(int(digest([self.seed, epoch])[:15], 16))
+        found: list[int] = torch.randperm(self.num_pairs, generator=generator).tolist()
+        return found
+
+    def _steps(self, epoch: int) -> list[list[int]]:
+        """The pairs of each step of an epoch."""
+        order = self._order(epoch)
+        return [order[step * self.size : (step + 1) * self.size] for step in range(self.steps_per_epoch)]
+
+    def parts(self) -> Iterator[tuple[int, ...]]:
+        """The pairs of every micro-batch of the current epoch, of all ranks."""
+        for number, step in enumerate(self._steps(self.epoch)):
+            for hand in self.cutting.hands(step, self._micros(number), self.split.world_size):
+                yield from hand
+
+    def _micros(self, step: int) -> int:
+        return self.split.accumulation if step < self._full else self.split.short
 
     def _plan(self, start: int) -> Iterator[PlannedBatch]:
         """The batches of the current epoch from number ``start`` on."""
-        order, epoch = self.order(), self.epoch
-        first, skip = divmod(start, self._layout.accumulation)
-        for step in range(first, self.steps_per_epoch):
-            offset = step * self._layout.size
-            pairs = self._layout.size if step < self._full else self._short
-            low, high = _shares(pairs, self._layout.world_size)[self.rank]
-            cuts = _shares(high - low, self._layout.micros(pairs))
-            whole = tuple(order[offset : offset + pairs])
-            own = tuple(whole[low + begin : low + end] for begin, end in cuts)
-            for micro in range(len(cuts)):
-                if step > first or micro >= skip:
-                    yield PlannedBatch(list(own[micro]), step, pairs, micro, len(cuts), epoch, whole, own)
+        epoch, steps, ranks = self.epoch, self._steps(self.epoch), self.split.world_size
+        first, skip = divmod(start, self.split.accumulation)
+        for step in range(first, len(steps)):
+            whole, micros = tuple(steps[step]), self._micros(step)
+            own = tuple(self.cutting.hands(whole, micros, ranks)[self.rank])
+            for micro in range(skip if step == first else 0, micros):
+                batch = list(own[micro])
+                yield PlannedBatch(batch, step, len(whole), micro, micros, epoch, whole, own, self.rank, ranks)
 
     # -------------------------------------------------------------------------------------------- resuming
 
@@ -209,7 +210,7 @@ class StepBatches(Sampler[PlannedBatch]):
             "epoch": self.epoch,
             "batches": self.consumed if batches is None else batches,
             "order": self._order_key(),
-            "layout": [self._layout.micro_batch, self._layout.accumulation, self._layout.world_size],
+            "layout": asdict(self.split),
         }
 
     def _order_key(self) -> dict[str, Any]:
@@ -217,20 +218,20 @@ class StepBatches(Sampler[PlannedBatch]):
             "num_pairs": self.num_pairs,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "step_size": self._layout.size,
+            "step_size": self.size,
             "drop_last": self.drop_last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Nothing; the next pass gives the batches left of the saved epoch, possibly none.
 
-        The step may be split in another way than when the state was saved (other micro-batch, accumulation or number
-        of processes for the same product), provided that it was saved between two optimiser steps. A state with
-        "epoch" and "batches" alone is taken to be of this very plan.
+        The steps may be cut in another way than when the state was saved (another rule, another number of
+        micro-batches or processes), provided that it was saved between two optimiser steps. A state with "epoch" and
+        "batches" alone is taken to be of this very plan.
 
         Raises:
             UserError: the state belongs to other pairs, another order or step size, lies inside a step that is now
-            split in another way, or comes from processes that left out pairs which these do not, or the reverse.
+            cut in another way, or comes from processes that left out pairs which these do not, or the reverse.
         """
         order = self._order_key()
         saved = state.get("order", order)
@@ -240,31 +241,40 @@ class StepBatches(Sampler[PlannedBatch]):
                 f"cannot resume with another order of the data: {', '.join(differing)}. "
                 "Use the data and batch settings of the saved run"
             )
-        layout = _Layout(*state["layout"]) if "layout" in state else self._layout
-        batches = self._translate(int(state["batches"]), layout)
+        batches = self._translate(int(state["batches"]), self._split_of(state.get("layout")))
         if not 0 <= batches <= len(self):
             raise UserError(f"cannot resume after batch {batches}: an epoch has {len(self)} batches")
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _translate(self, batches: int, saved: _Layout) -> int:
-        """The number of batches consumed in the layout ``saved``, counted in this one."""
-        if saved == self._layout:
+    def _split_of(self, saved: Any) -> Split:
+        """The split of a saved state, also of one that tells micro-batch, accumulation and number of processes."""
+        if saved is None:
+            return self.split
+        if isinstance(saved, Mapping):
+            return Split(**saved)
+        micro, accumulation, ranks = saved
+        rest = 0 if self.drop_last else self.num_pairs % self.size
+        short = ByCount(micro).micros((), rest, ranks) if rest >= ranks else 0
+        return Split(ByCount(micro).rule, accumulation, short, ranks)
+
+    def _translate(self, batches: int, saved: Split) -> int:
+        """The number of batches consumed in the split ``saved``, counted in this one."""
+        if saved == self.split:
             return batches
-        rest = self.num_pairs % self._layout.size
-        if not self.drop_last and (rest >= saved.world_size) != (rest >= self._layout.world_size):
+        rest = self.num_pairs % self.size
+        if not self.drop_last and (rest >= saved.world_size) != (rest >= self.split.world_size):
             raise UserError(
-                f"an epoch ends with {rest} pairs, which {max(saved.world_size, self._layout.world_size)} processes "
-                f"leave out and {min(saved.world_size, self._layout.world_size)} do not: resume with "
+                f"an epoch ends with {rest} pairs, which {max(saved.world_size, self.split.world_size)} processes "
+                f"leave out and {min(saved.world_size, self.split.world_size)} do not: resume with "
                 f"{saved.world_size} processes, as the run was saved with"
             )
         last = self._full * saved.accumulation
-        if batches > last:
-            if not self.drop_last and rest >= saved.world_size and batches == last + saved.micros(rest):
-                return len(self)
-        elif batches % saved.accumulation == 0:
-            return batches // saved.accumulation * self._layout.accumulation
+        if saved.short and batches == last + saved.short:
+            return len(self)
+        if batches <= last and batches % saved.accumulation == 0:
+            return batches // saved.accumulation * self.split.accumulation
         raise UserError(
-            "the run was saved inside an optimiser step, so it can only be resumed with the same split: micro-batch "
-            f"{saved.micro_batch}, accumulation {saved.accumulation}, {saved.world_size} processes"
+            "the run was saved inside an optimiser step, so it can only be resumed with the same split: "
+            f"{saved.rule}, accumulation {saved.accumulation}, {saved.world_size} processes"
         )

@@ -43,7 +43,9 @@ class ModelSpec:
 
     ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. ``dtype`` is that of the
     weights: float32 masters for training (autocast is ``trainer.precision``'s business); bfloat16 for a frozen base
-    under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``.
+    under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
+    ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
+    backward pass; the others keep all their activations.
     """
 
     path: str
@@ -52,8 +54,16 @@ class ModelSpec:
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
     gradient_checkpointing: bool = False
+    checkpoint_every: int = 1
     lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.checkpoint_every < 1:
+            raise UserError(f"model.checkpoint_every must be at least 1 (every block), got {self.checkpoint_every}")
+        if self.checkpoint_every > 1 and not self.gradient_checkpointing:
+            raise UserError(
+                f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
+                "set model.gradient_checkpointing=true as well"
+            )

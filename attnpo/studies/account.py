@@ -9,8 +9,11 @@ import torch
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.config import build
 from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import require_room
+from attnpo.data.partition import COSTS, SHARED_PREFIX
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.rules import BatchPlan
+from attnpo.data.sampler import steps_in
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import CHOICE
 from attnpo.studies.inputs import Inputs
@@ -112,12 +115,14 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
     kept: CallbackSettings = build(cfg.callbacks)
     processes = planned_processes(cfg)
     accumulation = plan.accumulation(processes)
-    full, rest = divmod(len(inputs.examples["train"].examples), plan.pairs)
-    each = full + (rest >= processes and rest > 0)  # fewer pairs left than processes make no step
+    cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
+    if plan.tokens is not None:
+        cut = f", at most {plan.tokens} tokens per forward on"
+    each = steps_in(len(inputs.examples["train"].examples), plan.pairs, processes)
     saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
     yield (
-        f"steps: {plan.pairs} pairs each = {plan.micro} per forward x {accumulation} accumulated x {processes} "
-        f"process{'' if processes == 1 else 'es'}; {each} in an epoch, {total_steps(settings, each)} in all; "
+        f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
+        f"{each} in an epoch, {total_steps(settings, each)} in all; "
         f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
     )
 
@@ -125,7 +130,8 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
 def log_inputs(inputs: Inputs) -> None:
     """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
 
-    UserError, when all of it is said, for a split with rows of which no pair is left.
+    UserError, when all of it is said, for a split with rows of which no pair is left, and for a budget of tokens that
+    its longest pair does not keep.
     """
     statistics = example_statistics(inputs)
     for split in SPLITS:
@@ -148,6 +154,7 @@ def log_inputs(inputs: Inputs) -> None:
             log.info("%s", line)
     for split in SPLITS:
         _require_examples(inputs, split)
+    _require_budgets(inputs)
     for line in plan_lines(inputs):
         log.info("%s", line)
     for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
@@ -162,6 +169,14 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
+
+
+def _require_budgets(inputs: Inputs) -> None:
+    """Nothing; refuses early what the data module would. Which layout auto will be is not known: the least counts."""
+    cfg = inputs.ground.cfg
+    cost = COSTS.get(cfg.layout, SHARED_PREFIX)
+    for split, key in (("train", "tokens"), ("val", "eval_tokens")):
+        require_room(inputs.examples[split].examples, cost, cfg.batch[key], f"batch.{key}")
 
 
 def answer_lines(answers: AnswerStatistics) -> Iterator[str]:

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from transformers import AutoConfig, PretrainedConfig
 
 from attnpo.config import build, compose, groups
+from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
 from attnpo.studies.ground import Ground, device_of
@@ -58,6 +59,7 @@ def capacity_of(cfg: DictConfig) -> int | None:
 
 def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
     """What training this configuration needs on each device."""
+    plan: BatchPlan = build(cfg.batch)
     return estimate_training(
         config,
         spec,
@@ -67,8 +69,10 @@ def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig
         reference=cfg.reference if "reference" in build(cfg.objective).requires else None,
         strategy=cfg.trainer.strategy,
         devices=planned_processes(cfg),
-        micro=cfg.batch.micro,
-        eval_micro=cfg.batch.eval_micro,
+        micro=plan.per_forward,
+        eval_micro=plan.eval_per_forward,
+        tokens=plan.tokens,
+        eval_tokens=plan.eval_tokens,
     )
 
 

@@ -22,7 +22,7 @@ BOOKKEEPING = (
     *("name", "output", "store", "resume", "logger", "study", "seeds", "composed"),
     *("grid", "grids", "other_judge", "default_layer", "default_beta", "verbalized_epochs"),  # what takes them counts
     *("judge.token_budget", "verbalizer.batch_size", "verbalizer.token_budget", "weights.store_layers"),
-    *("batch.micro", "batch.eval_micro", "layout", "live_reference"),
+    *("batch.micro", "batch.eval_micro", "batch.tokens", "batch.eval_tokens", "layout", "live_reference"),
     *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.threads"),
     *("trainer.progress", "trainer.log_every_n_steps"),
 )

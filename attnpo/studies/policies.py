@@ -24,14 +24,12 @@ def load_policy(ground: Ground) -> ScoredLM:
         add_lora(model, ground.model.lora)
     policy = ScoredLM(model)
     if ground.model.gradient_checkpointing:
-        policy.model.activation_checkpointing_enable()
+        policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
     return policy
 
 
-def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM | None:
-    """The reference at hand during training: a frozen copy, or the policy without its adapters; None if cached."""
-    if ground.cfg.reference == "cached":
-        return None
+def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM:
+    """The reference that is run during training: a frozen copy, or the policy without its adapters."""
     if ground.cfg.reference == "adapter_off":
         return AdapterOff(policy)
     reference = ScoredLM(load_start(ground))

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from omegaconf import DictConfig
@@ -16,6 +17,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.ground import Ground, device_of, reference_fingerprint
 from attnpo.studies.startup import log_store
+from attnpo.training.keeping import KeptReference
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
@@ -34,9 +36,7 @@ def fill_reference(
     ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
     example; without it a job of several processes is refused, since each would compute everything.
     """
-    rules = ground.cfg.lengths
-    key = reference_key(reference_fingerprint(ground), ground.chat, rules.max_prompt_length, rules.max_length)
-    table = ground.store.table(REFERENCE, key)
+    table = reference_table(ground)
     unique = {example.pair_id: example for made in sets.values() for example in made.examples}
     wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
     lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
@@ -61,6 +61,33 @@ def fill_reference(
         pace = done / (time.perf_counter() - began)
         log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
     return table
+
+
+def reference_table(ground: Ground) -> Table:
+    """The store's table of this run's reference log-probabilities."""
+    rules = ground.cfg.lengths
+    key = reference_key(reference_fingerprint(ground), ground.chat, rules.max_prompt_length, rules.max_length)
+    return ground.store.table(REFERENCE, key)
+
+
+def keeper(ground: Ground, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
+    table = reference_table(ground)
+    pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
+    lacking = table.missing(pair_ids, SIDES)
+    tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
+    difference = table.nearest_difference() if len(lacking) == len(pair_ids) else None
+    size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
+    log_store("reference log-probs", len(pair_ids), len(lacking), difference, size)
+    if not lacking:
+        return None
+
+    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
+        if table.missing(pair_ids, SIDES):
+            return None
+        return {split: with_reference(table, made) for split, made in sets.items()}
+
+    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
 
 def autocast(cfg: DictConfig) -> torch.autocast:

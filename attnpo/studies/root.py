@@ -23,7 +23,7 @@ from attnpo.weights.base import WeightSource, is_neutral
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.transforms import WeightTransform
 
-REFERENCES = ("live", "cached", "adapter_off")
+REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
 
 
 @runtime_checkable
@@ -70,10 +70,11 @@ def require_reader(source: WeightSource, objective: PreferenceObjective) -> None
 def require_reference(reference: str, objective: PreferenceObjective) -> None:
     """Nothing; raises UserError for an objective that asks more of its reference than stored log-probs can say."""
     more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
-    if reference == "cached" and more and "reference" in objective.requires:
+    if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
         raise UserError(
             f"objective {type(objective).__name__} needs the reference itself ({', '.join(more)}), and "
-            "reference=cached keeps one number per token of the pairs: set reference=live (model=lora: adapter_off)"
+            f"reference={reference} keeps one number per token of the pairs: set reference=live (model=lora: "
+            "adapter_off)"
         )
 
 

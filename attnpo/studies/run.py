@@ -19,8 +19,9 @@ from attnpo.config import build, plain
 from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.partition import COSTS
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import Layout, choose
+from attnpo.models.layouts import LAYOUTS, Layout, choose
 from attnpo.models.loading import parameter_count
 from attnpo.models.scored import ScoredLM
 from attnpo.models.segments import attend_as_before
@@ -32,7 +33,7 @@ from attnpo.studies.ground import device_of, lay_ground
 from attnpo.studies.inputs import Inputs, inputs_on
 from attnpo.studies.policies import load_policy, load_reference, load_start
 from attnpo.studies.publish import make_exporter, publish_run
-from attnpo.studies.reference import fill_reference, with_reference
+from attnpo.studies.reference import fill_reference, keeper, with_reference
 from attnpo.studies.resume import (
     RESULT,
     check_contents,
@@ -97,18 +98,21 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
     policy = load_policy(inputs.ground)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
-    reference = None
+    reference, kept = None, None
     if "reference" in objective.requires:
-        if cfg.reference == "cached":
+        if cfg.reference == "first_epoch":
+            kept = keeper(inputs.ground, inputs.examples)
+        if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
             table = fill_reference(inputs.ground, inputs.examples, policy)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
-        reference = load_reference(inputs.ground, policy)
+        else:
+            reference = load_reference(inputs.ground, policy)
     source = build(cfg.weights)
     online = source if isinstance(source, OnlineSource) else None
     reads = objective.requires | (online.statistics if online is not None else frozenset())
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg))
-    data = _datamodule(inputs, examples, plan, objective, layout)
+    data = _datamodule(inputs, examples, plan, objective, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
     gathered = WholePolicy()
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
@@ -116,14 +120,14 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         trainer = make_trainer(
             settings,
             loggers,
-            [gathered, *make_callbacks(callbacks, settings, folder, exporter, account)],
+            [gathered, *([kept] if kept else []), *make_callbacks(callbacks, settings, folder, exporter, account)],
             folder,
             accumulation=1,
         )
-    trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs, objective)
-    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online, makers)
+    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online, makers, kept)
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)
@@ -167,12 +171,22 @@ def _datamodule(
     plan: BatchPlan,
     objective: PreferenceObjective,
     layout: Layout,
+    settings: TrainerSettings,
 ) -> PreferenceDataModule:
     pad_id, cfg = int(inputs.ground.tokenizer.pad_token_id or 0), inputs.ground.cfg
     ahead = [name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")]
-    longest = build(cfg.lengths).max_length
     return PreferenceDataModule(
-        examples["train"], examples["val"], layout, pad_id, plan, cfg.seed, ahead=ahead, max_length=longest
+        examples["train"],
+        examples["val"],
+        layout,
+        pad_id,
+        plan,
+        cfg.seed,
+        ahead=ahead,
+        max_length=build(cfg.lengths).max_length,
+        cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
+        epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
     )
 
 

@@ -187,18 +187,23 @@ def estimate_training(
     devices: int = 1,
     micro: int = 1,
     eval_micro: int = 1,
+    tokens: int | None = None,
+    eval_tokens: int | None = None,
     chunk: int = 1024,
 ) -> MemoryEstimate:
     """What training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
-    ``reference`` is "live", "cached", "adapter_off" or None (an objective without one); the other values are those of
-    the run's config. Weights in their own format are ``model.dtype``; under bf16-mixed the matrix products are bf16.
-    Raises UserError when ``config`` describes no causal LM.
+    ``tokens`` and ``eval_tokens`` are budgets that stand for such rows, in training and in validation.
+    ``reference`` is "live", "first_epoch" (live until all is stored), "cached", "adapter_off" or None (an objective
+    without one); the other values are those of the run's config. Weights in their own format are ``model.dtype``;
+    under bf16-mixed the matrix products are bf16. Raises UserError when ``config`` describes no causal LM.
     """
     shape = Shape.of(config, model.lora)
     weight = DTYPES[model.dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
-    step = _Step(shape, weight, max(compute, BF16), 2 * micro * max_length, model.gradient_checkpointing)
+    step = _Step(shape, weight, max(compute, BF16), tokens or 2 * micro * max_length, *_recomputed(shape, model))
+    validated = eval_tokens or 2 * eval_micro * max_length
+    rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"
     sharded = devices if strategy == "fsdp" else 1
     rows = [
         *_states(shape, model, optimizer, sharded),
@@ -209,8 +214,8 @@ def estimate_training(
         *_update_rows(shape, optimizer, sharded),
         MemoryRow(
             "validation forward",
-            _forward(step, 2 * eval_micro * max_length) + _logits(shape, chunk, step.compute),
-            f"{2 * eval_micro} rows of {max_length} tokens without gradients",
+            _forward(step, validated) + _logits(shape, chunk, step.compute),
+            f"{rows_of} without gradients",
             (FORWARD,),
         ),
     ]
@@ -228,7 +233,7 @@ def estimate_pass(
     shape = Shape.of(config)
     weight = DTYPES[dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
-    step = _Step(shape, weight, compute, tokens, checkpointing=False)
+    step = _Step(shape, weight, compute, tokens, recomputed=0, last_recomputed=False)
     how = f"{tokens:,} tokens in the widest place of one block"
     rows = (
         MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
@@ -242,13 +247,14 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _Step:
-    """One micro-batch: the model's shape, bytes per weight and per product, tokens, and how activations are kept."""
+    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
 
     shape: Shape
     weight: int
     compute: int
     tokens: int
-    checkpointing: bool
+    recomputed: int
+    last_recomputed: bool
 
     @property
     def stream(self) -> int:
@@ -259,6 +265,13 @@ class _Step:
     def copies(self) -> bool:
         """Whether autocast copies the weights: they are wider than the products."""
         return self.weight > self.compute
+
+
+def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
+    """How many blocks keep their input alone, and whether the last is one of them."""
+    if not model.gradient_checkpointing:
+        return 0, False
+    return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 
 
 def _states(shape: Shape, model: ModelSpec, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
@@ -299,11 +312,11 @@ def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained:
 def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[MemoryRow]:
     """The resident copy of a live reference, and the forward of one that reads each batch."""
     rows = []
-    if reference == "live":
+    if reference in ("live", "first_epoch"):
         size = step.shape.parameters * step.weight
         over = "" if sharded == 1 else f" / {sharded} devices"
         rows.append(MemoryRow("reference", size // sharded, f"a frozen copy in the format of the weights{over}"))
-    if reference in ("live", "adapter_off"):
+    if reference in ("live", "first_epoch", "adapter_off"):
         size = _forward(step, step.tokens)
         rows.append(MemoryRow("reference forward", size, f"{step.tokens:,} tokens without gradients", (REFERENCE,)))
     return rows
@@ -317,22 +330,23 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
     flowing = step.compute * shape.inner + 2 * step.stream * shape.hidden
     half = BF16 * shape.cast
-    if not step.checkpointing:
-        kept = shape.layers * each + outside
-        rows = [
-            MemoryRow("activations", tokens * kept, f"{tokens:,} tokens x {kept / MIB:.2f} MiB", STEP),
-            MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)),
-        ]
-        copy = MemoryRow("bf16 weight copies", half, "autocast's copies of all blocks wait for the backward", STEP)
+    whole = shape.layers - step.recomputed
+    kept = whole * each + step.recomputed * step.stream * shape.hidden + outside
+    how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB"
+    if step.recomputed:
+        how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
+    rows = [MemoryRow("activations", tokens * kept, how, STEP)]
+    # The backward starts at the last block. One that kept its activations has freed them before another is recomputed.
+    if step.last_recomputed:
+        rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
     else:
-        kept = shape.layers * step.stream * shape.hidden + outside
-        how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB (checkpointing: the input of each block)"
-        rows = [
-            MemoryRow("activations", tokens * kept, how, STEP),
-            MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)),
-        ]
-        copy = MemoryRow("bf16 weight copies", half // shape.layers, "autocast's copies of one block", (BLOCK,))
-    return [*rows, copy] if step.copies else rows
+        rows.append(MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)))
+    if step.copies and whole:
+        waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
+        rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
+    if step.copies and step.recomputed:
+        rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))
+    return rows
 
 
 def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:

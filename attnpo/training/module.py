@@ -62,6 +62,7 @@ class PreferenceModule(L.LightningModule):
         total_steps: optimiser steps of the whole run, for the schedule.
         online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
         makers: by their names, what makes the further row groups that the objective asks for.
+        kept: is shown the log-probabilities [rows R] that the reference model gives for a batch's pairs.
     """
 
     def __init__(
@@ -73,10 +74,12 @@ class PreferenceModule(L.LightningModule):
         total_steps: int,
         online: OnlineSource | None = None,
         makers: Mapping[str, RowMaker] | None = None,
+        kept: Callable[[PreferenceBatch, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
         object.__setattr__(self, "reference", reference)
+        self.kept = kept
         self.objective = objective
         self.online, self.makers = online, dict(makers or {})
         self.reads = objective.requires | (online.statistics if online is not None else frozenset())
@@ -160,6 +163,8 @@ class PreferenceModule(L.LightningModule):
         # Before the main rows are scored, so that its graph is gone when theirs is held.
         gradient = input_gradient(self.policy, batch.main) if "input_gradient" in self.reads else None
         policy, reference = self._statistics(batch.main, self.reads)
+        if self.kept is not None and reference is not None and batch.main.reference_logps is None:
+            self.kept(batch, reference.logps)
         policy = replace(policy, input_gradient=gradient)
         for name in sorted(self.makers):
             rows = self.makers[name](self.policy, batch, self.trainer.global_step)

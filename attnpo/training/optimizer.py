@@ -75,7 +75,7 @@ class Optimizer:
         }
         if self.moments == "8bit":
             return self._make_8bit(given, named)
-        if not all_on_gpu(given):
+        if not fusible(given):
             return torch.optim.AdamW(given, **named)
         # One kernel over all parameters, without the parameter-sized temporaries of the default.
         optimizer = torch.optim.AdamW(given, fused=True, **named)
@@ -101,6 +101,9 @@ class Optimizer:
         return made
 
 
-def all_on_gpu(parameters: "list[torch.nn.Parameter]") -> bool:
-    """Whether every parameter lies on a CUDA device."""
-    return all(parameter.device.type == "cuda" for parameter in parameters)
+def fusible(parameters: "list[torch.nn.Parameter]") -> bool:
+    """Whether one kernel can update every parameter: all lie on a GPU, or all on the CPU and none is sharded."""
+    from torch.distributed.tensor import DTensor
+
+    kinds = {parameter.device.type for parameter in parameters}
+    return kinds == {"cuda"} or (kinds == {"cpu"} and not any(isinstance(one, DTensor) for one in parameters))

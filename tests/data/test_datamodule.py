@@ -1,12 +1,16 @@
-"""The data module: which batch carries what is looked at before a step, also in validation and after a resume."""
+"""The data module: rows that are looked at before a step, also in validation and after a resume; budgets of tokens."""
+
+import logging
 
 import pytest
+import torch
 
 from attnpo.data.collate import TrainingExample
-from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.datamodule import PreferenceDataModule, cost_of
+from attnpo.data.partition import COSTS, PACKED, PADDED, RowCost
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import padded
-from attnpo.schema import UserError
+from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError
 from tests.training.tiny import make_examples
 
 PLAN = BatchPlan(pairs=8, micro=2, eval_micro=2)
@@ -61,3 +65,135 @@ def test_a_single_pair_has_nothing_to_be_put_together_with(train: int, val: int,
     with pytest.raises(UserError, match=f"expected at least {expected}, got 1"):
         module(make_examples(train), val)
     module(make_examples(train), val, ahead=())
+
+
+# ------------------------------------------------------------------------------------------------ budgets of tokens
+
+
+def budgeted(
+    cost: RowCost, tokens: int | None = 64, eval_tokens: int | None = 64, epochs: int = 2, **options: object
+) -> PreferenceDataModule:
+    """20 pairs in steps of 8, five to validate."""
+    plan = BatchPlan(8, tokens=tokens, eval_tokens=eval_tokens)
+    layout = LAYOUTS[cost.name]
+    return PreferenceDataModule(
+        make_examples(20), make_examples(5, seed=99), layout, 0, plan, 0, cost=cost, epochs=epochs, **options
+    )
+
+
+def laid(rows: RowGroup | PreferenceBatch) -> int:
+    """Tokens that a forward reads."""
+    inputs = rows.main.inputs if isinstance(rows, PreferenceBatch) else rows.inputs
+    assert inputs is not None
+    return inputs.input_ids.numel()
+
+
+@pytest.mark.parametrize("name", sorted(COSTS))
+def test_no_forward_holds_more_than_its_budget(name: str) -> None:
+    data = budgeted(COSTS[name])
+    train = [batch for _ in range(2) for batch in data.train_dataloader()]
+    ids = [pair for batch in train for pair in batch.pair_ids]
+    assert sorted(ids) == sorted(2 * [example.pair_id for example in make_examples(20)])
+    assert 40 < max(map(laid, train)) <= 64 and max(batch.pairs for batch in train) > 1
+    val = list(data.val_dataloader())
+    assert sorted(pair for batch in val for pair in batch.pair_ids) == [f"pair{i}" for i in range(5)]
+    assert max(map(laid, val)) <= 64 and {batch.step_pairs for batch in val} == {5}
+    assert len(val) < 5
+
+
+def test_the_accumulation_is_that_of_the_worst_step_of_all_epochs() -> None:
+    """Counted in epochs, or in the steps that end the run: six are two epochs, seven the third as well."""
+    found = {epochs: budgeted(PADDED, 40, epochs=epochs).accumulation(1) for epochs in range(1, 9)}
+    assert found[1] < found[8] == max(found.values())
+    for steps in range(1, 25):
+        assert budgeted(PADDED, 40, max_steps=steps).accumulation(1) == found[-(-steps // 3)], steps
+    assert budgeted(PADDED, None).accumulation(2) == 4
+    assert [budgeted(PADDED).steps_per_epoch(processes) for processes in (1, 5)] == [3, 2]
+
+
+@pytest.mark.parametrize("cost", COSTS.values(), ids=sorted(COSTS))
+@pytest.mark.parametrize("key", ["tokens", "eval_tokens"])
+def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> None:
+    examples = make_examples(20) if key == "tokens" else make_examples(5, seed=99)
+    longest = max(examples, key=lambda example: cost_of(example, cost))
+    needed = cost_of(longest, cost)
+    with pytest.raises(UserError) as caught:
+        budgeted(cost, **{key: needed - 1})
+    assert str(caught.value) == (
+        f"batch.{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} as "
+        f"{cost.name} rows, got {needed - 1}; raise batch.{key}, or lower lengths.max_length"
+    )
+    budgeted(cost, **{key: needed})
+
+
+def test_budgets_and_processes_that_cannot_be() -> None:
+    for key in ("tokens", "eval_tokens"):
+        with pytest.raises(UserError, match=f"batch.{key} must be at least 1, or null"):
+            BatchPlan(8, **{key: 0})
+    with pytest.raises(UserError, match=r"batch\.pairs must be at least 1 for each of 9 processes, got 8"):
+        BatchPlan(8, tokens=64).accumulation(9)
+    assert BatchPlan(9, tokens=64).accumulation(2) is None
+    with pytest.raises(UserError, match=r"batch\.tokens 32: a step of 8 pairs on 5 processes needs 2 forwards"):
+        budgeted(PADDED, 32).accumulation(5)
+
+
+def test_how_full_the_micro_batches_are_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        data = budgeted(PACKED)
+        batches = list(data.train_dataloader())
+        list(data.val_dataloader())
+        list(budgeted(PACKED, None).train_dataloader())
+    (line,) = [record.getMessage() for record in caplog.records]
+    tokens = [laid(batch) for batch in batches]
+    assert line == (
+        f"micro-batches: {data.accumulation(1)} for the 8 pairs of a step, {data.accumulation(1)} on each process; "
+        f"batch.tokens 64; packed rows, {max(tokens)} tokens at most and {round(sum(tokens) / len(tokens))} in the mean"
+    )
+
+
+def row_ids(batch: PreferenceBatch) -> list[tuple[list[int], ...]]:
+    """What each row ahead of a step responds with, with its prompt's first token."""
+    found = []
+    for group in batch.ahead["mismatched"]:
+        assert group.inputs is not None
+        for ids, mask, response in zip(
+            group.inputs.input_ids, group.inputs.attention_mask, group.response_mask, strict=True
+        ):
+            found.append((ids[: int(mask.sum())].tolist(), [int(response.sum())]))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rows_ahead_keep_the_budget_and_are_those_of_the_step(world: int) -> None:
+    """Their lengths are others than those of the pairs: they are shared out anew, as many groups for every rank."""
+    plain = module(make_examples(20))
+    expected = [row_ids(batch) for batch in plain.train_dataloader() if batch.ahead]
+    data = budgeted(PADDED, 48, ahead=("mismatched",), max_length=16)
+    found: list[list[tuple[list[int], ...]]] = [[], [], []]
+    counts: list[set[int]] = [set(), set(), set()]
+    for rank in range(world):
+        batches = [data.train_batches[planned] for planned in data._sampler(rank, world)]
+        first = [batch for batch in batches if batch.ahead]
+        assert max(laid(group) for batch in first for group in batch.ahead["mismatched"]) <= 48
+        for step, batch in enumerate(first):
+            found[step] += row_ids(batch)
+            counts[step].add(len(batch.ahead["mismatched"]))
+    assert [sorted(rows) for rows in found] == expected
+    assert all(len(of_ranks) == 1 for of_ranks in counts)
+
+
+def of_lengths(name: str, prompt: int, response: int) -> TrainingExample:
+    side = EncodedResponse([3 + prompt] * prompt, [4] * response, [(j, j + 1) for j in range(response)])
+    row = torch.full((response,), 1 / response)
+    return TrainingExample(name, side, side, (row, row), (float(response), float(response)), (1.0, 1.0))
+
+
+def test_rows_ahead_that_are_longer_than_any_pair_stand_alone() -> None:
+    """Long prompts with short answers and the reverse: behind a long prompt comes a long answer, 2 x 18 tokens."""
+    examples = [of_lengths(f"pair{i}", *((9, 1) if i % 2 else (1, 9))) for i in range(6)]
+    data = PreferenceDataModule(examples, examples, padded, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",))
+    first = next(data.train_batches[planned] for planned in data._sampler(0, 1))
+    groups = first.ahead["mismatched"]
+    assert sum(len(group.response_ids) for group in groups) == 12
+    long = [group for group in groups if laid(group) > 20]
+    assert long and all((laid(group), len(group.response_ids)) == (36, 2) for group in long)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
+from attnpo.data.partition import ByCount, Cutting
 from attnpo.data.sampler import PlannedBatch, StepBatches
 from attnpo.schema import UserError
 
@@ -16,7 +17,15 @@ SIZES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4))  # mi
 
 
 def ranks(num_pairs: int, micro: int, accumulation: int, world: int, **options: bool | int) -> list[StepBatches]:
-    return [StepBatches(num_pairs, micro, accumulation, rank=r, world_size=world, **options) for r in range(world)]
+    return over(world, num_pairs, micro * accumulation * world, ByCount(micro), **options)
+
+
+def over(world: int, num_pairs: int, size: int, cutting: Cutting, **options: bool | int) -> list[StepBatches]:
+    return [StepBatches(num_pairs, size, cutting, rank=r, world_size=world, **options) for r in range(world)]
+
+
+def counted(num_pairs: int, micro: int, accumulation: int, **options: bool | int) -> StepBatches:
+    return StepBatches(num_pairs, micro * accumulation, ByCount(micro), **options)
 
 
 def steps(plans: Iterable[Iterable[PlannedBatch]]) -> dict[int, list[int]]:
@@ -112,32 +121,32 @@ def test_uneven_single_pair_micro_batches_are_logged(caplog: pytest.LogCaptureFi
 
 
 def test_epochs_reshuffle_and_are_keyed_by_seed_and_epoch() -> None:
-    plan = StepBatches(40, 4, 2, seed=5)
+    plan = counted(40, 4, 2, seed=5)
     epochs = [[index for batch in plan for index in batch] for _ in range(3)]
     assert all(sorted(order) == list(range(40)) for order in epochs)
     assert len({tuple(order) for order in epochs}) == 3
     assert plan.epoch == 2
-    again = StepBatches(40, 4, 2, seed=5)
+    again = counted(40, 4, 2, seed=5)
     again.set_epoch(2)
     assert [index for batch in again for index in batch] == epochs[2]
-    assert [index for batch in StepBatches(40, 4, 2, seed=6) for index in batch] != epochs[0]
+    assert [index for batch in counted(40, 4, 2, seed=6) for index in batch] != epochs[0]
     assert [batch.epoch for batch in again][:1] == [3]
 
 
 def test_order_is_pinned() -> None:
     # Recorded from this implementation: a change of it would make saved runs resume on other pairs.
-    assert StepBatches(8, 2, 2, seed=7).order() == [5, 0, 6, 3, 4, 7, 1, 2]
+    assert counted(8, 2, 2, seed=7).order() == [5, 0, 6, 3, 4, 7, 1, 2]
 
 
 def test_unshuffled_epochs_are_alike() -> None:
-    plan = StepBatches(5, 2, 1, shuffle=False)
+    plan = counted(5, 2, 1, shuffle=False)
     for _ in range(2):
         assert [batch.indices for batch in plan] == [[0, 1], [2, 3], [4]]
 
 
 def test_a_broken_pass_starts_anew() -> None:
-    plan = StepBatches(20, 2, 2, seed=1)
-    whole = list(StepBatches(20, 2, 2, seed=1))
+    plan = counted(20, 2, 2, seed=1)
+    whole = list(counted(20, 2, 2, seed=1))
     assert list(islice(plan, 3)) == whole[:3]
     assert plan.state_dict()["batches"] == 3
     plan.set_epoch(0)
@@ -147,7 +156,7 @@ def test_a_broken_pass_starts_anew() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_resume_at_any_batch_gives_the_rest(rank: int) -> None:
     def plan() -> StepBatches:
-        return StepBatches(29, 2, 3, seed=2, rank=rank, world_size=2)
+        return StepBatches(29, 12, ByCount(2), seed=2, rank=rank, world_size=2)
 
     whole = plan()
     epochs = [list(whole), list(whole)]
@@ -171,17 +180,17 @@ def test_resume_at_any_batch_gives_the_rest(rank: int) -> None:
 
 
 def test_a_resumed_epoch_survives_an_unused_iterator() -> None:
-    plan = StepBatches(20, 2, 2, seed=1)
-    whole = list(StepBatches(20, 2, 2, seed=1))
+    plan = counted(20, 2, 2, seed=1)
+    whole = list(counted(20, 2, 2, seed=1))
     plan.load_state_dict({"epoch": 0, "batches": 4})
     next(iter(plan))
     assert list(plan) == whole[4:]
 
 
 def test_trained_batches_count_not_those_fetched_ahead() -> None:
-    plan = StepBatches(20, 2, 2, seed=1)
+    plan = counted(20, 2, 2, seed=1)
     whole = list(plan)
-    resumed = StepBatches(20, 2, 2, seed=1)
+    resumed = counted(20, 2, 2, seed=1)
     resumed.load_state_dict(plan.state_dict(batches=2))
     assert list(resumed) == whole[2:]
 
@@ -200,27 +209,27 @@ def test_resume_with_another_split_of_the_step(done: int) -> None:
 
 
 def test_resume_refuses_what_would_be_other_batches() -> None:
-    state = StepBatches(28, 1, 8, seed=4).state_dict(batches=3)
+    state = counted(28, 1, 8, seed=4).state_dict(batches=3)
     with pytest.raises(UserError, match="inside an optimiser step"):
-        StepBatches(28, 2, 4, seed=4).load_state_dict(state)
+        counted(28, 2, 4, seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="num_pairs was 28, is 27, seed was 4, is 5"):
-        StepBatches(27, 1, 8, seed=5).load_state_dict(state)
+        counted(27, 1, 8, seed=5).load_state_dict(state)
     with pytest.raises(UserError, match="step_size was 8, is 4"):
-        StepBatches(28, 1, 4, seed=4).load_state_dict(state)
+        counted(28, 1, 4, seed=4).load_state_dict(state)
     with pytest.raises(UserError, match="an epoch has 28 batches"):
-        StepBatches(28, 1, 8, seed=4).load_state_dict({**state, "batches": 29})
+        counted(28, 1, 8, seed=4).load_state_dict({**state, "batches": 29})
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_sizes_below_one(sizes: tuple[int, int, int]) -> None:
-    micro, accumulation, world = sizes
+    size, micro, world = sizes
     with pytest.raises(UserError, match="at least 1, got 0"):
-        StepBatches(10, micro, accumulation, world_size=world)
+        StepBatches(10, size, ByCount(micro), world_size=world)
 
 
 def test_rank_out_of_range() -> None:
     with pytest.raises(ValueError, match="rank must be 0 to 1"):
-        StepBatches(10, 1, 1, rank=2, world_size=2)
+        StepBatches(10, 2, ByCount(1), rank=2, world_size=2)
 
 
 class Echo(Dataset[tuple[list[int], int]]):
@@ -230,7 +239,7 @@ class Echo(Dataset[tuple[list[int], int]]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_behind_a_loader(workers: int) -> None:
-    plan = StepBatches(11, 2, 2, shuffle=False)
+    plan = counted(11, 2, 2, shuffle=False)
     loader = DataLoader(Echo(), sampler=plan, batch_size=None, num_workers=workers)
     assert len(loader) == 6
     assert [tuple(item) for item in loader] == [

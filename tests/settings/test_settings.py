@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedCo
 
 from attnpo.config import CONFIG_DIR, build, check, compose, groups, plain
 from attnpo.data.base import pairs_from_rows
+from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import SIDES, PreferencePair
 from attnpo.studies import root
@@ -120,7 +121,7 @@ def test_what_the_authors_files_add(name: str) -> None:
     values = leaves(setting(name))
     wanted = {
         "seed": 42,
-        "batch.micro": 1,
+        "batch.tokens": 4096,
         "trainer.gradient_clip_val": 1.0,
         "trainer.precision": "bf16-mixed",
         "model.dtype": "float32",
@@ -254,6 +255,7 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: DictConfig, config: PretrainedConfig) -> MemoryEstimate:
     model: ModelSpec = build(cfg.model)
+    plan: BatchPlan = build(cfg.batch)
     devices = str(cfg.trainer.devices)
     return estimate_training(
         config,
@@ -264,8 +266,10 @@ def estimate(cfg: DictConfig, config: PretrainedConfig) -> MemoryEstimate:
         reference=cfg.reference,
         strategy=cfg.trainer.strategy,
         devices=int(devices) if devices.isdigit() else 1,
-        micro=cfg.batch.micro,
-        eval_micro=cfg.batch.eval_micro,
+        micro=plan.per_forward,
+        eval_micro=plan.eval_per_forward,
+        tokens=plan.tokens,
+        eval_tokens=plan.eval_tokens,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from attnpo import console
 from attnpo.config import compose, plain
+from attnpo.data.partition import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.schema import UserError
 from attnpo.studies import startup
@@ -196,6 +197,23 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3
+
+
+BUDGETS = ("batch.micro=null", "batch.eval_micro=null", "batch.tokens=4096", "batch.eval_tokens=1024")
+
+
+def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Any layout takes at least what shared_prefix does, so auto is refused early below that alone."""
+    inputs = make_inputs(world.config("batch.pairs=5", *BUDGETS))
+    log_inputs(inputs)
+    assert "steps: 5 pairs each, at most 4096 tokens per forward on 1 process; 3 in an epoch, 3 in all" in caplog.text
+    for layout, cost in (("padded", PADDED), ("auto", SHARED_PREFIX)):
+        for split, key in (("train", "tokens"), ("val", "eval_tokens")):
+            made = inputs.examples[split].examples
+            needed = max(cost.of([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
+            with pytest.raises(UserError, match=f"^batch.{key} must hold the longest pair: .* {needed}, .* got 9;"):
+                log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}")))
+            log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}")))
 
 
 @pytest.mark.parametrize(

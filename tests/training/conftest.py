@@ -43,7 +43,7 @@ def fit(tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
                 make_loggers(LoggerSettings(), where, {}),
                 [FinalValidation(steps), *callbacks],  # type: ignore[list-item]
                 where,
-                data.plan.accumulation(1),
+                data.accumulation(1),
             )
             if resume is None:
                 trainer.validate(module, data, verbose=False)

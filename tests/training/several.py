@@ -39,7 +39,8 @@ class Case:
     """One training run of two epochs in steps of 8.
 
     ``resumes`` names the case whose copy at STOP it continues. ``part`` trains the second layer alone. ``bad`` gives
-    the second process's share of step 2 a pair whose loss is not finite.
+    the second process's share of step 2 a pair whose loss is not finite. ``tokens`` is a budget
+    instead of ``micro``.
     """
 
     strategy: str
@@ -49,6 +50,7 @@ class Case:
     resumes: str | None = None
     part: bool = False
     bad: bool = False
+    tokens: int | None = None
 
 
 CASES = {
@@ -61,6 +63,8 @@ CASES = {
     "fsdp, resumed": Case("fsdp", 1, resumes="fsdp, one pair at a time"),
     "fsdp, a layer": Case("fsdp", 2, checkpoints=True, part=True),
     "fsdp, a layer, resumed": Case("fsdp", 2, resumes="fsdp, a layer", part=True),
+    "ddp, a budget of tokens": Case("ddp", 1, tokens=40),
+    "fsdp, a budget of tokens": Case("fsdp", 1, pairs=21, tokens=50),
     "ddp, a bad pair": Case("ddp", 2, bad=True),
     "fsdp, a bad pair": Case("fsdp", 2, bad=True),
 }
@@ -101,7 +105,8 @@ def bad_pair(case: Case, plan: BatchPlan) -> int:
 
 def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[str, float]]:
     """The rows of metrics.csv; every process has to call it."""
-    plan = BatchPlan(8, case.micro, eval_micro=2)
+    budget = case.tokens
+    plan = BatchPlan(8, None if budget else case.micro, None if budget else 2, tokens=budget, eval_tokens=budget)
     settings = TrainerSettings(
         max_epochs=2,
         accelerator="cpu",
@@ -120,7 +125,7 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
     resume = None if case.resumes is None else folder / case.resumes / "stop.ckpt"
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
-        trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
+        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
         if resume is None:
             trainer.validate(module, data, verbose=False)
         try:

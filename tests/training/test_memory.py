@@ -42,8 +42,10 @@ ROUNDED = Optimizer(moments="8bit", stochastic_rounding=True)
 FORMATS = {"float32": ("float32", False), "mixed": ("float32", True), "bfloat16": ("bfloat16", True)}
 
 
-def spec(dtype: str = "float32", *, checkpointing: bool = False, lora: LoraSpec | None = None) -> ModelSpec:
-    return ModelSpec("nowhere", dtype=dtype, gradient_checkpointing=checkpointing, lora=lora)
+def spec(
+    dtype: str = "float32", *, checkpointing: bool = False, every: int = 1, lora: LoraSpec | None = None
+) -> ModelSpec:
+    return ModelSpec("nowhere", dtype=dtype, gradient_checkpointing=checkpointing, checkpoint_every=every, lora=lora)
 
 
 def of_8b(model: ModelSpec | None = None, optimizer: Optimizer | None = None, **named: Any) -> MemoryEstimate:
@@ -99,7 +101,7 @@ def test_activations_of_llama3_8b() -> None:
 
 
 def test_copies_of_the_weights_wait_for_the_backward_unless_checkpointed() -> None:
-    whole, one = of_8b()["bf16 weight copies"], of_8b(spec(checkpointing=True))["bf16 weight copies"]
+    whole, one = of_8b()["bf16 weight copies"], of_8b(spec(checkpointing=True))["bf16 block copies"]
     assert whole.size == 2 * 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14336)
     assert whole.moments == STEP
     assert (one.size, one.moments) == (whole.size // 32, (BLOCK,))
@@ -111,6 +113,7 @@ def test_copies_of_the_weights_wait_for_the_backward_unless_checkpointed() -> No
 def test_reference_kinds() -> None:
     cached, live = of_8b(), of_8b(reference="live")
     assert live.total - cached.total == live["reference"].size
+    assert of_8b(reference="first_epoch").rows == live.rows  # until the first epoch is over
     assert not any("reference" in row.name for row in (*cached.rows, *of_8b(reference=None).rows))
     lora = of_8b(spec("bfloat16", lora=LoraSpec()), reference="adapter_off")
     assert [row.name for row in lora.rows if "reference" in row.name] == ["reference forward"]
@@ -132,6 +135,17 @@ def test_longer_or_more_rows_cost_activations_only() -> None:
     assert of_8b(eval_micro=2).at(FORWARD) > one.at(FORWARD)
     assert of_8b(chunk=4096).at(HEAD) > one.at(HEAD)
     assert of_8b(optimizer=EIGHT_BIT).at(UPDATE) > states(of_8b(optimizer=EIGHT_BIT)) * GIB
+
+
+def test_a_budget_of_tokens_stands_for_the_rows_it_holds() -> None:
+    counted, budget = of_8b(micro=2, eval_micro=3), of_8b(tokens=8192, eval_tokens=12288)
+    assert [(row.name, row.size, row.moments) for row in budget.rows] == [
+        (row.name, row.size, row.moments) for row in counted.rows
+    ]
+    assert budget["validation forward"].how == "12,288 tokens without gradients"
+    assert of_8b(tokens=2048)["activations"].size * 4 == budget["activations"].size
+    assert of_8b(micro=4, tokens=8192).total == budget.at(budget.peak) == of_8b(tokens=8192).total
+    assert of_8b(eval_tokens=65536).at(FORWARD) > budget.at(FORWARD)
 
 
 def test_the_judge_pass() -> None:
@@ -229,17 +243,17 @@ def live_bytes(events: Any) -> Iterator[int]:
     return accumulate(size for _, size in changes)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("every", [0, 1, 2], ids=["none", "full", "every 2nd"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("layers", "vocab", "width"), [(6, 1000, 512), (2, 6000, 256)], ids=["blocks", "head"])
-def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, checkpointing: bool) -> None:
+def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: int) -> None:
     """What a forward and backward allocate beside weights and gradients: never more than estimated, at least 4/5."""
     dtype, mixed = FORMATS[name]
     config = small(layers, vocab=vocab)
     model = made(config, dtype)
     policy = ScoredLM(model, chunk=128).train()
-    if checkpointing:
-        model.activation_checkpointing_enable()
+    if every:
+        model.activation_checkpointing_enable(every_n_layers=every)
     half = list(range(1, width // 2 + 1))
     laid = padded([(half, half)] * 2, pad_id=0)
 
@@ -256,7 +270,7 @@ def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, checkpoi
     peak = max(live_bytes(profiler.profiler.kineto_results.events()))
     estimate = estimate_training(
         config,
-        spec(dtype, checkpointing=checkpointing),
+        spec(dtype, checkpointing=every > 0, every=max(1, every)),
         Optimizer(),
         precision="bf16-mixed" if mixed else "32-true",
         max_length=width,

@@ -14,7 +14,7 @@ from attnpo.data.rules import BatchPlan
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
 from attnpo.studies import root
-from attnpo.training.optimizer import Optimizer, all_on_gpu
+from attnpo.training.optimizer import Optimizer, fusible
 from tests.training.tiny import make_data, make_examples, make_module
 
 NUMBERS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -74,29 +74,23 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_the_default_is_plain_adamw_with_the_numbers_of_the_recipe() -> None:
     parameters, twins = weights(), weights()
     optimizer = Optimizer(**NUMBERS).make(parameters)
-    assert type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"]
-    descend(optimizer, parameters)
-    descend(torch.optim.AdamW(twins, **NUMBERS), twins)
-    assert all(torch.equal(a, b) for a, b in zip(parameters, twins, strict=True))
-
-
-def test_on_a_gpu_one_fused_kernel_does_the_same_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU has a fused kernel as well, on which the choice is tried out here."""
-    assert not all_on_gpu(weights())
-    monkeypatch.setattr("attnpo.training.optimizer.all_on_gpu", lambda parameters: True)
-    parameters, twins = weights(), weights()
-    optimizer = Optimizer(**NUMBERS).make(iter(parameters))
-    assert optimizer.defaults["fused"] is True
+    assert type(optimizer) is torch.optim.AdamW and optimizer.defaults["fused"] is True
     descend(optimizer, parameters)
     descend(torch.optim.AdamW(twins, **NUMBERS), twins)
     assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(parameters, twins, strict=True))
 
 
-def test_lightning_clips_under_bf16_mixed_with_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_kernel_takes_plain_tensors_of_one_device() -> None:
+    plain, elsewhere = weights(), [torch.nn.Parameter(torch.empty(2, device="meta"))]
+    assert fusible(plain) and not fusible(plain + elsewhere) and not fusible(elsewhere)
+    optimizer = Optimizer(**NUMBERS).make(elsewhere)
+    assert not optimizer.defaults["fused"]
+
+
+def test_lightning_clips_under_bf16_mixed_with_the_fused_kernel() -> None:
     """Its plugin for mixed precision refuses to clip for optimisers that say they unscale gradients themselves."""
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    monkeypatch.setattr("attnpo.training.optimizer.all_on_gpu", lambda parameters: True)
     parameters = weights()
     optimizer = Optimizer().make(parameters)
     sum(parameter.sum() for parameter in parameters).backward()

@@ -1,0 +1,95 @@
+"""What a live reference says of each pair, kept: stored with the checkpoints, and read from the second epoch on.
+
+Owns when that happens. Where the numbers lie is the caller's business.
+"""
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.schema import PreferenceBatch
+from attnpo.training.module import PreferenceModule
+from attnpo.weights.capture import LogpPair
+
+log = logging.getLogger(__name__)
+
+Examples = Mapping[str, Sequence[TrainingExample]]
+
+
+class KeptReference(L.Callback):
+    """Keeps the log-probabilities that a run's reference gives, and lets go of the reference when there are all.
+
+    Args:
+        store: puts log-probabilities (chosen, rejected) of pairs into the store.
+        complete: the examples of both splits, by "train" and "val", with stored log-probabilities; None while any of
+            them is missing.
+        known: ids of pairs that are stored already.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[Mapping[str, LogpPair]], None],
+        complete: Callable[[], Examples | None],
+        known: Collection[str] = (),
+    ) -> None:
+        self._store, self._complete = store, complete
+        self._known = set(known)
+        self._seen: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
+
+    def __call__(self, batch: PreferenceBatch, logps: Tensor) -> None:
+        """Nothing; keeps a batch's log-probabilities [rows R] where they are: copying them would wait for a GPU."""
+        self._seen.append((batch.pair_ids, batch.main.response_mask.sum(1), logps.detach()))
+
+    def flush(self) -> None:
+        """Nothing; puts into the store what is new."""
+        rows: dict[str, LogpPair] = {}
+        for pair_ids, counts, logps in self._seen:
+            values, lengths = logps.float().cpu(), counts.tolist()
+            for place, pair_id in enumerate(pair_ids):
+                if pair_id not in self._known:
+                    sides = (place, len(pair_ids) + place)
+                    chosen, rejected = (values[row, : lengths[row]].clone() for row in sides)
+                    rows[pair_id] = (chosen, rejected)
+        self._seen.clear()
+        self._known |= rows.keys()
+        if rows:
+            self._store(rows)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; keeps what the validation before the first step has shown."""
+        self.flush()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; once all pairs of all processes are stored, gives them to the loaders and drops the reference."""
+        if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
+            return
+        self.flush()
+        trainer.strategy.barrier("reference log-probs are stored")
+        found = self._complete()
+        if not trainer.strategy.reduce_boolean_decision(found is not None, all=True) or found is None:
+            log.info("reference log-probs: not all pairs were seen in the last epoch, so the reference stays")
+            return
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, PreferenceDataModule)
+        data.train_batches.examples, data.val_batches.examples = found["train"], found["val"]
+        pl_module.reference = pl_module.kept = None
+        torch.cuda.empty_cache()  # without effect where there is no GPU
+        log.info("reference log-probs: all pairs are stored; the reference is let go")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Nothing; what a resumed run will look for is stored."""
+        self.flush()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Nothing; stores the rest."""
+        self.flush()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Nothing; what was computed before is not lost."""
+        self.flush()

@@ -1,0 +1,158 @@
+"""Micro-batches under a budget of tokens: the same steps as pairs counted out, in training, validation and resuming."""
+
+from functools import cache
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.partition import COSTS
+from attnpo.data.rules import BatchPlan
+from attnpo.models.layouts import choose
+from attnpo.training.callbacks import FinalValidation
+from attnpo.training.continuation import Continuation
+from attnpo.training.loggers import make_loggers
+from attnpo.training.metrics_file import merge_metrics
+from attnpo.training.module import PreferenceModule
+from attnpo.training.settings import LoggerSettings, TrainerSettings
+from attnpo.training.trainer import make_trainer, quiet_lightning
+from tests.training.test_step_objective import Gradients, assert_same, kto_module
+from tests.training.tiny import make_examples, make_module
+
+PAIRS = 20  # steps of 8, 8 and 4
+NAMES = ("train/loss", "train/grad_norm", "train/rewards/margins", "train/rewards/accuracies", "train/lr")
+
+
+def make(
+    module: PreferenceModule, plan: BatchPlan, name: str = "padded", ahead: tuple[str, ...] = (), epochs: int = 2
+) -> PreferenceDataModule:
+    assert module.reference is not None
+    layout = choose(name, [module.policy, module.reference])
+    assert layout.__name__ == name
+    val = make_examples(5, seed=99)
+    return PreferenceDataModule(
+        make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, cost=COSTS[name], epochs=epochs
+    )
+
+
+def trained(
+    module: PreferenceModule,
+    data: PreferenceDataModule,
+    place: Path,
+    *callbacks: L.Callback,
+    resume: Path | None = None,
+) -> list[dict[str, float]]:
+    """The rows of metrics.csv of all epochs, a validation behind each step."""
+    settings = TrainerSettings(max_epochs=data.epochs, accelerator="cpu", devices="1", validate_every=1)
+    with quiet_lightning():
+        loggers = make_loggers(LoggerSettings(), place, {})
+        parts = [FinalValidation(), Continuation(), *callbacks]
+        trainer = make_trainer(settings, loggers, parts, place, data.accumulation(1))
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    return merge_metrics(place)
+
+
+def close(found: list[dict[str, float]], expected: list[dict[str, float]], names: tuple[str, ...], begin: int) -> None:
+    for name in names:
+        ours = {row["step"]: row[name] for row in found if name in row}
+        theirs = {row["step"]: row[name] for row in expected if name in row and row["step"] >= begin}
+        assert theirs and ours == pytest.approx(theirs, rel=2e-5, abs=1e-5), name
+
+
+def gradients(plan: BatchPlan, name: str, world: int) -> list[list[Tensor]]:
+    """Loss and gradients of each step of the first epoch, those of all ranks added up, in double precision."""
+    module = make_module(3).double()
+    assert module.reference is not None
+    module.reference.double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.policy.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    data = make(module, plan, name)
+    found: list[list[Tensor]] = []
+    for rank in range(world):
+        for planned in data._sampler(rank, world):
+            if planned.step == len(found):
+                found.append([torch.zeros((), dtype=torch.float64)])
+            module.policy.zero_grad()
+            output = module.score(data.train_batches[planned])[3]
+            loss = output.losses.sum() / planned.step_pairs
+            loss.backward()
+            here = [loss.detach(), *(p.grad.clone() for p in module.policy.parameters() if p.grad is not None)]
+            before = found[planned.step]
+            found[planned.step] = here if len(before) == 1 else [a + b for a, b in zip(before, here, strict=True)]
+    return found
+
+
+@cache
+def whole(name: str) -> list[list[Tensor]]:
+    """Steps of one micro-batch."""
+    return gradients(BatchPlan(8, 8), name, 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "name", "world"),
+    [(32, "padded", 1), (50, "padded", 2), (64, "padded", 3), (999, "padded", 1), (32, "packed", 2),
+     (29, "shared_prefix", 1), (64, "shared_prefix", 4)],
+)  # fmt: skip
+def test_a_budget_changes_neither_loss_nor_gradient(tokens: int, name: str, world: int) -> None:
+    """Whatever the budget, the layout it counts in and the number of ranks; nor do single pairs."""
+    assert len(whole(name)) == 3
+    for plan, ranks in ((BatchPlan(8, tokens=tokens), world), (BatchPlan(8, 1), 1)):
+        found = gradients(plan, name, ranks)
+        assert all(step[0] > 0 for step in found)
+        torch.testing.assert_close(found, whole(name), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("padded", 40), ("shared_prefix", 40)])
+def test_a_run_with_a_budget_is_the_run_of_single_pairs(tmp_path: Path, name: str, tokens: int) -> None:
+    """Two epochs of full and short steps, validated after each."""
+    module = make_module(6)
+    expected = trained(module, make(module, BatchPlan(8, 1)), tmp_path / "pairs")
+    module = make_module(6)
+    data = make(module, BatchPlan(8, tokens=tokens, eval_tokens=tokens), name)
+    assert 1 < data.accumulation(1) < 8
+    close(trained(module, data, tmp_path / "budget"), expected, (*NAMES, "val/loss"), 0)
+
+
+@pytest.mark.parametrize("tokens", [32, 100])
+def test_rows_ahead_of_a_step_are_summed_alike(tmp_path: Path, tokens: int) -> None:
+    """KTO's z, which is of rows with lengths of their own."""
+    found = []
+    for plan in (BatchPlan(8, 8), BatchPlan(8, tokens=tokens)):
+        module, kept = kto_module(3, double=True, lr=1e-30), Gradients()
+        trained(module, make(module, plan, ahead=("mismatched",), epochs=1), tmp_path / str(plan.tokens), kept)
+        found.append(kept.found)
+    assert_same(found[1], found[0])
+    assert all(step["z"] > 0 for step in found[0])
+
+
+class Copies(L.Callback):
+    """A checkpoint behind every optimiser step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt", weights_only=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(BatchPlan(8, tokens=40), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, tokens=32)),
+     (BatchPlan(8, 2), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, 2))],
+)  # fmt: skip
+def test_a_run_goes_on_behind_any_step_under_another_budget(
+    tmp_path: Path, before: BatchPlan, after: BatchPlan
+) -> None:
+    module = make_module(6)
+    expected = trained(module, make(module, before), tmp_path / "whole", Copies(tmp_path))
+    for stop in (2, 3):  # mid-epoch, an epoch's last
+        module = make_module(6)
+        found = trained(module, make(module, after), tmp_path / f"from{stop}", resume=tmp_path / f"{stop}.ckpt")
+        close(found, expected, NAMES, stop)
+        close(found, expected, ("val/loss",), stop + 1)
