@@ -156,7 +156,7 @@ class PreferenceDataModule(L.LightningDataModule):
             shuffle=True,
             rank=rank,
             world_size=world,
-            epochs=self.epochs if self.max_steps < 0 else -(-self.max_steps // max(1, steps)),
+            epochs=self.epochs if self.max_steps < 0 else max(1, -(-self.max_steps // max(1, steps))),
         )
 
     def steps_per_epoch(self, processes: int) -> int:

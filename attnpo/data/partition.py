@@ -142,7 +142,7 @@ class ByCount:
         """The rule in words; two cuttings of the same pairs with the same rule are the same."""
         return f"micro-batch {self.micro}"
 
-    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int) -> int:
+    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Micro-batches per rank of any steps of so many pairs: as few as hold the largest share of a rank.
 
         But never more than the smallest share has pairs; that one then holds more than ``micro`` is logged.
@@ -184,13 +184,20 @@ class ByTokens:
         """Tokens of pairs in one forward."""
         return self.cost.together([self.sizes[i] for i in part])
 
-    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int) -> int:
+    def micros(self, steps: Iterable[Sequence[int]], pairs: int, ranks: int, *, short: bool = False) -> int:
         """Micro-batches per rank of ``steps`` of so many pairs each: as few as keep the budget in all; 0 without one.
 
+        Never more than the ranks have pairs. The ``short`` last steps of epochs, whose size nobody chose, then go above
+        the budget, which is logged.
+
         Raises:
-            UserError: more of them than pairs.
+            UserError: steps of full size need more of them than there are pairs.
         """
         found = max((self.needed(step, ranks) for step in steps), default=0)
+        if short and found * ranks > pairs:
+            message = "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d"
+            log.warning(message, pairs, ranks, self.key, self.budget)
+            return pairs // ranks
         if found * ranks > pairs:
             raise UserError(
                 f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {found} forwards on "
@@ -211,7 +218,7 @@ class ByTokens:
         """
         found = self.closest(step, micros, ranks)
         most = max(self.tokens(part) for hand in found for part in hand)
-        if most > self.budget:
+        if most > self.budget and (micros + 1) * ranks <= len(step):
             raise ValueError(f"{micros} micro-batches on {ranks} ranks need {most} tokens, not {self.budget}")
         return found
 

@@ -138,7 +138,8 @@ class StepBatches(Sampler[PlannedBatch]):
         steps = (step for epoch in range(epochs) for step in self._steps(epoch)[: self._full])
         accumulation, short = self.cutting.micros(steps, self.size, world_size), 0
         if self._short:
-            short = self.cutting.micros((self._steps(epoch)[-1] for epoch in range(epochs)), self._short, world_size)
+            last = (self._steps(epoch)[-1] for epoch in range(epochs))
+            short = self.cutting.micros(last, self._short, world_size, short=True)
         return Split(self.cutting.rule, max(accumulation, short), short, world_size)
 
     def __len__(self) -> int:

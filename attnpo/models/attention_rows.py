@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations.sdpa_attention import repeat_kv
 
 from attnpo.models.segments import FAR
 
@@ -25,13 +26,14 @@ class MaskRule:
     """A mask as a function of (batch, head, query, key) indices, of which only blocks are ever built.
 
     ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only bound the
-    keys that a block has to look at.
+    keys that a block has to look at. ``rows``: the model's batch; one row may hold several sequences.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     padding: Bool[Tensor, "batch T"] | None
     local_size: int | None
     causal: bool
+    rows: int = 1
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """Half-open range of keys that queries start..stop-1 can see."""
@@ -45,7 +47,7 @@ class MaskRule:
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Allowed entries [batch 1 q k]; ``queries`` [q] or [batch q], ``keys`` [k] or [batch k], positions."""
-        rows = torch.arange(batch, device=keys.device)[:, None, None, None]
+        rows = torch.arange(self.rows, device=keys.device)[:, None, None, None]
         heads = torch.zeros(1, dtype=torch.long, device=keys.device)[:, None, None, None]
         query = queries[None, :] if queries.dim() == 1 else queries
         key = keys[None, :] if keys.dim() == 1 else keys
@@ -136,8 +138,12 @@ class LayerAttention:
         """Attention output [batch H q d] of some queries over some keys; by the fused kernel, or in float32."""
         query, key, value = self.query[:, :, queries], self.key[:, :, keys], value[:, :, keys]
         if fused:
+            if self._grouped and query.device.type != "cpu":
+                # Grouped heads with a mask have no fused kernel on a GPU.
+                times = query.shape[1] // key.shape[1]
+                key, value = repeat_kv(key, times), repeat_kv(value, times)
             return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=allowed, scale=self.scaling, enable_gqa=self._grouped
+                query, key, value, attn_mask=allowed, scale=self.scaling, enable_gqa=key.shape[1] != query.shape[1]
             )
         maps = self.probabilities(query, key, allowed).to(value.dtype)
         batch, heads, count, seen = maps.shape

@@ -64,17 +64,17 @@ class Probe:
         self.rows: dict[int, Tensor] = {}
         self.kept: dict[int, LayerAttention] = {}
         self.trimming = False
-        self._end: tuple[LayerAttention, Tensor] | None = None
+        self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
         """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed."""
-        if layer in self.wanted:
-            rows = attention.rows(self.last)
+        rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
+        if rows is not None and layer in self.wanted:
             self.rows[layer] = rows if self.per_head else rows.mean(1)
         if self.keep:
             self.kept[layer] = attention
-        if self.trimming:
-            self._end = (attention, value)
+        if rows is not None and self.trimming:
+            self._end = (rows, attention.of_sequences(value))
         if self.trimming or layer == self.final:
             raise Enough
 
@@ -82,11 +82,9 @@ class Probe:
         """The attention output [1 batch H d] of the last positions alone, if the forward has come down to them."""
         if self._end is None:
             return None
-        attention, value = self._end
-        values = attention.of_sequences(value)
-        maps = attention.rows(self.last).to(values.dtype)
-        count, groups = values.shape[:2]
-        merged = maps.view(count, groups, -1, values.shape[2]) @ values
+        rows, values = self._end
+        count, groups, seen = values.shape[:3]
+        merged = rows.to(values.dtype).view(count, groups, -1, seen) @ values
         return merged.flatten(1, 2)[None]
 
     def rollout(self) -> Float[Tensor, "batch T"]:
@@ -171,7 +169,7 @@ def tap_mask(
     window = None if local_size is None or kv_length <= local_size else local_size
     if allow_is_causal_skip and padding is None and window is None:
         return None
-    return MaskRule(mask_function, padding, window, allow_is_causal_skip)
+    return MaskRule(mask_function, padding, window, allow_is_causal_skip, batch_size)
 
 
 def _attend(

@@ -205,7 +205,8 @@ class CausalJudge:
             return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
         if found is None or found.shape != expected.shape:
             return f"{kind} cannot run its last layer for some positions alone"
-        gap, bound = float((found - expected).abs().max()), probe_bound(expected)
+        # Logits are float32 whatever the states they come from were rounded to.
+        gap, bound = float((found - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
         if not gap <= bound:  # NaN is no match either
             return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
         return None

@@ -51,15 +51,17 @@ def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
     """Indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in the order of ``in_order``.
 
-    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again.
+    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again. What a batch
+    looks up for its prompts, padded and each beginning anew, is held to twice the budget.
     """
     batch: list[int] = []
-    total = 0
+    total, longest = 0, 0
     for index in in_order(prompts):
         own = len(prompts[index]) - (_shared(prompts[batch[-1]], prompts[index]) if batch else 0)
-        if batch and total + own > budget:
+        longest = max(longest, len(prompts[index]))
+        if batch and (total + own > budget or (len(batch) + 1) * longest > 2 * budget):
             yield batch
-            batch, total, own = [], 0, len(prompts[index])
+            batch, total, own, longest = [], 0, len(prompts[index]), len(prompts[index])
         batch.append(index)
         total += own
     if batch:

@@ -33,7 +33,7 @@ from attnpo.studies.ground import device_of, lay_ground
 from attnpo.studies.inputs import Inputs, inputs_on
 from attnpo.studies.policies import load_policy, load_reference, load_start
 from attnpo.studies.publish import make_exporter, publish_run
-from attnpo.studies.reference import fill_reference, keeper, with_reference
+from attnpo.studies.reference import fill_reference, keeper, reference_table, with_reference
 from attnpo.studies.resume import (
     RESULT,
     check_contents,
@@ -102,8 +102,10 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     if "reference" in objective.requires:
         if cfg.reference == "first_epoch":
             kept = keeper(inputs.ground, inputs.examples)
+        if cfg.reference == "cached":
+            fill_reference(inputs.ground, inputs.examples, policy)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            table = fill_reference(inputs.ground, inputs.examples, policy)
+            table = reference_table(inputs.ground)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         else:
             reference = load_reference(inputs.ground, policy)
@@ -128,6 +130,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs, objective)
     module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online, makers, kept)
+    del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)

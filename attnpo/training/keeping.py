@@ -13,11 +13,13 @@ from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.schema import PreferenceBatch
+from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training.module import PreferenceModule
 from attnpo.weights.capture import LogpPair
 
 log = logging.getLogger(__name__)
+
+AT_ONCE = 1024  # micro-batches whose log-probabilities wait to be stored
 
 Examples = Mapping[str, Sequence[TrainingExample]]
 
@@ -44,6 +46,10 @@ class KeptReference(L.Callback):
 
     def __call__(self, batch: PreferenceBatch, logps: Tensor) -> None:
         """Nothing; keeps a batch's log-probabilities [rows R] where they are: copying them would wait for a GPU."""
+        if self._known.issuperset(batch.pair_ids):
+            return
+        if len(self._seen) == AT_ONCE:
+            self.flush()
         self._seen.append((batch.pair_ids, batch.main.response_mask.sum(1), logps.detach()))
 
     def flush(self) -> None:
@@ -69,10 +75,17 @@ class KeptReference(L.Callback):
         """Nothing; once all pairs of all processes are stored, gives them to the loaders and drops the reference."""
         if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
             return
-        self.flush()
+        found, problem = None, None
+        try:
+            self.flush()
+        except UserError as error:  # the others must not wait for this process
+            problem = error
         trainer.strategy.barrier("reference log-probs are stored")
-        found = self._complete()
+        if problem is None:
+            found = self._complete()
         if not trainer.strategy.reduce_boolean_decision(found is not None, all=True) or found is None:
+            if problem is not None:
+                raise problem
             log.info("reference log-probs: not all pairs were seen in the last epoch, so the reference stays")
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
@@ -91,5 +104,8 @@ class KeptReference(L.Callback):
         self.flush()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Nothing; what was computed before is not lost."""
-        self.flush()
+        """Nothing; what was computed before is not lost, unless what went wrong forbids it."""
+        try:
+            self.flush()
+        except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to be told
+            log.warning("reference log-probs: those since the last checkpoint are not stored (%s)", error)

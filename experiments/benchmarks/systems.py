@@ -17,10 +17,9 @@ from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.optimizer import Optimizer
 from experiments.benchmarks.shapes import PAD, Pair
 
-BETA = (
-    1e-3  # the least of the paper's search. TRL sums log-probabilities of thousands of nats in float32 before it takes
-)
-# their difference; with a larger beta that rounding alone can exceed 1e-6 of the loss.
+# The least of the paper's search. TRL sums log-probabilities of thousands of nats in float32 before it takes their
+# difference; with a larger beta that rounding alone can exceed 1e-6 of the loss.
+BETA = 1e-3
 Batches = Sequence[Sequence[TrainingExample]]
 
 

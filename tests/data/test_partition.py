@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.data.partition import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition, shares
+from attnpo.data.sampler import StepBatches
 from attnpo.models.layouts import LAYOUTS
 from attnpo.schema import UserError
 
@@ -121,6 +122,16 @@ def test_more_forwards_than_pairs_are_refused() -> None:
     with pytest.raises(UserError, match=r"^batch\.eval_tokens 10: a step of 5 pairs on 2 processes needs 3 forwards"):
         cutting.micros([range(5)], 5, 2)
     assert cutting.micros([range(4)], 4, 2) == 2
+
+
+def test_a_short_last_step_may_go_above_the_budget_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Three pairs left for two processes: one has to take two at once, since both take as many forwards."""
+    batches = StepBatches(7, 4, ByTokens([10] * 7, PADDED, 10), world_size=2)
+    assert (
+        "a last step of 3 pairs for 2 processes: a forward of it may hold more tokens than batch.tokens" in caplog.text
+    )
+    assert (batches.split.accumulation, batches.split.short) == (2, 1)
+    assert sorted(len(part) for part in batches.parts()) == [1, 1, 1, 1, 1, 2]
 
 
 # ------------------------------------------------------------------------------------------------ what it is for

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
 from attnpo.models.attention_tap import KERNELS
 from attnpo.models.judge import CausalJudge
@@ -106,6 +106,57 @@ def test_common_beginnings_are_run_once_and_the_last_layer_for_verdicts_only(tin
     answers = [(9 + 8 * pair) + (21 - 4 * pair) + 2 for pair in range(3)]
     assert first == [30 + sum(before) + 2 * sum(answers)]
     assert last == [6]
+
+
+def test_many_short_ends_of_one_long_beginning_are_held_to_the_budget() -> None:
+    """Their rows are short, but each prompt looks up all of its keys."""
+    start = drawn(160, 0)
+    prompts = [start + drawn(3, 1 + number) for number in range(60)]
+    batches = list(row_batches(prompts, 400))
+    assert sorted(i for batch in batches for i in batch) == list(range(60))
+    assert all(len(batch) * 163 <= 800 for batch in batches)
+
+
+def test_a_model_of_half_precision_reads_rows(tiny: Build) -> None:
+    """Its logits are float32, and differ by what its states were rounded to."""
+    model = tiny("llama").to(torch.bfloat16)
+    seen = watched(model, lambda m: m.model.layers[0].mlp)
+    judge, prompts = CausalJudge(model), judged()
+    judge.read(prompts, layers=(1,))
+    seen.clear()
+    judge.read(prompts, layers=(1,), per_head=True)
+    assert seen and sum(seen) < 0.8 * sum(map(len, prompts))
+
+
+def test_attention_in_chunks_counts_positions(caplog: pytest.LogCaptureFixture) -> None:
+    """Llama 4 sees chunks of positions, by a rule that asks which row of the batch it is about."""
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_local_experts=2,
+        attention_chunk_size=16,
+        attn_temperature_tuning=False,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    prompts = judged()
+    with caplog.at_level(logging.INFO, "attnpo"):
+        readings = CausalJudge(model).read(prompts, layers=LAYERS)
+    assert "padded instead" not in caplog.text
+    for prompt, reading in zip(prompts, readings, strict=True):
+        with torch.no_grad():
+            maps = model(input_ids=torch.tensor([prompt]), output_attentions=True).attentions
+        for layer in LAYERS:
+            assert torch.allclose(reading.rows[layer - 1], maps[layer - 1][0, :, -1].mean(0), rtol=0, atol=1e-5)
+    assert any(float((reading.rows[0] > 0).float().mean()) < 0.5 for reading in readings), "chunks are seen"
 
 
 def test_a_model_that_mixes_tokens_elsewhere_gets_padded_prompts(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,8 @@
 """reference=first_epoch: what the live reference says of each pair is kept, stored, and read from the second epoch."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -91,6 +93,30 @@ def test_the_second_epoch_runs_no_reference(fresh: World, tmp_path: Path, monkey
     run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
     # Validation before the first step and behind the first epoch, and the first epoch itself; two rows a pair.
     assert sum(rows) == 2 * (VAL + TRAIN + VAL)
+
+
+def test_the_reference_is_gone_in_the_second_epoch(
+    fresh: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else holds on to it: on a GPU its memory is to be free."""
+    alive: list[tuple[int, bool]] = []
+    loaded: list[weakref.ref[object]] = []
+
+    def load(*given: object) -> object:
+        reference = load_reference(*given)  # type: ignore[arg-type]
+        loaded.append(weakref.ref(reference))
+        return reference
+
+    def step(self: object, batch: object, index: int) -> object:
+        gc.collect()
+        alive.append((self.trainer.current_epoch, loaded[0]() is not None))  # type: ignore[attr-defined]
+        return train(self, batch, index)
+
+    train: Callable[..., object] = run_module.PreferenceModule.training_step
+    monkeypatch.setattr(run_module, "load_reference", load)
+    monkeypatch.setattr(run_module.PreferenceModule, "training_step", step)
+    run(fresh.config(*QUICK, "reference=first_epoch"), tmp_path / "run")
+    assert set(alive) == {(0, True), (1, False)}
 
 
 def test_a_run_that_ends_early_keeps_what_it_has_seen(fresh: World, tmp_path: Path, loads: list[str]) -> None:
