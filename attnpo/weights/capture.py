@@ -7,6 +7,7 @@ own, because there are many of them.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -286,16 +287,23 @@ def _fill(
     if verdicts and not tools.verdict:
         raise UserError("judge.verdict: expected true because verdicts were asked for, got false")
     done = 0
-    for group, absent in _by_missing_layers(table, pairs, layers):
-        size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
-        for start in range(0, len(group), size):
-            chunk = group[start : start + size]
-            readable, built, unreadable = _readable(chunk, tools)
-            captured = source.capture(readable, built, absent) if readable else []
-            store_captured(table, [*captured, *unreadable], absent)
-            done += len(chunk)
-            if tools.progress is not None:
-                tools.progress(done, len(pairs))
+    with ThreadPoolExecutor(1) as writer:
+        written: Future[None] | None = None
+        for group, absent in _by_missing_layers(table, pairs, layers):
+            size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
+            for start in range(0, len(group), size):
+                chunk = group[start : start + size]
+                readable, built, unreadable = _readable(chunk, tools)
+                captured = source.capture(readable, built, absent) if readable else []
+                if written is not None:
+                    written.result()
+                # Compressed and written while the next chunk is read by the judge; one chunk waits at most.
+                written = writer.submit(store_captured, table, [*captured, *unreadable], absent)
+                done += len(chunk)
+                if tools.progress is not None:
+                    tools.progress(done, len(pairs))
+        if written is not None:
+            written.result()
 
 
 @dataclass(frozen=True)
