@@ -70,20 +70,22 @@ def naive(model: PreTrainedModel) -> Tensor:
     return every.gather(2, ids[..., None])[..., 0] * mask
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+@pytest.mark.parametrize("chunk", [7, 1024])
+@pytest.mark.parametrize("every", [0, 1, 2], ids=["kept", "recomputed", "every 2nd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", NORMS)
 def test_layouts_equal_the_naive_step(
-    exact: Callable[[str], PreTrainedModel], family: str, layout: str, checkpointing: bool
+    exact: Callable[[str], PreTrainedModel], family: str, layout: str, every: int, chunk: int
 ) -> None:
+    """In every layout, with activations kept or computed again, the vocabulary in one chunk or in many."""
     model = exact(family)
     logps = naive(model)
     loss, gradients = loss_and_gradients(model, logps)
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-2, "the comparison must see real gradients"
-    if checkpointing:
-        model.activation_checkpointing_enable()
+    if every:
+        model.activation_checkpointing_enable(every_n_layers=every)
         model.train()
-    found = ScoredLM(model)(*LAYOUTS[layout](rows(), 0)).logps
+    found = ScoredLM(model, chunk=chunk)(*LAYOUTS[layout](rows(), 0)).logps
     found_loss, found_gradients = loss_and_gradients(model, found)
     assert float((found - logps).detach().abs().max()) < 1e-10
     assert abs(float(found_loss - loss)) < 1e-12
