@@ -8,6 +8,7 @@ model needs. All layouts give the same numbers up to rounding; which of them a m
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.models.parts import eval_mode, is_materialised, probe_bound
 from attnpo.models.scored import ScoredLM
@@ -97,9 +99,10 @@ def choose(
 ) -> Layout:
     """The layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
 
-    The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` for training on
-    a CPU, else ``padded``. Each model is run twice, where it is, on a probe of a few dozen tokens; no gradient, random
-    state or mode is touched.
+    The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be
+    taken. Each model is run twice, where it is, on a probe of a few dozen tokens; for training on a GPU so are a few
+    layers like its own with random weights, on that GPU, whose kernels are others. No gradient, random state or mode
+    is touched.
 
     Args:
         name: auto, padded, packed or shared_prefix.
@@ -114,9 +117,9 @@ def choose(
         raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
     order = [name, "padded"]
     if name == "auto":
-        order = ["shared_prefix", "packed", "padded"] if torch.device(device).type == "cpu" else ["padded"]
+        order = ["shared_prefix", "packed", "padded"]
     for wanted, instead in itertools.pairwise(order):
-        reason = _reason_against(wanted, models, requests) if wanted != "padded" else None
+        reason = _reason_against(wanted, models, requests, torch.device(device)) if wanted != "padded" else None
         if reason is None:
             return LAYOUTS[wanted]
         for model in models:
@@ -220,8 +223,10 @@ PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
 RATES = ("attention_dropout", "dropout")
 
 
-def _reason_against(wanted: str, models: Sequence[ScoredLM], requests: Collection[str]) -> str | None:
-    """Why the models cannot take a layout, or None."""
+def _reason_against(
+    wanted: str, models: Sequence[ScoredLM], requests: Collection[str], device: torch.device
+) -> str | None:
+    """Why the models cannot take a layout in training on ``device``, or None."""
     for request in sorted(requests):
         if request == "input_gradient" or request.startswith("group:"):
             return f"{request} is made from rows of one sequence each"
@@ -231,27 +236,65 @@ def _reason_against(wanted: str, models: Sequence[ScoredLM], requests: Collectio
             return f"{what} is sharded or has no weights yet, so it cannot be tried"
         if wanted == "shared_prefix" and (rate := _dropout(model.model)):
             return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
-        expected = _probed(model, padded)
-        try:
-            found = _probed(model, LAYOUTS[wanted])
-        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
-            return f"{what} cannot follow segments of a row ({type(error).__name__}: {error})"
-        gap = _gap(found, expected)
-        if gap is not None:
-            return f"{what} gives other numbers ({gap}): some layer does not keep to the segments of a row"
+        reason = _tried(wanted, model)
+        if reason is None and device.type != "cpu":
+            reason = _tried_elsewhere(wanted, model, device)
+        if reason is not None:
+            return f"{what} {reason}"
     return None
 
 
-def _gap(found: TokenStats, expected: TokenStats) -> str | None:
-    """How far numbers are from those of padded rows, or None when rounding explains it."""
+def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
+    """What is wrong with a layout for this model, where it is, or None; ``dtype`` if products are shorter than sums."""
+    expected = _probed(model, padded)
+    try:
+        found = _probed(model, LAYOUTS[wanted])
+    except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
+        return f"cannot follow segments of a row ({type(error).__name__}: {error})"
+    gap = _gap(found, expected, dtype)
+    return None if gap is None else f"gives other numbers ({gap}): some layer does not keep to the segments of a row"
+
+
+def _tried_elsewhere(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
+    """What is wrong with a layout for layers like the model's on ``device``, in its dtype and in bfloat16, or None."""
+    with torch.random.fork_rng([device] if device.type == "cuda" and torch.cuda.is_available() else []):
+        try:
+            small = ScoredLM(first_layers(model.model, device))
+        except Exception as error:  # noqa: BLE001  # as above: the config of any model
+            return f"cannot be tried on {device}: no small model of its kind ({type(error).__name__}: {error})"
+        reason = _tried(wanted, small)
+        if reason is None and next(small.parameters()).dtype == torch.float32:
+            with torch.autocast(device.type, torch.bfloat16):
+                reason = _tried(wanted, small, torch.bfloat16)
+    return None if reason is None else f"on {device} {reason}"
+
+
+def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A model of the same class, widths and dtype with random weights, of as few layers as hold one of every kind."""
+    config = deepcopy(model.config)
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    text.num_hidden_layers = min(text.num_hidden_layers, max((kinds.index(kind) + 1 for kind in kinds), default=1))
+    if kinds:
+        text.layer_types = kinds[: text.num_hidden_layers]
+    with device:
+        made: object = AutoModelForCausalLM.from_config(config, dtype=next(model.parameters()).dtype)  # type: ignore[no-untyped-call]
+    assert isinstance(made, PreTrainedModel)
+    attend_as_before(made)
+    return made
+
+
+def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
+    """How far numbers are from those of padded rows, or None when rounding (to ``dtype``) explains it."""
     assert expected.hidden is not None
+    dtype = dtype or expected.hidden.dtype
     for name, ours, theirs in (
         ("final states", found.hidden, expected.hidden),
         ("log-probabilities", found.logps, expected.logps),
     ):
         assert ours is not None and theirs is not None
         # Log-probabilities are float32 whatever the states they come from were rounded to.
-        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(expected.hidden.dtype))
+        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(dtype))
         if not gap <= bound:  # NaN is no match either
             return f"{name} differ by {gap:.3g}, rounding allows {bound:.3g}"
     return None

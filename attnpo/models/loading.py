@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -37,24 +39,35 @@ DTYPES = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+# bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
+CPU_REPACKING = "support_avx512bf16_for_cpu"
 _BLOCK = 1 << 22
 _file_digests: dict[tuple[str, int, int], str] = {}
 
 
 def load_model(
-    path: str | Path, *, dtype: str = "float32", attn_implementation: str = "sdpa", revision: str | None = None
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    attn_implementation: str = "sdpa",
+    revision: str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
-    ``dtype``: float32, bfloat16, float16 or float64. Raises ``UserError`` when nothing is there, when a folder lacks
-    its config or weights, when weights do not fill the model or have other shapes, or when the hub cannot be reached.
-    Weights without a place in the model are left out, which is logged.
+    ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
+    linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
+    Raises ``UserError`` when nothing is there, when a folder lacks its config or weights, when weights do not fill the
+    model or have other shapes, when the hub cannot be reached, or without bitsandbytes where it is needed. Weights
+    without a place in the model are left out, which is logged.
     """
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_folder(source)
+    more = {} if quantize is None else _four_bits(quantize, DTYPES[dtype], device)
     with _loading("model", path, revision):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
@@ -63,12 +76,32 @@ def load_model(
             revision=revision or "main",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
+            **more,
         )
     model: PreTrainedModel = loaded[0]
+    for part in model.modules():
+        if hasattr(part, CPU_REPACKING):
+            setattr(part, CPU_REPACKING, False)
     _check_loaded(path, model, loaded[1])
     check_rotary(model)
     model.train(False)
     return model
+
+
+def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """What the library is told for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
+    if find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
+            "model.quantize=null"
+        )
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantize,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )  # type: ignore[no-untyped-call]
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:

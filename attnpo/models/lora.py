@@ -73,18 +73,22 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """The state dict of the plain base model with the adapters merged in: its own names and number formats, on the CPU.
 
     The model is left as it is; one merged matrix at a time is made beside it. A model without adapters gives its own
-    state. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep`` false each is
-    let go as it comes and the dict is empty. Tensors that nothing was merged into may share memory with a model on the
-    CPU.
+    state. Weights of 4 bits come out in the format they are multiplied in. Sharded tensors are gathered one by one (a
+    collective: every rank must call it); with ``keep`` false each is let go as it comes and the dict is empty. Tensors
+    that nothing was merged into may share memory with a model on the CPU.
     """
     adapted = _adapted(model)
+    packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
         owner = next((path for path in _parents(name) if path in adapted), "")
         inner = name.removeprefix(f"{owner}.") if owner else name
-        if owner and not inner.startswith(BASE):
-            continue  # the adapter's own
-        whole = _merged(value, adapted[owner]) if owner and inner == f"{BASE}weight" else _whole(value)
+        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(_parents(name)):
+            continue  # the adapter's own; the scales of 4-bit weights
+        base = _unpacked(packed[name]) if name in packed else _whole(value)
+        whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
+        if name in packed and _transposed(model.get_submodule(name.rpartition(".")[0])):
+            whole = whole.T.contiguous()
         if keep:
             state[f"{owner}.{inner.removeprefix(BASE)}" if owner else name] = whole.cpu()
     return state
@@ -201,9 +205,19 @@ def _whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
 
 
-def _merged(weight: Tensor, layer: "LoraLayer") -> Tensor:
+def _unpacked(weight: nn.Parameter) -> Tensor:
+    from peft.utils.integrations import dequantize_bnb_weight
+
+    return dequantize_bnb_weight(weight).detach()
+
+
+def _transposed(module: nn.Module) -> bool:
+    """Whether a packed module stands for one that keeps its weight the other way round."""
+    return bool(getattr(module, "source_cls", None) is Conv1D)
+
+
+def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
     """The weight plus its adapters' product, added in float32 or better and rounded once."""
-    base = _whole(weight)
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
         down, up = (_whole(maps[adapter].get_parameter("weight")).to(total) for maps in (layer.lora_A, layer.lora_B))

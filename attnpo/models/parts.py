@@ -58,6 +58,18 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
     return Parts(backbone, head, scale, None if softcap is None else float(softcap))
 
 
+def layer_stack(model: nn.Module) -> nn.ModuleList:
+    """The module list with the most parameters: the decoder blocks of a causal LM.
+
+    Raises:
+        ValueError: the model has no module list.
+    """
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not stacks:
+        raise ValueError(f"{type(model).__name__} has no list of layers")
+    return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
+
+
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
     """Hidden states [batch T d] after the final norm; no cache is kept."""
     output = backbone(input_ids=input_ids, use_cache=False, **inputs)

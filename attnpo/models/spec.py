@@ -6,6 +6,7 @@ from attnpo.schema import UserError
 
 ALL_LINEAR = "all-linear"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class ModelSpec:
     weights: float32 masters for training (autocast is ``trainer.precision``'s business); bfloat16 for a frozen base
     under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
-    backward pass; the others keep all their activations.
+    backward pass; the others keep all their activations. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4
+    bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of
+    ``torch.compile`` for the blocks of the policy, such as inductor.
     """
 
     path: str
@@ -56,14 +59,29 @@ class ModelSpec:
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1
     lora: LoraSpec | None = None
+    quantize: str | None = None
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UserError(f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+        if self.quantize is not None:
+            self._check_quantized()
         if self.checkpoint_every < 1:
             raise UserError(f"model.checkpoint_every must be at least 1 (every block), got {self.checkpoint_every}")
         if self.checkpoint_every > 1 and not self.gradient_checkpointing:
             raise UserError(
                 f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
                 "set model.gradient_checkpointing=true as well"
+            )
+
+    def _check_quantized(self) -> None:
+        if self.quantize not in QUANTIZED:
+            raise UserError(f"model.quantize must be null or one of {', '.join(QUANTIZED)}, got {self.quantize!r}")
+        if self.lora is None:
+            raise UserError(f"model.quantize={self.quantize}: weights of 4 bits cannot be trained; set model=qlora")
+        if self.dtype == "float64":
+            raise UserError(
+                f"model.quantize={self.quantize}: there are no products of 4-bit weights in float64; set "
+                "model.dtype=bfloat16 or float32"
             )

@@ -2,10 +2,11 @@
 
 from transformers import PreTrainedModel
 
+from attnpo.models.compiled import compile_blocks
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
-from attnpo.studies.ground import Ground
+from attnpo.studies.ground import Ground, device_of
 from attnpo.training.module import frozen
 
 
@@ -13,7 +14,12 @@ def load_start(ground: Ground) -> PreTrainedModel:
     """The model that training starts from, in eval mode and without adapters."""
     model = ground.model
     return load_model(
-        model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
+        model.path,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        revision=model.revision,
+        quantize=model.quantize,
+        device=device_of(ground.cfg),
     )
 
 
@@ -25,6 +31,8 @@ def load_policy(ground: Ground) -> ScoredLM:
     policy = ScoredLM(model)
     if ground.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
+    if ground.model.compile is not None:
+        compile_blocks(policy.model, ground.model.compile)
     return policy
 
 

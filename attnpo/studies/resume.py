@@ -48,6 +48,8 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path)
         old, new = stored.get(key, "nothing"), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
+        if key not in stored and new is None:
+            continue  # an option that came later and is not used
         if old != new:
             raise UserError(
                 f"resume: {key} was {old!r} in {place} and is {new!r} now, which would be another run: give the saved "

@@ -99,6 +99,16 @@ def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> N
         )
 
 
+def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
+    """Nothing; raises UserError for sharded weights in a form that this project does not shard."""
+    for name, value in (("quantize", model.quantize), ("compile", model.compile)):
+        if value is not None and trainer.strategy == "fsdp":
+            raise UserError(
+                f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp shards them: set "
+                f"trainer.strategy=auto or model.{name}=null"
+            )
+
+
 def require_name(name: str | None) -> None:
     """Nothing; raises UserError for a name that is no folder of its own below ``output``."""
     if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
@@ -116,6 +126,7 @@ def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> Non
         )
     for wanted, package, extra, key in (
         (model.lora is not None, "peft", "lora", "model.lora"),
+        (model.quantize is not None, "bitsandbytes", "qlora", "model.quantize"),
         (optimizer.moments == "8bit", "torchao", "opt8bit", "optimizer.moments=8bit"),
     ):
         if wanted and find_spec(package) is None:
@@ -181,6 +192,7 @@ class RunConfig:
         if self.layout not in LAYOUTS:
             raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
         require_parts(self.reference, self.model, self.optimizer)
+        require_one_piece(self.trainer, self.model)
         if self.study is not None:
             require_worlds(self.study, self.prepare)
         if self.study is None:  # a study's arms may choose them anew

@@ -25,6 +25,7 @@ from attnpo.models.layouts import LAYOUTS, Layout, choose
 from attnpo.models.loading import parameter_count
 from attnpo.models.scored import ScoredLM
 from attnpo.models.segments import attend_as_before
+from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.studies.account import example_statistics, log_inputs, versions
 from attnpo.studies.budget import log_budget
@@ -294,7 +295,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
     scores, of_base = {}, {}
     for split in ("validation", "test"):
-        key = (inputs.ground.model.path, scorer, split)
+        key = (replace(inputs.ground.model, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
@@ -308,4 +309,4 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
 
 
 # The base answers the same prompts alike at every point of a study: sampled once per process.
-_base_answers: dict[tuple[str, Any, str], Any] = {}
+_base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}

@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from attnpo.data.prompts import Prompt
 from attnpo.models.generate import context_length
-from attnpo.models.loading import load_model
 from attnpo.schema import Sampling
 from attnpo.studies.answering import chat_generator, encode_prompts
 from attnpo.studies.inputs import Inputs
+from attnpo.studies.policies import load_start
 from attnpo.training.settings import CallbackSettings
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSet
         log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
         return
     sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=ground.cfg.seed)
-    reference = load_model(ground.model.path, dtype=ground.model.dtype, revision=ground.model.revision)
+    reference = load_start(ground)
     reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
         name: chat_generator(model, ground.chat).generate([pair.prompt for pair in pairs], sampling)

@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.loading import DTYPES
+from attnpo.models.parts import layer_stack
 from attnpo.models.spec import ALL_LINEAR, LoraSpec, ModelSpec
 from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.sharding import layer_stack
 
 GIB, MIB = 1 << 30, 1 << 20
 FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
 FP32, BF16 = 4, 2
+FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
 
 # Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the
 # optimiser's update, a forward that no backward follows (validation, a pass over the data).
@@ -110,13 +111,15 @@ class Shape:
     """What the arithmetic reads off a model: parameter counts and widths.
 
     ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
-    matrices (what autocast copies), ``largest`` those of the largest tensor, ``adapters`` those LoRA would add.
+    matrices (what autocast copies), ``linear`` those of the blocks' linear layers (what 4 bits can hold), ``largest``
+    those of the largest tensor, ``adapters`` those LoRA would add.
     """
 
     parameters: int
     blocks: int
     block: int
     cast: int
+    linear: int
     largest: int
     adapters: int
     layers: int
@@ -149,6 +152,7 @@ class Shape:
             blocks=_count(stack),
             block=max(_count(block) for block in stack),
             cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
+            linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
             largest=max(parameter.numel() for parameter in model.parameters()),
             adapters=0 if lora is None else _adapters(model, lora),
             layers=len(stack),
@@ -201,12 +205,19 @@ def estimate_training(
     shape = Shape.of(config, model.lora)
     weight = DTYPES[model.dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
-    step = _Step(shape, weight, max(compute, BF16), tokens or 2 * micro * max_length, *_recomputed(shape, model))
+    step = _Step(
+        shape,
+        weight,
+        max(compute, BF16),
+        tokens or 2 * micro * max_length,
+        *_recomputed(shape, model),
+        quantized=model.quantize is not None,
+    )
     validated = eval_tokens or 2 * eval_micro * max_length
     rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"
     sharded = devices if strategy == "fsdp" else 1
     rows = [
-        *_states(shape, model, optimizer, sharded),
+        *_states(step, model, optimizer, sharded),
         *_traffic(shape, weight, strategy, devices, trained=model.lora is None),
         *_reference_rows(step, reference, sharded),
         *_step_rows(step),
@@ -255,6 +266,19 @@ class _Step:
     tokens: int
     recomputed: int
     last_recomputed: bool
+    quantized: bool = False
+
+    @property
+    def held(self) -> int:
+        """Bytes of the model's weights."""
+        packed = self.shape.linear if self.quantized else 0
+        return int(packed * FOUR_BITS) + (self.shape.parameters - packed) * self.weight
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
+        size = self.weight + (self.compute if self.copies else 0)
+        return size * self.shape.hidden * self.shape.inner if self.quantized else 0
 
     @property
     def stream(self) -> int:
@@ -274,13 +298,17 @@ def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 
 
-def _states(shape: Shape, model: ModelSpec, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
+def _states(step: _Step, model: ModelSpec, optimizer: Optimizer, sharded: int) -> list[MemoryRow]:
     """Weights, gradients and moments; sharded over ``sharded`` devices."""
-    weight = DTYPES[model.dtype].itemsize
+    shape, weight = step.shape, step.weight
     over = "" if sharded == 1 else f" / {sharded} devices"
     base = f"{shape.parameters:,} parameters x {weight} B ({model.dtype}){over}"
+    if model.quantize is not None:
+        base = f"{shape.linear:,} numbers x {FOUR_BITS:.3f} B ({model.quantize}), others x {weight} B ({model.dtype})"
     trained, size, what = shape.parameters, weight, "parameters"
-    rows = [MemoryRow("weights", shape.parameters * weight // sharded, base)]
+    rows = [MemoryRow("weights", step.held // sharded, base)]
+    if step.unpacked:
+        rows.append(MemoryRow("unpacked matrix", step.unpacked, f"the largest, x {weight} B", (*STEP, FORWARD)))
     if model.lora is not None:
         trained, size, what = shape.adapters, FP32, "adapter parameters"
         rows.append(MemoryRow("adapters", trained * size // sharded, f"{trained:,} {what} x {size} B (float32){over}"))
@@ -313,7 +341,7 @@ def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[Me
     """The resident copy of a live reference, and the forward of one that reads each batch."""
     rows = []
     if reference in ("live", "first_epoch"):
-        size = step.shape.parameters * step.weight
+        size = step.held
         over = "" if sharded == 1 else f" / {sharded} devices"
         rows.append(MemoryRow("reference", size // sharded, f"a frozen copy in the format of the weights{over}"))
     if reference in ("live", "first_epoch", "adapter_off"):
@@ -341,10 +369,10 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
         rows.append(MemoryRow("recomputed block", tokens * (each + flowing), "one block and its gradients", (BLOCK,)))
     else:
         rows.append(MemoryRow("block's gradients", tokens * flowing, "of the activations of one block", (BLOCK,)))
-    if step.copies and whole:
+    if step.copies and whole and not step.quantized:
         waiting = f"autocast's copies of {'all' if not step.recomputed else whole} blocks wait for the backward"
         rows.append(MemoryRow("bf16 weight copies", half * whole // shape.layers, waiting, STEP))
-    if step.copies and step.recomputed:
+    if step.copies and step.recomputed and not step.quantized:
         rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))
     return rows
 
@@ -373,7 +401,7 @@ def _update_rows(shape: Shape, optimizer: Optimizer, sharded: int) -> list[Memor
 def _forward(step: _Step, tokens: int) -> int:
     """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
-    copy = step.compute * shape.hidden * shape.inner if step.copies else 0
+    copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
     return tokens * shape.working(step.compute, step.stream) + copy
 
 

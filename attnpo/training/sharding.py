@@ -4,17 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-
-def layer_stack(model: nn.Module) -> nn.ModuleList:
-    """The module list with the most parameters: the decoder blocks of a causal LM.
-
-    Raises:
-        ValueError: the model has no module list.
-    """
-    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    if not stacks:
-        raise ValueError(f"{type(model).__name__} has no list of layers to shard")
-    return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
+from attnpo.models.parts import layer_stack
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -9,7 +9,6 @@ judge pass calls it. Nobody is timed before the rows of every layer are shown to
 pair, both orders; the growth of rollout's memory is measured as ``rollout_memory.py`` does it.
 """
 
-import argparse
 import random
 import sys
 from argparse import Namespace
@@ -27,9 +26,10 @@ from experiments.benchmarks.harness import (
     MIB,
     Bar,
     Times,
-    add_common,
     finish,
     interleaved,
+    new_parser,
+    parsed,
     peak,
     profiled,
     ratio,
@@ -137,8 +137,7 @@ def rollout_growth(options: Namespace) -> tuple[list[int], float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser, rounds=5)
+    parser = new_parser(__doc__, rounds=5)
     add_shape(parser, layers=8)
     parser.add_argument("--pairs", type=int, default=4, help="pairs per time, two prompts each")
     parser.add_argument("--instruction", type=int, default=150, help="tokens before the pair's prompt, always the same")
@@ -150,11 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096], help="of prompts for rollout")
     parser.add_argument("--rollout-width", type=int, default=256, help="of the model for rollout")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     if options.short:
-        options.rounds, options.pairs = min(options.rounds, 2), min(options.pairs, 2)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+        options.pairs = min(options.pairs, 2)
     lengths = [len(prompt) for prompt in judge_prompts(options)]
     print(f"{Shape.of(options)}, {torch.get_num_threads()} threads, float32")
     print(f"{options.pairs} pairs in both orders, {min(lengths)} to {max(lengths)} tokens per prompt")

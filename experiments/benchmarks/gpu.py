@@ -10,7 +10,6 @@ FLOPs are counted as they are run (on a CPU without those of attention); the flo
 (``shapes.floor_flops``).
 """
 
-import argparse
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.segments import attend_as_before
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
-from experiments.benchmarks.harness import Bar, add_common, finish, interleaved, median, table, timed
+from experiments.benchmarks.harness import Bar, finish, interleaved, median, new_parser, parsed, table, timed
 from experiments.benchmarks.shapes import (
     LLAMA3_8B,
     PAD,
@@ -171,8 +170,7 @@ def counted_flops(step: Step) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; prints the table and, at full size, the bars."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser, rounds=3)
+    parser = new_parser(__doc__, rounds=3)
     parser.add_argument("--tiny", action="store_true", help="a toy model and short pairs")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=["shared_prefix", "packed", "padded"])
     parser.add_argument("--reference", choices=("cached", "live"), default="cached")
@@ -184,9 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of prompt and response")
     parser.add_argument("--chunk", type=int, default=1024, help="tokens through the vocabulary head at once")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    options = parsed(parser, arguments)
     if options.tiny:
         options.pairs, options.micro, options.rounds = 4, 2, 1
     shape, device = TINY if options.tiny else LLAMA3_8B, torch.device(options.device)

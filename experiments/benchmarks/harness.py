@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -193,14 +193,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def add_common(parser: ArgumentParser, *, rounds: int) -> None:
-    """Nothing; adds the options that every benchmark has."""
+def new_parser(text: str | None, *, rounds: int) -> ArgumentParser:
+    """A parser with the options that every benchmark has; ``text`` is the benchmark's docstring."""
+    parser = ArgumentParser(description=text, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help="rounds over all competitors that count")
     parser.add_argument("--threads", type=int, help="CPU threads of every process; torch's own choice if not given")
     parser.add_argument("--seed", type=int, default=0, help="of models, lengths and ids")
-    parser.add_argument("--short", action="store_true", help="fewer rounds and competitors, a few minutes")
+    parser.add_argument("--short", action="store_true", help="fewer rounds, pairs or competitors, a few minutes")
     parser.add_argument("--profile", action="store_true", help="also the operators that take the time, where it can be")
     parser.add_argument("--json", type=Path, help="write settings, versions and all numbers to this file")
+    return parser
+
+
+def parsed(parser: ArgumentParser, arguments: Sequence[str] | None) -> Namespace:
+    """The options; from here on torch runs on as many threads as they say."""
+    import torch
+
+    options = parser.parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    return options
 
 
 def finish(

@@ -10,7 +10,6 @@ before and behind the epoch. Times are those of processes from start to end; wha
 Before anything is timed, both sides must make the same number of tokens of the data, and take as many steps.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,7 +27,18 @@ from attnpo.config import CONFIG_DIR
 from attnpo.models.loading import load_tokenizer
 from attnpo.schema import Message
 from attnpo.text.chat import ChatFormat
-from experiments.benchmarks.harness import ROOT, Bar, add_common, finish, interleaved, ratio, table, timed, times_rows
+from experiments.benchmarks.harness import (
+    ROOT,
+    Bar,
+    finish,
+    interleaved,
+    new_parser,
+    parsed,
+    ratio,
+    table,
+    timed,
+    times_rows,
+)
 from experiments.benchmarks.shapes import (
     SPECIALS,
     Shape,
@@ -161,8 +171,7 @@ def process(command: Sequence[str]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; prints the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser, rounds=3)
+    parser = new_parser(__doc__, rounds=3)
     add_shape(parser, layers=4)
     add_trl(parser)
     parser.add_argument("--pairs", type=int, default=64, help="pairs of the epoch")
@@ -170,11 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro", type=int, default=4, help="pairs per forward, on both sides")
     parser.add_argument("--scale", type=float, default=1.0, help="lengths relative to the paper's data")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="more settings for attnpo.fit")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     if options.short:
         options.rounds, options.pairs = min(options.rounds, 1), min(options.pairs, 32)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     library.disable_progress_bar()
     python, missing = trl_python(options)
     with tempfile.TemporaryDirectory() as temporary:

@@ -10,12 +10,11 @@ is timed before it is shown to compute the same: our loss with uniform weights i
 random weights is the plain way's, in every layout; and the shared layout sends P + C + R tokens through the model.
 """
 
-import argparse
 import logging
 import sys
 import tempfile
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,9 +35,10 @@ from experiments.benchmarks.harness import (
     Bar,
     Times,
     Worker,
-    add_common,
     finish,
     interleaved,
+    new_parser,
+    parsed,
     peak,
     profiled,
     ratio,
@@ -146,15 +146,17 @@ def measure(options: Namespace, trl: Worker | None) -> Measured:
     if trl is not None:
         report = join(trl, options, models(), cut, uniform, competitors)
         tokens |= {f"{TRL}, live": trl.ask("tokens"), f"{TRL}, cached": trl.ask("tokens")}
+    size = shape, max(1, whole // options.batches), torch.float32, torch.device("cpu")
+    rates = [matmul_rate(*size)]
     times = interleaved(competitors, options.rounds)
+    rates.append(matmul_rate(*size))
     peaks = {name: peak(system.step) for name, system in own.items()}
     if trl is not None:
         peaks |= {f"{TRL}, {kind}": trl.ask("memory", reference=kind) for kind in ("live", "cached")}
     if options.profile:
         for name, system in own.items():
             print(f"\n{name}\n\n{profiled(system.step)}")
-    rate = matmul_rate(shape, max(1, whole // options.batches), torch.float32, torch.device("cpu"))
-    return Measured(times, peaks, tokens, floor_flops(shape, pairs) / rate, report)
+    return Measured(times, peaks, tokens, floor_flops(shape, pairs) / max(rates), report)
 
 
 def join(
@@ -248,7 +250,7 @@ def trl_python(options: Namespace) -> tuple[Path | None, str]:
     return options.trl_python, ""
 
 
-def add_trl(parser: argparse.ArgumentParser) -> None:
+def add_trl(parser: ArgumentParser) -> None:
     """Nothing; adds the options that say where TRL is."""
     default = ROOT / ".venv-trl" / "bin" / "python"
     parser.add_argument("--trl-python", type=Path, default=default, help="Python of an environment with trl==1.16.0")
@@ -264,8 +266,7 @@ def quiet() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; prints the tables, with the bars unless a setting is swept."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser, rounds=5)
+    parser = new_parser(__doc__, rounds=5)
     add_shape(parser, layers=4)
     add_trl(parser)
     parser.add_argument("--micro", type=int, default=4, help="pairs per micro-batch")
@@ -273,11 +274,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="lengths relative to the paper's data")
     parser.add_argument("--sweep", choices=SWEEPS, help="vary one setting and fit exponents")
     parser.add_argument("--values", type=float, nargs="+", help="of what is swept")
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     if options.short:
         options.rounds, options.batches = min(options.rounds, 3), 1
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     quiet()
     python, missing = trl_python(options)
     with ExitStack() as stack:

@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 
-from attnpo.models.layouts import LAYOUTS, _say_unshared, choose, packed, padded, shared_prefix
+from attnpo.models import layouts
+from attnpo.models.layouts import (
+    LAYOUTS,
+    _say_unshared,
+    _tried_elsewhere,
+    choose,
+    first_layers,
+    packed,
+    padded,
+    shared_prefix,
+)
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
@@ -230,10 +240,59 @@ def test_dropout_does_not_speak_against_packing(tiny: Build) -> None:
     assert choose("packed", [ScoredLM(tiny("llama", attention_dropout=0.25))]) is packed
 
 
-def test_auto_off_the_cpu_is_padded_and_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("auto", [ScoredLM(tiny("llama"))], device="cuda") is padded
-        assert choose("padded", [ScoredLM(tiny("llama"))]) is padded
+        assert choose("padded", [ScoredLM(tiny("llama"))], device="cuda") is padded
     assert not caplog.records
     with pytest.raises(UserError, match="layout='shared' is not known; one of auto, padded, packed, shared_prefix"):
         choose("shared", [])
+
+
+# ------------------------------------------------------------------------------------------------ on another device
+@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
+def test_layers_of_every_family_are_tried_where_they_train(tiny: Build, family: str, name: str) -> None:
+    model = ScoredLM(tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa"))
+    state = torch.get_rng_state()
+    assert _tried_elsewhere(name, model, torch.device("cpu")) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_few_layers_hold_one_of_every_kind(tiny: Build) -> None:
+    model = tiny("gemma2", "eager").to(torch.bfloat16)
+    ScoredLM(model)(*packed([([5, 9], [7, 8])], 0))  # the model's attention is set to that of segments from here on
+    small = first_layers(model, torch.device("cpu"))
+    kinds = model.config.layer_types
+    assert set(small.config.layer_types) == set(kinds) and len(small.model.layers) == len(small.config.layer_types)
+    assert len(first_layers(tiny("llama"), torch.device("cpu")).model.layers) == 1
+    assert {parameter.dtype for parameter in small.parameters()} == {torch.bfloat16}
+    assert small.config._attn_implementation == "eager" and model.config._attn_implementation != "eager"
+    assert len(model.model.layers) == len(kinds)
+
+
+def test_kernels_that_mix_along_the_row_there_fall_back(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leaky(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+        small = first_layers(model, torch.device("cpu"))
+        small.model.layers[0].register_forward_hook(lambda module, inputs, output: output + 0.01 * output.cumsum(1))
+        return small
+
+    monkeypatch.setattr(layouts, "first_layers", leaky)
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose("packed", [ScoredLM(tiny("llama"))], device="meta") is padded
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith("layout packed: LlamaForCausalLM on meta gives other numbers")
+
+
+def test_a_device_that_is_not_there_falls_back(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose("packed", [ScoredLM(tiny("llama"))], device="xpu") is padded
+    assert "LlamaForCausalLM cannot be tried on xpu: no small model of its kind" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_auto_shares_prompts_on_a_gpu(tiny: Build) -> None:
+    for family in FAMILIES:
+        model = ScoredLM(tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa"))
+        assert choose("auto", [model], device="cuda") is shared_prefix, family

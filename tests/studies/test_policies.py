@@ -17,7 +17,7 @@ from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
-from attnpo.studies.ground import Ground, lay_ground
+from attnpo.studies.ground import Ground, lay_ground, reference_fingerprint
 from attnpo.studies.policies import load_policy, load_reference, load_start
 from attnpo.studies.run import Trained, run, train
 from attnpo.training.metrics_file import read_metrics
@@ -161,3 +161,48 @@ def test_an_objective_without_a_reference_holds_none(
     run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
     assert (found[0].reference is None) == (objective != "dpo")
     assert len(loaded) == (2 if objective == "dpo" else 1)
+
+
+# ------------------------------------------------------------------------------------------------ weights of 4 bits
+QLORA = ("model=qlora", "model.dtype=float32", "model.lora.rank=4", "optimizer.lr=1e-2", "weights=uniform")
+
+
+def test_a_base_of_four_bits_runs_the_whole_way(world: World, tmp_path: Path) -> None:
+    """Stored or with the adapters off, the reference is the quantised base; what is exported is whole."""
+    for kind in ("cached", "adapter_off"):
+        result = run(world.config(*QLORA, f"reference={kind}", "trainer.validate_every=1"), tmp_path / kind)
+        metrics = result["metrics"]
+        sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
+        assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
+        assert abs(metrics["val/loss"] - math.log(2)) > 1e-3
+    found = [losses(tmp_path / kind, "train/loss") for kind in ("cached", "adapter_off")]
+    assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 3
+    whole = run(world.config(*LORA[1:4], "model=lora", "reference=cached", "callbacks=none"), tmp_path / "whole")
+    assert whole["metrics"]["first/val/logps/chosen"] != pytest.approx(metrics["first/val/logps/chosen"], rel=1e-4)
+    state = torch.load(tmp_path / "cached" / "last" / "state.ckpt", weights_only=False)["state_dict"]
+    assert state and all(".lora_" in name for name in state)
+    exported = load_model(tmp_path / "cached" / "last")
+    assert all(value.is_floating_point() for value in exported.parameters())
+    assert getattr(exported.config, "quantization_config", None) is None
+
+
+def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> None:
+    keys = [reference_fingerprint(lay_ground(world.config(*overrides))) for overrides in ((), LORA, QLORA)]
+    assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("quantize", "nf4"), ("compile", "inductor")])
+def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: str) -> None:
+    cfg = world.config(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
+    with pytest.raises(UserError, match=f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp"):
+        check(cfg)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
+def test_compiled_blocks_train_alike(
+    world: World, runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=aot_eager")
+    run(cfg, tmp_path / "compiled")
+    for name in ("train/loss", "val/loss"):
+        assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)

@@ -103,6 +103,7 @@ def test_every_bookkeeping_key_exists(world: World) -> None:
 def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -> None:
     stored = {"optimizer.lr": 1e-4, "verbalizer.max_length": 300, "other_judge.path": None, "default_layer": 1}
     check_same(stored, {"optimizer.lr": 1e-4}, Path("last"))
+    check_same(stored, {"optimizer.lr": 1e-4, "model.came_later": None}, Path("last"))
     with pytest.raises(UserError, match=r"optimizer\.betas was \[0\.9, 0\.95\] in last and is 'nothing' now"):
         check_same({**stored, "optimizer.betas": [0.9, 0.95]}, {"optimizer.lr": 1e-4}, Path("last"))
 

@@ -1,7 +1,9 @@
 """The memory estimate against the numbers of Llama-3-8B and against what small models really hold."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, T5Config
 
 from attnpo.models.layouts import padded
+from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.schema import UserError
@@ -183,6 +186,20 @@ def test_weights_gradients_and_moments_are_what_a_model_holds(optimizer: Optimiz
     assert estimate["gradients"].size == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     # Tensors below 4,096 entries (the norms) stay in float32 under 8 bits.
     assert estimate["optimiser moments"].size == pytest.approx(held, rel=0 if optimizer == Optimizer() else 0.02)
+
+
+def test_weights_of_four_bits_are_what_a_model_holds(tmp_path: Path) -> None:
+    config = small()
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    held = load_model(tmp_path, quantize="nf4").state_dict()
+    real = sum(value.nbytes for name, value in held.items() if not name.endswith("bitsandbytes__nf4"))
+    model = ModelSpec("nowhere", lora=LoraSpec(), quantize="nf4")
+    made = estimate_training(config, model, Optimizer(), precision="32-true", max_length=64, reference="live")
+    assert made["weights"].size == made["reference"].size == pytest.approx(real, rel=0.03)  # code books are not counted
+    whole = estimate_training(
+        config, replace(model, quantize=None), Optimizer(), precision="32-true", max_length=64, reference="live"
+    )
+    assert made["weights"].size < 0.5 * whole["weights"].size
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
