@@ -19,7 +19,7 @@ def keep_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", str(folder / "no-netrc"))
 
 
-def records(session: Path, patience: float = 20.0) -> list[Any]:
+def records(session: Path, patience: float = 300.0) -> list[Any]:
     """All records of a finished session; W&B's service writes the last ones moments after the run's end."""
     until = time.monotonic() + patience
     while True:
@@ -41,6 +41,8 @@ def read_records(data: bytes) -> Iterator[Any]:
             place += left
             continue
         _, size, kind = struct.unpack("<IHB", data[place : place + 7])
+        if place + 7 + size > len(data):
+            return  # still being written
         text += data[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # a whole record, or the last chunk of one
