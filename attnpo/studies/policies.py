@@ -2,7 +2,6 @@
 
 from transformers import PreTrainedModel
 
-from attnpo.models.compiled import compile_blocks
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
@@ -31,8 +30,6 @@ def load_policy(ground: Ground) -> ScoredLM:
     policy = ScoredLM(model)
     if ground.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
-    if ground.model.compile is not None:
-        compile_blocks(policy.model, ground.model.compile)
     return policy
 
 

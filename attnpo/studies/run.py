@@ -295,7 +295,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
     scores, of_base = {}, {}
     for split in ("validation", "test"):
-        key = (replace(inputs.ground.model, lora=None, compile=None), scorer, split)
+        key = (replace(inputs.ground.model, lora=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
