@@ -1,4 +1,4 @@
-"""The look of a plain panel, for figures of several small ones."""
+"""The look of a panel, one for all figures."""
 
 from typing import Any
 
@@ -23,6 +23,7 @@ def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
 
 
 def legend(axes: Axes, **place: Any) -> None:
-    """Nothing; names the labelled lines of ``axes`` as plain text."""
-    for text in axes.legend(fontsize=8, frameon=False, **place).get_texts():
-        text.set_parse_math(False)
+    """Nothing; names the labelled lines of ``axes``, if there are any, as plain text."""
+    if axes.get_legend_handles_labels()[0]:
+        for text in axes.legend(fontsize=8, frameon=False, **place).get_texts():
+            text.set_parse_math(False)

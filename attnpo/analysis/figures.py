@@ -16,6 +16,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from attnpo.analysis.axes import INK, SOFT, legend, panel
+
 Number = float | int  # whole numbers are welcome wherever figures take numbers
 
 DPI = 150
@@ -23,7 +25,6 @@ DPI = 150
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours in another style
-_INK, _GRID = "#33363c", "#dfe2e7"
 _SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running mean
 
 
@@ -41,26 +42,6 @@ def save(figure: Figure, path: Path | str) -> Path:
     figure.savefig(target, format="png", dpi=DPI)
     figure.clear()
     return target
-
-
-def _dress(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> None:
-    axes.set_title(title, fontsize=10.5, color=_INK, loc="left", parse_math=False)
-    axes.set_xlabel(xlabel, fontsize=9, color=_INK, parse_math=False)
-    axes.set_ylabel(ylabel, fontsize=9, color=_INK, parse_math=False)
-    axes.grid(True, color=_GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=_INK, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#9aa0aa")
-
-
-def _legend(axes: Axes, **place: Any) -> None:
-    handles, _ = axes.get_legend_handles_labels()
-    if handles:
-        for text in axes.legend(fontsize=8, frameon=False, **place).get_texts():
-            text.set_parse_math(False)
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -114,17 +95,17 @@ def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, 
     """
     figure = new_figure(12, 6.6)
     if title:
-        figure.suptitle(title, fontsize=12, color=_INK, x=0.012, ha="left", parse_math=False)
+        figure.suptitle(title, fontsize=12, color=INK, x=0.012, ha="left", parse_math=False)
     grid = figure.subplots(2, 3)
-    for axes, panel in zip(grid.flat, PANELS, strict=True):
-        _draw_panel(axes, panel, csv_rows)
+    for axes, shown in zip(grid.flat, PANELS, strict=True):
+        _draw_panel(axes, shown, csv_rows)
     figure.tight_layout(rect=(0, 0, 1, 0.97 if title else 1), h_pad=1.6, w_pad=1.6)
     return save(figure, path)
 
 
-def _draw_panel(axes: Axes, panel: _Panel, rows: Sequence[Mapping[str, Number]]) -> None:
+def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]]) -> None:
     dropped = drawn = 0
-    for curve in panel.curves:
+    for curve in shown.curves:
         steps, values, bad = _series(rows, curve.column)
         dropped += bad
         if not len(values):
@@ -132,23 +113,23 @@ def _draw_panel(axes: Axes, panel: _Panel, rows: Sequence[Mapping[str, Number]])
         drawn += 1
         if curve.column.startswith("val/"):
             axes.plot(steps, values, "--o", color=curve.colour, markersize=3.5, linewidth=1.4, label=curve.label)
-        elif len(values) < _SMOOTH_FROM or not panel.smooth:
+        elif len(values) < _SMOOTH_FROM or not shown.smooth:
             axes.plot(
                 steps, values, ".-" if len(values) < 5 else "-", color=curve.colour, linewidth=1.4, label=curve.label
             )
         else:
             axes.plot(steps, values, color=curve.colour, linewidth=0.8, alpha=0.3)
             axes.plot(steps, _running_mean(values), color=curve.colour, linewidth=1.6, label=curve.label)
-    _dress(axes, panel.title + (f" ({dropped} not finite)" if dropped else ""), "optimiser step")
+    panel(axes, shown.title + (f" ({dropped} not finite)" if dropped else ""), "optimiser step")
     if not drawn:
-        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color="#9aa0aa")
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=SOFT)
         axes.set(xticks=[], yticks=[])
         return
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    if panel.level is not None:
-        axes.axhline(panel.level, color=_INK, linewidth=0.9, linestyle=":")
-    _legend(axes, loc="best")
+    if shown.level is not None:
+        axes.axhline(shown.level, color=INK, linewidth=0.9, linestyle=":")
+    legend(axes, loc="best")
 
 
 def _series(
@@ -198,7 +179,7 @@ def layer_curve(
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
     figure = new_figure(6.4, 4.2)
     axes = figure.add_subplot()
-    _dress(axes, title, "layer", ylabel)
+    panel(axes, title, "layer", ylabel)
     layers = [point.layer for point in kept]
     for point in kept:
         if math.isfinite(point.low) and math.isfinite(point.high):
@@ -210,7 +191,7 @@ def layer_curve(
         style = STYLES[1 + number // len(COLOURS) % (len(STYLES) - 1)]
         axes.axhline(value, color=colour, linewidth=1.3, linestyle=style, label=f"{name} ({value:.3g})")
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
-    _legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, max(1, len(lines))))
+    legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, max(1, len(lines))))
     figure.tight_layout()
     return save(figure, path)
 
@@ -264,17 +245,17 @@ def frontier(
     note = f" ({left_out} points not finite, left out)" if left_out else ""
     far = [f"{point.arm} KL {point.kl:.3g} reward {point.reward:.2f}" for point in finite if point not in kept]
     note += f"\nfarther, not drawn: {'; '.join(far[:NAMED])}{'; ...' if len(far) > NAMED else ''}" if far else ""
-    _dress(axes, title, f"KL to the base, nats, root scale{note}", ylabel)
+    panel(axes, title, f"KL to the base, nats, root scale{note}", ylabel)
     for number, arm in enumerate(arms):
         line = sorted((point for point in kept if point.arm == arm), key=lambda point: point.kl)
         _draw_arm(axes, arm, line, number)
     top = _root_axis(axes, max((point.kl for point in kept), default=1.0), limits)
     if base_reward is not None and math.isfinite(base_reward):
-        axes.axhline(base_reward, color=_INK, linewidth=0.9, linestyle=":", label="base")
+        axes.axhline(base_reward, color=INK, linewidth=0.9, linestyle=":", label="base")
     for limit in limits:
         if 0 <= limit <= top:
-            axes.axvline(math.sqrt(limit), color="#9aa0aa", linewidth=0.9, linestyle="-.")
-    _legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
+            axes.axvline(math.sqrt(limit), color=SOFT, linewidth=0.9, linestyle="-.")
+    legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     return save(figure, path)
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.cache_utils import DynamicLayer
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 
 from attnpo.testbed.tokenizer import chat_prompts, encode_all
 
@@ -25,39 +24,6 @@ class Answers:
     texts: tuple[str, ...]
     ended: tuple[bool, ...]
     lengths: tuple[int, ...]
-
-
-class RoomyLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of sequences that grow together, with room ahead: a token is written, the others stay in place.
-
-    The library's own layer copies all of them at every token, a tenth of a short study run.
-    """
-
-    _rooms: tuple[Tensor, Tensor] | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *arguments: object, **more: object
-    ) -> tuple[Tensor, Tensor]:
-        """All keys and values [rows heads tokens d], the new ones behind those that are held."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        held = self.get_seq_length()
-        length = held + key_states.shape[-2]
-        if self._rooms is None or self._rooms[0].shape[-2] < length:
-            news = (key_states, value_states)
-            rooms = [new.new_empty(*new.shape[:-2], 2 * length, new.shape[-1]) for new in news]
-            if self.keys is not None and self.values is not None and held:
-                rooms[0][..., :held, :], rooms[1][..., :held, :] = self.keys, self.values
-            self._rooms = (rooms[0], rooms[1])
-        keys, values = (room[..., :length, :] for room in self._rooms)
-        keys[..., held:, :], values[..., held:, :] = key_states, value_states
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Nothing; keeps these rows."""
-        super().batch_select_indices(indices)
-        self._rooms = None
 
 
 def sample_answers(
@@ -110,7 +76,7 @@ def _sample_batch(
     new = torch.full((count, limit), end, dtype=torch.long, device=rows.device)
     alive = torch.arange(count, device=rows.device)
     running = torch.ones(count, dtype=torch.bool, device=rows.device)
-    cache, step_input = Cache(layer_class_to_replicate=RoomyLayer), rows
+    cache, step_input = DynamicCache(config=model.config), rows
     for step in range(limit):
         out = model(input_ids=step_input, past_key_values=cache, use_cache=True, logits_to_keep=1)
         token = _draw(out.logits[:, -1].double(), uniforms[alive, step], temperature)
