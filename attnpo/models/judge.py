@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
+from attnpo.models.freed_memory import freed_memory_kept
 from attnpo.models.logps import project
 from attnpo.models.parts import Parts, eval_mode, find_parts, parts_agree, probe_bound, require_causal_lm
 from attnpo.models.prefixes import WORTH, one_row, row_batches
@@ -89,7 +90,8 @@ class CausalJudge:
         self._check(prompts, layers)
         readings: dict[int, JudgeReading] = {}
         asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
-        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
+        kept = freed_memory_kept(self.model.device)
+        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel), kept:
             shared = len(prompts) > 1 and self._follows_rows()
             for batch in (row_batches if shared else _batches)(prompts, self.token_budget):
                 found = self._read([prompts[index] for index in batch], layers, shared=shared, **asked)

@@ -13,7 +13,6 @@ finds both; there is no state outside a call. Calls without a plan get what the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -342,8 +341,25 @@ class _Core:
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
+def _attend_plain(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Rule | Tensor | None, **more: Any
+) -> tuple[Tensor, None]:
+    return _attend(module, query, key, value, attention_mask, fused=False, **more)
+
+
+def keep_out_of_graphs() -> None:
+    """Nothing; from now on ``torch.compile`` calls the attention over segments as it is instead of tracing it."""
+    import torch.compiler
+
+    for registered, attend in _FUNCTIONS.items():
+        _register(registered, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+
+
+_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
+    NAMES["sdpa"]: _attend,
+    NAMES["eager"]: _attend_plain,
+}
 _register: Callable[[str, Any], None] = AttentionInterface.register
-_register(NAMES["sdpa"], _attend)
-_register(NAMES["eager"], partial(_attend, fused=False))
-for _name in NAMES.values():
+for _name, _function in _FUNCTIONS.items():
+    _register(_name, _function)
     AttentionMaskInterface.register(_name, _rule)

@@ -47,7 +47,8 @@ class ModelSpec:
     under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
     backward pass; the others keep all their activations. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4
-    bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in.
+    bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of
+    ``torch.compile`` for the blocks of the policy, such as inductor.
     """
 
     path: str
@@ -59,6 +60,7 @@ class ModelSpec:
     checkpoint_every: int = 1
     lora: LoraSpec | None = None
     quantize: str | None = None
+    compile: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

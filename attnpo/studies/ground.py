@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
 from attnpo.config import build
+from attnpo.models.compiled import require_backend
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -112,6 +113,8 @@ def lay_ground(cfg: DictConfig) -> Ground:
     cfg, prepared = settle(cfg)
     model: ModelSpec = build(cfg.model)
     model = replace(model, chat_template=read_template(model.chat_template))
+    if model.compile is not None:
+        require_backend(model.compile)
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
     ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)

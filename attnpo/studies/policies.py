@@ -2,6 +2,8 @@
 
 from transformers import PreTrainedModel
 
+from attnpo.models.compiled import compile_blocks, require_same_numbers
+from attnpo.models.layouts import Layout
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
@@ -31,6 +33,18 @@ def load_policy(ground: Ground) -> ScoredLM:
     if ground.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
     return policy
+
+
+def compile_policy(ground: Ground, policy: ScoredLM, layout: Layout) -> None:
+    """Nothing; compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
+
+    Raises ``UserError`` where compiled blocks do not run, or give other numbers than plain ones.
+    """
+    backend = ground.model.compile
+    if backend is not None:
+        autocast = ground.cfg.trainer.precision == "bf16-mixed"
+        require_same_numbers(policy.model, backend, layout, device_of(ground.cfg), autocast=autocast)
+        compile_blocks(policy.model, backend)
 
 
 def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM:

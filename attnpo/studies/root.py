@@ -101,11 +101,12 @@ def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> N
 
 def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
     """Nothing; raises UserError for sharded weights in a form that this project does not shard."""
-    if model.quantize is not None and trainer.strategy == "fsdp":
-        raise UserError(
-            f"model.quantize={model.quantize} works on whole weights, and trainer.strategy=fsdp shards them: set "
-            "trainer.strategy=auto or model.quantize=null"
-        )
+    for name, value in (("quantize", model.quantize), ("compile", model.compile)):
+        if value is not None and trainer.strategy == "fsdp":
+            raise UserError(
+                f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp shards them: set "
+                f"trainer.strategy=auto or model.{name}=null"
+            )
 
 
 def require_name(name: str | None) -> None:

@@ -32,7 +32,7 @@ from attnpo.studies.budget import log_budget
 from attnpo.studies.folders import make_folder
 from attnpo.studies.ground import device_of, lay_ground
 from attnpo.studies.inputs import Inputs, inputs_on
-from attnpo.studies.policies import load_policy, load_reference, load_start
+from attnpo.studies.policies import compile_policy, load_policy, load_reference, load_start
 from attnpo.studies.publish import make_exporter, publish_run
 from attnpo.studies.reference import fill_reference, keeper, reference_table, with_reference
 from attnpo.studies.resume import (
@@ -115,6 +115,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     reads = objective.requires | (online.statistics if online is not None else frozenset())
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg))
+    compile_policy(inputs.ground, policy, layout)
     data = _datamodule(inputs, examples, plan, objective, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
     gathered = WholePolicy()
@@ -295,7 +296,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
     scores, of_base = {}, {}
     for split in ("validation", "test"):
-        key = (replace(inputs.ground.model, lora=None), scorer, split)
+        key = (replace(inputs.ground.model, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])

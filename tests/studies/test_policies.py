@@ -191,7 +191,18 @@ def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> Non
     assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
 
 
-def test_weights_of_four_bits_are_not_sharded(world: World) -> None:
-    cfg = world.config(*QLORA, "trainer.strategy=fsdp")
-    with pytest.raises(UserError, match=r"model.quantize=nf4 works on whole weights, and trainer.strategy=fsdp"):
+@pytest.mark.parametrize(("name", "value"), [("quantize", "nf4"), ("compile", "inductor")])
+def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: str) -> None:
+    cfg = world.config(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
+    with pytest.raises(UserError, match=f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp"):
         check(cfg)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
+def test_compiled_blocks_train_alike(
+    world: World, runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=aot_eager")
+    run(cfg, tmp_path / "compiled")
+    for name in ("train/loss", "val/loss"):
+        assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)

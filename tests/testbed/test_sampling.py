@@ -5,10 +5,9 @@ import copy
 import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.cache_utils import DynamicLayer
 
 from attnpo.testbed.grammar import Grammar
-from attnpo.testbed.sampling import Answers, RoomyLayer, sample_answers, sequence_kl
+from attnpo.testbed.sampling import Answers, sample_answers, sequence_kl
 from attnpo.testbed.tokenizer import chat_prompts
 
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -42,24 +41,6 @@ def test_greedy_sampling_equals_a_loop_without_a_cache(loaded: Loaded) -> None:
             row.append(int(model(input_ids=torch.tensor([row])).logits[0, -1].argmax()))
         assert ended == (row[-1] == tokenizer.eos_token_id)
         assert text == tokenizer.decode(row[len(head) :]).removesuffix(" <end>")
-
-
-def test_a_layer_with_room_holds_what_the_librarys_own_does() -> None:
-    ours, theirs = RoomyLayer(), DynamicLayer()
-    generator = torch.Generator().manual_seed(0)
-    moved = 0
-    for count, keep in ((5, None), (1, None), (1, [0, 2, 3]), (3, None), *[(1, None)] * 20, (1, [1]), (1, None)):
-        rows = theirs.keys.shape[0] if theirs.is_initialized else 4
-        new = [torch.randn(rows, 2, count, 8, generator=generator) for _ in range(2)]
-        place = ours.keys.data_ptr() if ours.is_initialized else None
-        for got, expected in zip(ours.update(*new), theirs.update(*new), strict=True):
-            assert torch.equal(got, expected)
-        moved += ours.keys.data_ptr() != place
-        if keep is not None:
-            for layer in (ours, theirs):
-                layer.batch_select_indices(torch.tensor(keep))
-        assert ours.get_seq_length() == theirs.get_seq_length()
-    assert moved <= 5, "what is held stays in place"
 
 
 def test_token_limit_cuts_and_is_reported(loaded: Loaded) -> None:

@@ -1,0 +1,142 @@
+"""A model's blocks through ``torch.compile``, one by one, with everything else around them.
+
+Owns what is compiled, and the trial that shows it to compute the same. Blocks of a kind share their code, so there is
+little to compile; adapters are inside, and recomputation, layouts, the vocabulary head and its chunks stay outside.
+Attention over segments is left out of the graphs: its shapes are new in every batch. So are calls with a key cache.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from attnpo.models.layouts import Layout, first_layers
+from attnpo.models.parts import layer_stack
+from attnpo.models.scored import ScoredLM
+from attnpo.models.segments import keep_out_of_graphs
+from attnpo.schema import UserError
+
+log = logging.getLogger(__name__)
+
+LENGTHS = (48, 640)
+"""Tokens of the pairs that blocks are tried on: the second is of a shape that the first did not show."""
+
+BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
+LOW_PRECISION_BOUND = 0.1
+SMALLEST = 0.01  # gradients below this share of the largest one are held against that share: the rest is rounding
+
+
+def compile_blocks(model: PreTrainedModel, backend: str) -> None:
+    """Nothing; compiles every decoder block in place, at its first call. Names of parameters stay what they were.
+
+    Call it behind ``activation_checkpointing_enable``: blocks that are to be recomputed are, their graphs inside.
+    Raises ``UserError`` for a backend that torch does not know.
+    """
+    require_backend(backend)
+    keep_out_of_graphs()
+    for block in layer_stack(model):
+        run = torch.compile(block.forward, backend=backend, dynamic=True)
+        if getattr(block, "gradient_checkpointing", False):
+            # The library's own would lie inside the graph.
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+            run = _recomputed(block, run)
+        block.forward = _without_cache(run, block.forward)
+
+
+def require_backend(backend: str) -> None:
+    """Nothing; raises ``UserError`` for a backend that torch does not know."""
+    from torch._dynamo import list_backends  # seconds of import
+
+    if backend not in list_backends(exclude_tags=()):
+        raise UserError(
+            f"model.compile={backend!r} is no backend of torch.compile here; one of {', '.join(list_backends())} "
+            "(inductor is the usual one), or null"
+        )
+
+
+def require_same_numbers(
+    model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
+) -> None:
+    """Nothing; raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
+
+    Compilers have been wrong in gradients alone, without a word. Tried are a few random layers of the model's kinds,
+    widths and dtype on ``device``, in the ``layout`` of training and under its ``autocast`` to bfloat16; random numbers
+    and the model are not touched. What was compiled here need not be compiled again.
+    """
+    what = f"model.compile={backend}"
+    instead = "set model.compile=null, or another backend"
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            small = ScoredLM(first_layers(model, device))
+            small.eval()
+            expected = _probed(small, layout, autocast)
+            compile_blocks(small.model, backend)
+            found = _probed(small, layout, autocast)
+        except Exception as error:  # of any compiler, toolchain or model
+            # Behind an empty line torch says how to see more of its own traces.
+            reason = str(error).partition("\n\n")[0]
+            raise UserError(
+                f"{what} cannot run blocks like those of {type(model).__name__} on {device} "
+                f"({type(error).__name__}: {reason}); {instead}"
+            ) from error
+    bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
+    worst, gap = max(_gaps(found, expected).items(), key=lambda pair: pair[1])
+    if not gap <= bound:  # NaN is no match either
+        raise UserError(
+            f"{what} computes {worst} wrong on {device}: blocks like those of {type(model).__name__} differ from "
+            f"plain ones by {gap:.2g} of its norm, rounding allows {bound:g}; {instead}"
+        )
+    log.info("%s: log-probabilities and gradients of compiled blocks are right to %.1g (%s)", what, gap, worst)
+
+
+def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
+    """Log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
+    names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
+    table: object = policy.model.get_input_embeddings()
+    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    device = weights[0].device
+    probed = {}
+    for length in LENGTHS:
+        ids = [(7 * place + place // 5) % words for place in range(length)]
+        prompt, cut = ids[: length // 2], length // 4 * 3
+        inputs, response, mask = layout([(prompt, ids[length // 2 : cut]), (prompt, ids[cut:])], 0)
+        context = torch.autocast(device.type, torch.bfloat16) if autocast else nullcontext()
+        with torch.enable_grad(), context:
+            logps = policy(inputs.to(device), response.to(device), mask.to(device)).logps
+        gradients = torch.autograd.grad(logps.sum(), weights, materialize_grads=True)
+        probed[f"log-probabilities of {length} tokens"] = logps.detach()
+        for name, gradient in zip(names, gradients, strict=True):
+            probed[f"the gradient of layers.{name} over {length} tokens"] = gradient
+    return probed
+
+
+def _gaps(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest of them."""
+    norms = {name: float(value.double().norm()) for name, value in expected.items()}
+    least = SMALLEST * max(norms.values())
+    return {
+        name: float((found[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
+        for name, value in expected.items()
+    }
+
+
+def _without_cache(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*arguments: Any, **more: Any) -> Any:
+        # A cache is another object in every layer and grows by a token in every call: a graph for each of them.
+        return (run if more.get("past_key_values") is None else plain)(*arguments, **more)
+
+    return forward
+
+
+def _recomputed(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*arguments: Any, **more: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return run(*arguments, **more)
+        return checkpoint(run, *arguments, use_reentrant=False, **more)
+
+    return forward

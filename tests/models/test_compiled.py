@@ -1,0 +1,220 @@
+"""Compiled blocks: the same numbers under every layout, recomputation and adapter, and a trial that sees others."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends import registry
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from transformers import PreTrainedModel
+
+from attnpo.models.compiled import compile_blocks, require_same_numbers
+from attnpo.models.layouts import LAYOUTS, choose, shared_prefix
+from attnpo.models.loading import load_model
+from attnpo.models.lora import add_lora, merged_state
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import LoraSpec
+from attnpo.schema import UserError
+
+Build = Callable[..., PreTrainedModel]
+# What torch warns of while it traces is an error there under this project's rules.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor"),
+    pytest.mark.filterwarnings("ignore:.*autograd.function.Function.*should not be instantiated"),
+]
+BATCHES = (
+    [([5, 9, 3], [7, 8]), ([4, 4], [9, 1, 6]), ([5, 9, 3], [4]), ([4, 4], [2, 2, 8, 3])],
+    [([5, 9], [7, 8, 3, 3, 1]), ([5, 9], [4, 6])],
+    [([8, 5, 9, 11, 2, 6], [7]), ([8, 5, 9, 11, 2, 6], [4, 10, 12, 13, 14, 15, 16])],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def register() -> Iterator[Callable[[str, Any], None]]:
+    """Registers a backend under a name for this test."""
+    names: list[str] = []
+
+    def one(name: str, backend: Any) -> None:
+        torch._dynamo.register_backend(backend, name=name)
+        names.append(name)
+
+    yield one
+    for known in (registry._BACKENDS, registry._COMPILER_FNS):
+        for name in names:
+            known.pop(name, None)
+
+
+@pytest.fixture
+def graphs(register: Callable[[str, Any], None]) -> list[int]:
+    """A backend named "counting": the number of operations of every graph that it is given."""
+    found: list[int] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        found.append(len(graph.graph.nodes))
+        return graph.forward
+
+    register("counting", counting)
+    return found
+
+
+def numbers(model: PreTrainedModel, layout: str) -> list[Tensor]:
+    """Log-probabilities and gradients of several batches of other shapes."""
+    policy = ScoredLM(model)
+    policy.train()
+    found = []
+    for rows in BATCHES:
+        policy.zero_grad()
+        logps = policy(*LAYOUTS[layout](rows, 0)).logps
+        logps.sum().backward()
+        found += [logps.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
+    return found
+
+
+def gap(found: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(found) == len(expected) > 20
+    assert min(float(value.norm()) for value in expected) > 1e-7, "a gradient that is all rounding shows nothing"
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+
+
+def kept(model: PreTrainedModel, layout: str) -> int:
+    """Numbers that a forward keeps for its backward."""
+    sizes = []
+
+    def pack(value: Tensor) -> Tensor:
+        sizes.append(value.numel())
+        return value
+
+    policy = ScoredLM(model)
+    policy.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        policy(*LAYOUTS[layout](BATCHES[0], 0))
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_blocks_give_the_same_numbers(
+    exact_llama: Build, layout: str, recomputed: bool, graphs: list[int]
+) -> None:
+    model = exact_llama()
+    expected, whole = numbers(model, layout), kept(model, layout)
+    if recomputed:
+        model.activation_checkpointing_enable(every_n_layers=2)
+    compile_blocks(model, "counting")
+    assert gap(numbers(model, layout), expected) < 1e-10
+    assert graphs and max(graphs) > 20, "something must have been compiled"
+    assert (kept(model, layout) < 0.8 * whole) == recomputed
+    assert len(graphs) < 20, "blocks share their graphs, and lengths do not make new ones"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("default")  # the compiler's
+@pytest.mark.parametrize("layout", ["padded", "shared_prefix"])
+def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build, layout: str) -> None:
+    import torch._inductor.config
+
+    model = exact_llama()
+    expected = numbers(model, layout)
+    compile_blocks(model, "inductor")
+    with torch._inductor.config.patch(compile_threads=1):
+        assert gap(numbers(model, layout), expected) < 1e-10
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_are_compiled_with_their_block(
+    tiny: Build, graphs: list[int], quantize: str | None, tmp_path: Path
+) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    model = add_lora(load_model(tmp_path, quantize=quantize), LoraSpec(rank=2))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    names, expected = list(merged_state(model)), numbers(model, "shared_prefix")
+    compile_blocks(model, "counting")
+    assert gap(numbers(model, "shared_prefix"), expected) < 2e-5 and graphs
+    assert list(merged_state(model)) == names, "names in checkpoints and exports stay"
+
+
+def test_sampling_with_a_cache_compiles_nothing(tiny: Build, graphs: list[int]) -> None:
+    model = tiny("llama")
+    ids = torch.tensor([[1, 5, 9, 3]])
+    wanted = model.generate(ids, max_new_tokens=6, do_sample=False)
+    compile_blocks(model, "counting")
+    assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), wanted) and not graphs
+
+
+def test_a_compiled_model_takes_the_usual_layout(tiny: Build) -> None:
+    model = tiny("qwen3")
+    compile_blocks(model, "aot_eager")
+    assert choose("auto", [ScoredLM(model)]) is shared_prefix
+
+
+# ------------------------------------------------------------------------------------------------ the trial
+
+
+def tried(model: PreTrainedModel, backend: str, *, autocast: bool = False) -> None:
+    require_same_numbers(model, backend, shared_prefix, torch.device("cpu"), autocast=autocast)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma2"])
+def test_right_gradients_pass_and_nothing_is_touched(
+    tiny: Build, family: str, autocast: bool, graphs: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny(family, "eager" if family == "gemma2" else "sdpa")
+    before, state = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    with caplog.at_level("INFO", "attnpo"):
+        tried(model, "counting", autocast=autocast)
+    assert graphs and "model.compile=counting: log-probabilities and gradients of compiled blocks are" in caplog.text
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["fw_compiler", "bw_compiler"])
+def test_a_compiler_that_is_wrong_is_not_used(tiny: Build, where: str, register: Callable[[str, Any], None]) -> None:
+    """Half a per cent more in the results of every graph, of the forward or of the backward alone."""
+
+    def right(graph: Any, inputs: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def wrong(graph: Any, inputs: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            results = graph.forward(*arguments)
+            return [1.005 * x if isinstance(x, Tensor) and x.is_floating_point() else x for x in results]
+
+        return make_boxed_func(run)
+
+    register("wrong", aot_autograd(**{"fw_compiler": right, "bw_compiler": right, where: wrong}))
+    what = "log-probabilities of|the gradient of layers" if where == "fw_compiler" else "the gradient of layers"
+    with pytest.raises(UserError, match=f"model.compile=wrong computes (?:{what}).* wrong on cpu: .*LlamaForCausalLM"):
+        tried(tiny("llama"), "wrong")
+
+
+def test_a_compiler_that_breaks_is_named_with_its_reason(tiny: Build, register: Callable[[str, Any], None]) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no toolchain here")
+
+    register("broken", broken)
+    with pytest.raises(
+        UserError, match=r"(?s)model.compile=broken cannot run blocks .*no toolchain here\); set .*null"
+    ):
+        tried(tiny("llama"), "broken")
+
+
+def test_a_backend_that_is_not_there_is_named(tiny: Build) -> None:
+    with pytest.raises(UserError, match=r"model.compile='induktor' is no backend of torch.compile here; .*inductor"):
+        compile_blocks(tiny("llama"), "induktor")
