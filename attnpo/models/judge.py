@@ -16,13 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
-from attnpo.models.freed_memory import freed_memory_kept
 from attnpo.models.logps import project
 from attnpo.models.parts import Parts, eval_mode, find_parts, parts_agree, probe_bound, require_causal_lm
 from attnpo.models.prefixes import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
 
 log = logging.getLogger(__name__)
+
+ROW_BYTES = 16 << 20
+"""The widest activations of a row on a CPU: larger ones leave its caches, and the system clears their pages anew."""
 
 KERNEL = "sdpa"
 """The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
@@ -31,7 +33,8 @@ KERNEL = "sdpa"
 class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
-    ``token_budget``: tokens (padding included, common beginnings once) per forward. ``kernel``: "sdpa" or "blocks"
+    ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
+    hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks"
     (float32 softmax in blocks of queries, for comparison). ``progress``: called after each batch with (prompts done,
     prompts in all). ``weights``: what identifies the model's weights (``attnpo.models.loading.weights_fingerprint``);
     it enters the fingerprint.
@@ -90,10 +93,10 @@ class CausalJudge:
         self._check(prompts, layers)
         readings: dict[int, JudgeReading] = {}
         asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
-        kept = freed_memory_kept(self.model.device)
-        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel), kept:
+        with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self._follows_rows()
-            for batch in (row_batches if shared else _batches)(prompts, self.token_budget):
+            batches = row_batches(prompts, self._row(prompts)) if shared else _batches(prompts, self.token_budget)
+            for batch in batches:
                 found = self._read([prompts[index] for index in batch], layers, shared=shared, **asked)
                 readings.update(zip(batch, found, strict=True))
                 if self.progress is not None:
@@ -110,6 +113,15 @@ class CausalJudge:
         empty = [index for index, prompt in enumerate(prompts) if len(prompt) == 0]
         if empty:
             raise UserError(f"judge prompt {empty[0]} has no token; check judge.template_file and the chat template")
+
+    def _row(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Tokens of a row: the token budget; on a CPU fewer, but always room for both rounds of a pair."""
+        if self.model.device.type != "cpu":
+            return self.token_budget
+        config = self.model.config.get_text_config()
+        widest = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+        near = ROW_BYTES // (widest * self.model.dtype.itemsize)
+        return min(self.token_budget, max(near, 2 * max(map(len, prompts), default=0)))
 
     @property
     def _backbone(self) -> PreTrainedModel:

@@ -7,6 +7,7 @@ are compared. Which attention follows from the layout is ``segments``' business.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,17 +52,24 @@ def in_order(prompts: Sequence[Sequence[int]]) -> list[int]:
 def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
     """Indices in batches whose rows hold at most ``budget`` tokens (one prompt at least), in the order of ``in_order``.
 
-    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again. What a batch
-    looks up for its prompts, padded and each beginning anew, is held to twice the budget.
+    Rows made by ``one_row`` of these batches: a beginning that was seen in the batch before counts again. A prompt that
+    begins more like the next one than like the one before is not cut off from it where both fit into a row: they are
+    the rounds of a pair. What a batch looks up for its prompts, padded and each beginning anew, is held to twice the
+    budget.
     """
+    order = in_order(prompts)
+    lengths = [len(prompts[index]) for index in order]
+    begun = [0, *(_shared(prompts[one], prompts[other]) for one, other in pairwise(order)), 0]
     batch: list[int] = []
     total, longest = 0, 0
-    for index in in_order(prompts):
-        own = len(prompts[index]) - (_shared(prompts[batch[-1]], prompts[index]) if batch else 0)
-        longest = max(longest, len(prompts[index]))
-        if batch and (total + own > budget or (len(batch) + 1) * longest > 2 * budget):
+    for place, index in enumerate(order):
+        own, after = lengths[place] - (begun[place] if batch else 0), 0
+        if begun[place] < begun[place + 1]:
+            after = lengths[place + 1] - begun[place + 1]
+        longest = max(longest, lengths[place])
+        if batch and (total + own + after > budget or (len(batch) + 1) * longest > 2 * budget):
             yield batch
-            batch, total, own, longest = [], 0, len(prompts[index]), len(prompts[index])
+            batch, total, own, longest = [], 0, lengths[place], lengths[place]
         batch.append(index)
         total += own
     if batch:
