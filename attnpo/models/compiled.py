@@ -5,6 +5,7 @@ little to compile; adapters are inside, and recomputation, layouts, the vocabula
 Attention over segments is left out of the graphs: its shapes are new in every batch. So are calls with a key cache.
 """
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -85,6 +86,8 @@ def require_same_numbers(
                 f"({type(error).__name__}: {reason}); {instead}"
             ) from error
     bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
+    del small
+    gc.collect()  # compiled blocks hold themselves, and their memory on the device
     worst, gap = max(_gaps(found, expected).items(), key=lambda pair: pair[1])
     if not gap <= bound:  # NaN is no match either
         raise UserError(
