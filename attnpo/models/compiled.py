@@ -30,6 +30,7 @@ LENGTHS = (48, 640)
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
 LOW_PRECISION_BOUND = 0.1
 SMALLEST = 0.01  # gradients below this share of the largest one are held against that share: the rest is rounding
+GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
@@ -114,14 +115,14 @@ def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tenso
         gradients = torch.autograd.grad(logps.sum(), weights, materialize_grads=True)
         probed[f"log-probabilities of {length} tokens"] = logps.detach()
         for name, gradient in zip(names, gradients, strict=True):
-            probed[f"the gradient of layers.{name} over {length} tokens"] = gradient
+            probed[f"{GRADIENT}{name} over {length} tokens"] = gradient
     return probed
 
 
 def _gaps(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest of them."""
+    """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest gradient's."""
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
-    least = SMALLEST * max(norms.values())
+    least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
     return {
         name: float((found[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
         for name, value in expected.items()

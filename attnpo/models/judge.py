@@ -34,10 +34,9 @@ class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
     ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
-    hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks"
-    (float32 softmax in blocks of queries, for comparison). ``progress``: called after each batch with (prompts done,
-    prompts in all). ``weights``: what identifies the model's weights (``attnpo.models.loading.weights_fingerprint``);
-    it enters the fingerprint.
+    hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks" (float32 softmax in blocks of queries, for
+    comparison). ``progress``: called after each batch with (prompts done, prompts in all). ``weights``: what identifies
+    the model's weights (``attnpo.models.loading.weights_fingerprint``); it enters the fingerprint.
     """
 
     def __init__(
