@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
 
 ENTRY_POINTS = {"fit", "weigh", "generate", "evaluate", "show", "report", "verify"}
-TEXT = {"schema", "text"}
+TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
@@ -21,11 +21,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "components": {"console", "schema"},
     "config": {"components", "console", "schema"},
     "hub": set(),
+    "files": set(),
     "text": TEXT,
     "weights": WEIGHTS,
     "data": DATA | {"hub"},
     "objectives": {"schema"},
-    "models": {"hub", "schema"},
+    "models": {"files", "hub", "schema"},
     "training": TRAINING,
     "analysis": WEIGHTS | {"models"},
     "testbed": TEXT | {"models"},
@@ -35,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {"config", "components", "console", "hub"} | ENTRY_POINTS
+LIGHT_FILES = {"config", "components", "console", "files", "hub"} | ENTRY_POINTS
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:

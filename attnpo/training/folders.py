@@ -1,12 +1,13 @@
 """Checkpoint folders on disk: replaced as a whole, found again whatever moment a process was killed at."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from attnpo.files import to_disk
 
 STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
@@ -40,15 +41,15 @@ def replaced(folder: Path) -> Iterator[Path]:
     try:
         yield new
         for path in sorted(new.rglob("*")):
-            _to_disk(path)
-        _to_disk(new)
+            to_disk(path)
+        to_disk(new)
     except BaseException:  # from the first rename on, the new folder may be the only one: it stays
         shutil.rmtree(new, ignore_errors=True)
         raise
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
-    _to_disk(folder.parent)
+    to_disk(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -65,14 +66,6 @@ def remove(folder: Path) -> None:
     """Nothing; removes ``folder`` and what replacements of it have left."""
     tidy(folder)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_account(folder: Path, account: Mapping[str, Any]) -> None:

@@ -10,8 +10,6 @@ Different shards may hold different columns of a pair; reads merge them. A missi
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from attnpo.files import write_whole
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -165,9 +164,9 @@ class Table:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / KEY_FILE).exists():
-                _write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
-            _write_whole(self.folder / f"{name}.parquet", content)
-            _write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
+                write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
+            write_whole(self.folder / f"{name}.parquet", content)
+            write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
         except OSError as error:
             raise UserError(
                 f"store: {len(content)} bytes cannot be written to {self.folder} ({error}); what was stored before is "
@@ -217,21 +216,6 @@ class Table:
 
 
 # --------------------------------------------------------------------------------------------- files
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes ``content`` so that ``path`` is either absent, old, or whole, also after a crash."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,122 @@
+"""Files on disk: written whole or not at all, and folders sealed with digests that tell when a file has changed since.
+
+Light: imports the standard library alone.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+SEAL = "digests.json"
+# It can only be read by setting it, which two threads must not do at once: read here, where there is one.
+_UMASK = os.umask(0)
+os.umask(_UMASK)
+
+
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Writes ``content`` to ``path``, which is absent, old or whole at any moment, also after a crash.
+
+    The content is on the disk before it takes the place of the old one; the file may be read by whom the umask allows.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        share(Path(temporary))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def share(path: Path) -> None:
+    """Gives a file or folder the permissions that the umask asks for; temporary ones are made for the owner alone."""
+    path.chmod((0o777 if path.is_dir() else 0o666) & ~_UMASK)
+
+
+def to_disk(path: Path) -> None:
+    """Returns when a file or folder is on the disk, not only in its cache."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --------------------------------------------------------------------------------------------- digests
+
+
+def file_digest(path: Path) -> str:
+    """The sha256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+    """Writes the digests of all files below ``folder`` to its ``digests.json``; ``changed`` compares with them.
+
+    ``known`` gives digests that were taken while a file was written, by its path relative to ``folder``: such a file is
+    not read again.
+    """
+    known = known or {}
+    files = {name: known.get(name) or file_digest(folder / name) for name in _files(folder)}
+    content = json.dumps({"files": files, "of_all": _of_all(files)}, indent=1)
+    write_whole(folder / SEAL, content + "\n")
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether ``folder`` holds the digests of its files."""
+    return (folder / SEAL).is_file()
+
+
+def changed(folder: Path) -> str | None:
+    """What differs in a sealed folder from what was sealed, in words that follow its name; None when nothing does.
+
+    Reads every file. A folder without a readable seal counts as changed.
+    """
+    try:
+        content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        files = content["files"]
+        if content["of_all"] != _of_all(files):
+            return f"its {SEAL} is damaged"
+    except FileNotFoundError:
+        return f"it has no {SEAL}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"its {SEAL} cannot be read"
+    there = set(_files(folder))
+    for name, digest in files.items():
+        if name not in there:
+            return f"{name} is missing"
+        if file_digest(folder / name) != digest:
+            return f"{name} is not as it was written"
+    unknown = sorted(there - files.keys())
+    return f"{unknown[0]} was not there when it was written" if unknown else None
+
+
+def _files(folder: Path) -> list[str]:
+    """The files below ``folder`` that count: not its seal, and nothing hidden."""
+    names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        name.as_posix()
+        for name in names
+        if name.as_posix() != SEAL and not any(part.startswith(".") for part in name.parts)
+    )
+
+
+def _of_all(files: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged file or folder to a free name beside it (``NAME.damaged``), and returns its new path."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(aside)
+    return aside

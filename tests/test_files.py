@@ -1,0 +1,97 @@
+"""Whole writes and sealed folders: what a crash leaves, what a changed byte says."""
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, set_aside, share, write_whole
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_file_is_written_whole_and_readable_as_the_umask_says(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    os.umask(mask)
+    write_whole(tmp_path / "a", "old")
+    write_whole(tmp_path / "a", b"new")
+    assert (tmp_path / "a").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~mask
+    share(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o777 & ~mask
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_whole(tmp_path / "a", "old")
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(tmp_path / "a", "new")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a", "old")]
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> Path:
+    folder = tmp_path / "folder"
+    (folder / "below").mkdir(parents=True)
+    (folder / "a.txt").write_text("first")
+    (folder / "below" / "b.txt").write_text("second")
+    seal(folder)
+    return folder
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (lambda folder: flip(folder / "below" / "b.txt"), "below/b.txt is not as it was written"),
+    "a cut file": (lambda folder: (folder / "a.txt").write_text("fir"), "a.txt is not as it was written"),
+    "a missing file": (lambda folder: (folder / "a.txt").unlink(), "a.txt is missing"),
+    "swapped files": (
+        lambda folder: (folder / "a.txt").rename(folder / "below" / "b.txt"),
+        "a.txt is missing",
+    ),
+    "another file": (lambda folder: (folder / "c").touch(), "c was not there when it was written"),
+    "no seal": (lambda folder: (folder / SEAL).unlink(), "it has no digests.json"),
+    "an empty seal": (lambda folder: (folder / SEAL).write_text(""), "its digests.json cannot be read"),
+    "a seal of another form": (lambda folder: (folder / SEAL).write_text("[]"), "its digests.json cannot be read"),
+    "a seal with a flipped bit": (lambda folder: flip(folder / SEAL), "its digests.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_sealed_folder_says_what_has_changed(sealed: Path, name: str) -> None:
+    assert changed(sealed) is None
+    damage, words = DAMAGES[name]
+    damage(sealed)
+    assert words in str(changed(sealed))
+
+
+def test_hidden_files_do_not_count(sealed: Path) -> None:
+    (sealed / ".lock").touch()
+    assert is_sealed(sealed)
+    assert changed(sealed) is None
+
+
+def test_a_digest_taken_while_writing_is_not_taken_again(tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("what came to the disk")
+    seal(tmp_path, {"state": "0" * 64})
+    assert changed(tmp_path) == "state is not as it was written"
+    seal(tmp_path, {"state": file_digest(tmp_path / "state")})
+    assert changed(tmp_path) is None
+
+
+def test_what_is_set_aside_keeps_its_content_under_a_free_name(sealed: Path) -> None:
+    first = set_aside(sealed)
+    assert (first.name, (first / "a.txt").read_text()) == ("folder.damaged", "first")
+    sealed.mkdir()
+    assert set_aside(sealed).name == "folder.damaged-2"
