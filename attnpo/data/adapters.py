@@ -11,6 +11,8 @@ plain text                 ``prompt``, ``chosen``, ``rejected`` = texts; the pro
 labelled dialogue          texts with "Human:" and "Assistant:" labels, with or without a ``prompt`` text
 plain text, shared start   ``chosen``, ``rejected`` = texts without labels; what both begin with becomes one user turn
 =========================  =====================================================================================
+
+Everywhere the content of a message may also be a list of parts; parts that are all text are joined to one text.
 """
 
 import re
@@ -43,6 +45,7 @@ class Note(StrEnum):
     UNASKED = "empty prompt kept"
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
+    EXCHANGED = "pair kept that also stands there with chosen and rejected exchanged"
 
 
 class RowProblem(Exception):
@@ -68,6 +71,11 @@ class Columns:
     system: str | None = None
     role: str = "role"
     content: str = "content"
+
+    def unused(self, found: Iterable[str]) -> list[str]:
+        """The columns among those found that no option maps, in their order."""
+        mapped = {self.prompt, self.chosen, self.rejected, self.system}
+        return [name for name in found if name not in mapped]
 
     def check(self, found: Iterable[str], where: str = "the row") -> None:
         """Nothing; the columns named here must be among those found.
@@ -163,6 +171,14 @@ def _text(value: Any) -> str:
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
+def _joined(content: Any) -> Any:
+    """The text of a content that is a list of text parts, as multimodal chats write it; anything else as it is."""
+    parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
+    if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
+        return content
+    return "".join(_text(part.get("text")) for part in parts)
+
+
 def _messages(value: Any, columns: Columns) -> list[Message]:
     """The messages of a cell: a list of mappings, or one mapping."""
     cells = [value] if isinstance(value, Mapping) else value
@@ -171,7 +187,7 @@ def _messages(value: Any, columns: Columns) -> list[Message]:
     if not all(isinstance(cell, Mapping) and isinstance(cell.get(columns.role), str) for cell in cells):
         raise RowProblem(Reason.MALFORMED)
     roles: list[str] = [cell[columns.role] for cell in cells]
-    texts = [_text(cell.get(columns.content)) for cell in cells]
+    texts = [_text(_joined(cell.get(columns.content))) for cell in cells]
     return [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
 
 
@@ -181,8 +197,7 @@ def _cell(value: Any, columns: Columns) -> str | list[Message]:
 
 
 def _extra(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    used = {columns.prompt, columns.chosen, columns.rejected, columns.system}
-    return {key: value for key, value in row.items() if key not in used and not _is_messages(value, columns)}
+    return {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
 
 
 def _is_messages(value: Any, columns: Columns) -> bool:

@@ -28,6 +28,8 @@ _SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BOUND = re.compile(r"(\d+)(%?)")
+# Columns that a user may believe to be read as weights of tokens or pairs.
+_LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
 
 
 # ------------------------------------------------------------------------------------------------ sets of pairs
@@ -101,11 +103,13 @@ def pairs_from_rows(rows: Iterable[Mapping[str, Any]], columns: Columns | None =
         except RowProblem as problem:
             note(counts, problem.reason.value)
         else:
-            duplicate = [Note.DUPLICATE] if adapted.pair.pair_id in seen else []
-            for noticed in [*adapted.notes, *duplicate]:
+            pair = adapted.pair
+            exchanged = PreferencePair.make(pair.prompt, pair.rejected, pair.chosen).pair_id
+            again = [(pair.pair_id, Note.DUPLICATE), (exchanged, Note.EXCHANGED)]
+            for noticed in [*adapted.notes, *(kind for pair_id, kind in again if pair_id in seen)]:
                 note(notes, noticed.value)
-            seen.add(adapted.pair.pair_id)
-            pairs.append(adapted.pair)
+            seen.add(pair.pair_id)
+            pairs.append(pair)
         read += 1
     return PairSet(pairs, counts, read, examples, notes)
 
@@ -191,9 +195,25 @@ class PairSource:
                 "data.columns.rejected=..."
             )
         _LOG.log(logging.WARNING if found.dropped else logging.INFO, "%s: %s", where, found.summary())
+        if split == "train":
+            self._name_unused(table.column_names)
         if split == "val" and self._shares_rows(len(table), rows):
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
         return found
+
+    def _name_unused(self, found: Iterable[str]) -> None:
+        """Logs the columns that nothing reads, with a warning where their names promise token or pair weights."""
+        unused = self.columns.unused(found)
+        weights = [name for name in unused if _LIKE_WEIGHTS.search(name)]
+        if unused:
+            _LOG.info("data.path=%s: columns that are not used: %s", self.path, ", ".join(unused))
+        if weights:
+            _LOG.warning(
+                "data.path=%s: %s may hold weights, but no weights are read from the data: all token weights come "
+                "from the source that `weights` names, and all pairs count alike",
+                self.path,
+                ", ".join(weights),
+            )
 
     def _rows(self, split: str) -> str | None:
         return self.train_rows if split == "train" else self.val_rows

@@ -120,6 +120,56 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], list[dict[str, str]], tuple[str, st
 }
 
 
+def in_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def test_content_in_text_parts_is_text() -> None:
+    row = {
+        "prompt": [{"role": "user", "content": in_parts("Name ", "a colour.")}],
+        "chosen": [{"role": "assistant", "content": in_parts("Red")}],
+        "rejected": [{"role": "assistant", "content": "Two"}],
+    }
+    assert row_to_pair(row) == PreferencePair.make([USER], "Red", "Two")
+
+
+@pytest.mark.parametrize("part", [{"type": "image", "text": "x"}, {"type": "text", "text": None}, {"text": "x"}, "x"])
+def test_content_with_another_part_is_not_text(part: Any) -> None:
+    answer = {"role": "assistant", "content": [*in_parts("Red"), part]}
+    with pytest.raises(RowProblem, match=Reason.NOT_TEXT.value):
+        row_to_pair({"prompt": "Name a colour.", "chosen": [answer], "rejected": [said("Two")]})
+
+
+def test_a_pair_with_exchanged_sides_is_kept_and_counted() -> None:
+    rows = [{"prompt": "p", "chosen": one, "rejected": other} for one, other in ("ab", "cd", "ba", "ab", "ba")]
+    found = pairs_from_rows(rows)
+    assert (found.kept, found.dropped) == (5, 0)
+    assert found.notes == Counter({Note.EXCHANGED.value: 3, Note.DUPLICATE.value: 2})
+    assert found.examples[Note.EXCHANGED.value] == [2, 3, 4]
+    assert "exchanged: 3 (rows 2, 3, 4)" in found.summary()
+
+
+def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "score": 1, "chosen_Weights": [1.0], "loss_mask": [1]}
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    source = PairSource(str(tmp_path))
+    with caplog.at_level(logging.INFO):
+        source.load("train")
+        source.load("val")
+    said_of = [record for record in caplog.records if "score" in record.message or "mask" in record.message]
+    assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
+    assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
+    assert "chosen_Weights, loss_mask may hold weights" in said_of[1].message
+
+
+def test_nothing_is_said_where_every_column_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "train.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n', encoding="utf-8")
+    with caplog.at_level(logging.INFO):
+        PairSource(str(tmp_path)).load("train")
+    assert "not used" not in caplog.text
+
+
 @pytest.mark.parametrize("name", CONVENTIONS)
 def test_convention(name: str) -> None:
     row, history, responses = CONVENTIONS[name]
