@@ -17,8 +17,8 @@ from attnpo.data.sampler import steps_in
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import CHOICE
 from attnpo.studies.inputs import Inputs
+from attnpo.studies.processes import planned_processes
 from attnpo.studies.startup import log_memory as log_memory
-from attnpo.studies.startup import planned_processes
 from attnpo.studies.startup import versions as versions
 from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings

@@ -17,7 +17,8 @@ from attnpo.studies.account import example_statistics, log_inputs, token_percent
 from attnpo.studies.folders import store_root
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import make_inputs
-from attnpo.studies.startup import announce, config_lines, in_bytes, log_memory, log_store, opening, planned_processes
+from attnpo.studies.processes import planned_processes
+from attnpo.studies.startup import announce, config_lines, in_bytes, log_memory, log_store, opening
 from tests.studies.worlds import TRAIN, VAL, World, build_world, judge_loads
 
 PAIRS = TRAIN + VAL
