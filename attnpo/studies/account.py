@@ -210,6 +210,7 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
         ]
         more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
         lines.append(
-            f"row 0, {name}, {len(scaled)} tokens, sum of weights {float(torch.sum(row)):.3f}: {' '.join(parts)}{more}"
+            f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
+            f"each token with |y| w, 1 if uniform: {' '.join(parts)}{more}"
         )
     return lines

@@ -14,7 +14,7 @@ from attnpo.studies.folders import launcher
 from attnpo.training.settings import TrainerSettings
 
 if TYPE_CHECKING:
-    from lightning.pytorch.plugins.environments import ClusterEnvironment
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 
 EVERY = ("auto", "-1")
 
@@ -89,7 +89,7 @@ def environment() -> "ClusterEnvironment | None":
 
     In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
     """
-    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     from attnpo.training.trainer import SlurmTasks
 

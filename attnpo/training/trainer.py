@@ -10,10 +10,11 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation

@@ -1,4 +1,4 @@
-"""What a launcher started is what trains: processes and devices of a run are torchrun's or SLURM's, or it is refused."""
+"""What a launcher started is what trains: a run's processes are torchrun's or SLURM's, or it is refused."""
 
 import os
 import re
@@ -24,28 +24,13 @@ from attnpo.training.folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
-from tests.training.processes import ROOT, in_two_processes
+from tests.training.processes import ROOT, of_srun, of_torchrun
 
 KNOWN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", STAMP),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
     *("SLURM_STEP_ID", "SLURM_JOB_ID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NAME", "MASTER_ADDR", "MASTER_PORT"),
 )
-
-
-def torchrun(ranks: int, each: int, rank: int = 0) -> dict[str, str]:
-    """The variables that torchrun sets."""
-    place = {"RANK": rank, "LOCAL_RANK": rank % each, "GROUP_RANK": rank // each}
-    sizes = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": each}
-    return {"TORCHELASTIC_RUN_ID": "none", **{name: str(value) for name, value in {**place, **sizes}.items()}}
-
-
-def srun(ranks: int, nodes: int, rank: int = 0) -> dict[str, str]:
-    """The variables that srun sets, without --ntasks-per-node."""
-    each = ranks // nodes
-    place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % each, "SLURM_NODEID": rank // each}
-    sizes = {"SLURM_NTASKS": ranks, "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_ID": 0, "SLURM_JOB_ID": 12345}
-    return {name: str(value) for name, value in {**place, **sizes}.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -71,13 +56,13 @@ def trainer_of(settings: TrainerSettings, folder: Path) -> L.Trainer:
 @pytest.mark.parametrize(
     ("variables", "given", "devices", "nodes", "total"),
     [
-        (torchrun(2, 2), {}, "2", 1, 2),
-        (torchrun(8, 4, rank=5), {}, "4", 2, 8),
-        (torchrun(1, 1), {}, "1", 1, 1),  # Lightning's "auto" would be one process for each GPU
-        (torchrun(8, 4), {"devices": "4", "num_nodes": 2}, "4", 2, 8),
-        (torchrun(2, 2), {"devices": "-1"}, "2", 1, 2),
-        (srun(2, 1), {}, "2", 1, 2),
-        (srun(8, 2, rank=7), {"devices": "4"}, "4", 2, 8),
+        (of_torchrun(0, 2, 2), {}, "2", 1, 2),
+        (of_torchrun(5, 8, 4), {}, "4", 2, 8),
+        (of_torchrun(0, 1, 1), {}, "1", 1, 1),  # Lightning's "auto" would be one process for each GPU
+        (of_torchrun(0, 8, 4), {"devices": "4", "num_nodes": 2}, "4", 2, 8),
+        (of_torchrun(0, 2, 2), {"devices": "-1"}, "2", 1, 2),
+        (of_srun(0, 2, 1), {}, "2", 1, 2),
+        (of_srun(7, 8, 2), {"devices": "4"}, "4", 2, 8),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {"devices": "2"}, "2", 1, 2),  # Lightning's own second process
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}, {"num_nodes": 2}, "2", 2, 4),
         ({}, {"devices": "3", "num_nodes": 2}, "3", 2, 6),
@@ -108,10 +93,10 @@ def test_devices_follow_the_launcher(
 @pytest.mark.parametrize(
     ("variables", "given", "words"),
     [
-        (torchrun(2, 2), ["trainer.devices=1"], "torchrun started 2 .* trainer.devices=1 and trainer.num_nodes=1 ask for 1"),
-        (torchrun(2, 2, rank=1), ["trainer.devices='0,1,2'"], r"torchrun started 2 .* trainer.devices=0,1,2 .* ask for 3"),
-        (torchrun(4, 2), ["trainer.num_nodes=4"], "started 4 processes on 2 nodes, .* trainer.num_nodes=4 ask for others"),
-        (srun(2, 1, rank=1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* ask for 4"),
+        (of_torchrun(0, 2, 2), ["trainer.devices=1"], "trainer.devices=1 and trainer.num_nodes=1 ask for 1"),
+        (of_torchrun(1, 2, 2), ["trainer.devices='0,1,2'"], "torchrun started 2 .* trainer.devices=0,1,2 .* for 3"),
+        (of_torchrun(0, 4, 2), ["trainer.num_nodes=4"], "4 processes on 2 nodes, .* trainer.num_nodes=4 ask for"),
+        (of_srun(1, 2, 1), ["trainer.devices=4"], r"SLURM .* started 2 .* trainer.devices=4 .* ask for 4"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, [], "SLURM_NTASKS is 2 and srun has not started this process"),
     ],
 )  # fmt: skip
@@ -144,7 +129,7 @@ def test_a_trainer_of_another_size_is_refused(tmp_path: Path) -> None:
 
 def test_tasks_that_see_one_gpu_each_are_one_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """SLURM's --gpus-per-task=1: each of two tasks sees a GPU 0 of its own. No GPU is touched in building a trainer."""
-    place(monkeypatch, srun(2, 1, rank=1))
+    place(monkeypatch, of_srun(1, 2, 1))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     settings = as_launched(TrainerSettings())
@@ -159,8 +144,10 @@ def test_tasks_that_see_one_gpu_each_are_one_group(monkeypatch: pytest.MonkeyPat
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    place(monkeypatch, torchrun(2, 2))
-    with pytest.raises(UserError, match="torchrun started 2 processes on this node, and 1 GPU is visible: .*accelerator"):
+    place(monkeypatch, of_torchrun(0, 2, 2))
+    with pytest.raises(
+        UserError, match=r"torchrun started 2 processes on this node, and 1 GPU is visible: .*accelerator"
+    ):
         as_launched(TrainerSettings())
     assert as_launched(TrainerSettings(accelerator="cpu")).devices == "2"
 
