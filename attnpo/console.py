@@ -46,6 +46,26 @@ def world_size() -> int:
     return process()[1]
 
 
+def launched() -> tuple[int, int | None] | None:
+    """(processes, nodes) that a launcher started; None where none did, so that training starts its own.
+
+    The nodes are None where the launcher does not name them. torchrun is one for a single process too.
+    """
+    ranks = world_size()
+    if ranks == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        return None
+    if "WORLD_SIZE" in os.environ:
+        each = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return ranks, ranks // each if each and ranks % each == 0 else None
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", os.environ.get("SLURM_NNODES"))
+    return ranks, None if nodes is None else int(nodes)
+
+
+def local_rank() -> int:
+    """This process's place among those of its node."""
+    return int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")))
+
+
 def leads() -> bool:
     """Whether this process reports for its job."""
     return process()[0] == 0 and os.environ.get("NODE_RANK", "0") == "0"

@@ -97,7 +97,7 @@ class PreferenceDataModule(L.LightningDataModule):
         layout: a function of ``models.layouts``.
         pad_id: token id put on padding positions.
         plan: pairs per step and per micro-batch.
-        seed: the order of the training pairs.
+        seed: the order of the training pairs, where the plan shuffles them.
         ahead: names of the rows that the objective looks at before each step (its "ahead:NAME").
         max_length: tokens that a row of these may have, prompt included; None for any number.
         cost: what pairs cost under ``layout``, where the plan has a budget of tokens.
@@ -153,7 +153,7 @@ class PreferenceDataModule(L.LightningDataModule):
             size=self.plan.pairs,
             cutting=self.train_batches.cutting,
             seed=self.seed,
-            shuffle=True,
+            shuffle=self.plan.shuffle,
             rank=rank,
             world_size=world,
             epochs=self.epochs if self.max_steps < 0 else max(1, -(-self.max_steps // max(1, steps))),
@@ -178,7 +178,7 @@ class PreferenceDataModule(L.LightningDataModule):
         return sampler.epoch, sampler.consumed, len(sampler)
 
     def train_dataloader(self) -> DataLoader[PreferenceBatch]:
-        """Planned micro-batches of this rank, shuffled anew each epoch."""
+        """Planned micro-batches of this rank, shuffled anew each epoch unless the plan keeps the order."""
         sampler = self._sampler(*self._ranks())
         if self._resume is not None:
             sampler.load_state_dict(self._resume)

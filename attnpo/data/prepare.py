@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from attnpo.data.collate import TrainingExample
-from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
 from attnpo.weights.base import PartialSource, WeightSource, least_coverage
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
+CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
+CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
@@ -79,7 +81,8 @@ def encode_pair(
 
     A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
     """
-    encoded, cut_prompt, cut_sides, special, apart = {}, False, [], [], []
+    encoded, cut_prompt, cut_sides, special, apart = {}, False, dict[str, str](), [], []
+    keep_end = rules.keep is Keep.END
     for side in SIDES:
         merged = chat.counts[NOT_A_PREFIX]
         try:
@@ -93,12 +96,12 @@ def encode_pair(
             return None
         if chat.counts[NOT_A_PREFIX] > merged:
             apart.append(side)
-        encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length)
+        encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length, keep_end=keep_end)
         if chat.special_inside(encoded[side], pair.response(side)):
             special.append(side)
-        cut_prompt = cut_prompt or cut.prompt
-        if cut.response:
-            cut_sides.append(side)
+        cut_prompt = cut_prompt or len(whole.prompt_ids) > rules.max_prompt_length
+        if min(len(whole.prompt_ids), rules.max_prompt_length) + len(whole.response_ids) > rules.max_length:
+            cut_sides[side] = CUT if not keep_end else CUT_IN_FRONT if cut.response else CUT_PROMPT
     if cut_prompt and rules.overlong is Overlong.DROP:
         tally.add(f"dropped: prompt longer than lengths.max_prompt_length {rules.max_prompt_length}", pair.pair_id)
         return None
@@ -110,8 +113,8 @@ def encode_pair(
         return None
     if cut_prompt:
         tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
-    for side in cut_sides:
-        tally.add(f"cut: {side} response at lengths.max_length {rules.max_length}", pair.pair_id)
+    for side, words in cut_sides.items():
+        tally.add(f"{words.format(side)} at lengths.max_length {rules.max_length}", pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
     for side in apart:

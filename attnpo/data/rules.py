@@ -14,17 +14,28 @@ class Overlong(Enum):
     DROP = "drop"
 
 
+class Keep(Enum):
+    """Which end of prompt and response stays where both are longer than ``max_length``."""
+
+    START = "start"
+    END = "end"
+
+
 @dataclass(frozen=True)
 class LengthRules:
     """Training lengths in tokens (paper appendix: 2048 and 1800).
 
-    The prompt keeps its last ``max_prompt_length`` tokens, then each response its first ``max_length - prompt``. With
-    ``overlong: drop`` a pair that would be cut is dropped instead. Either way it is counted.
+    The prompt keeps its last ``max_prompt_length`` tokens. Of prompt and response together ``keep`` says which
+    ``max_length`` tokens stay: the first, so that the response loses its end, or the last, so that the prompt loses its
+    beginning and, where that is not enough, the response too (``truncation_mode`` keep_start and keep_end of TRL; the
+    authors' run had keep_end). With ``overlong: drop`` a pair that would be cut is dropped instead. Either way it is
+    counted.
     """
 
     max_length: int = 2048
     max_prompt_length: int = 1800
     overlong: Overlong = Overlong.CUT
+    keep: Keep = Keep.START
 
     def __post_init__(self) -> None:
         if not 0 < self.max_prompt_length < self.max_length:
@@ -57,7 +68,7 @@ class BatchPlan:
     With ``tokens`` instead of ``micro``, the pairs of a step are sorted by length and put together so that a forward of
     one process holds at most so many tokens, padding included. ``eval_micro`` (8 where neither is given) and
     ``eval_tokens`` are the same for validation. None of the four changes a number beyond rounding, only memory and
-    speed.
+    speed. Without ``shuffle`` every epoch has the training pairs in the order of their rows.
     """
 
     pairs: int = 32
@@ -65,6 +76,7 @@ class BatchPlan:
     eval_micro: int | None = None
     tokens: int | None = None
     eval_tokens: int | None = None
+    shuffle: bool = True
 
     def __post_init__(self) -> None:
         if self.pairs < 1:

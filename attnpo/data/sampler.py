@@ -76,7 +76,8 @@ class StepBatches(Sampler[PlannedBatch]):
     of the list when ``shuffle`` is false). Every full step has the same number of micro-batches on every rank in all
     epochs, since Lightning accumulates a fixed number: as few as ``cutting`` needs for the worst step of the run. The
     last step of an epoch may be short, and has as few as it needs in any epoch, at least one pair in each. Fewer pairs
-    left than ranks are dropped, other ones in each epoch; ``dropped`` counts them. ``drop_last`` leaves out the short
+    left than ranks are dropped, other ones in each epoch (without ``shuffle`` the last ones always); ``dropped`` counts
+    them. ``drop_last`` leaves out the short
     step altogether (and counts its pairs).
 
     Iterating again starts the next epoch after a full pass, and the same epoch anew after a broken one. After

@@ -17,8 +17,8 @@ from attnpo.data.sampler import steps_in
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import CHOICE
 from attnpo.studies.inputs import Inputs
+from attnpo.studies.processes import planned_processes
 from attnpo.studies.startup import log_memory as log_memory
-from attnpo.studies.startup import planned_processes
 from attnpo.studies.startup import versions as versions
 from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings
@@ -210,6 +210,7 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
         ]
         more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
         lines.append(
-            f"row 0, {name}, {len(scaled)} tokens, sum of weights {float(torch.sum(row)):.3f}: {' '.join(parts)}{more}"
+            f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
+            f"each token with |y| w, 1 if uniform: {' '.join(parts)}{more}"
         )
     return lines

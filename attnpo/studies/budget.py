@@ -13,7 +13,8 @@ from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
 from attnpo.studies.ground import Ground, device_of
-from attnpo.studies.startup import log_memory, planned_processes
+from attnpo.studies.processes import planned_processes
+from attnpo.studies.startup import log_memory
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
 
 log = logging.getLogger(__name__)

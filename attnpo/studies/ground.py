@@ -1,7 +1,6 @@
 """What every later step of a run stands on: model, data and judge settled, store, tokenizer, chat format, rooms."""
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
 from attnpo.config import build
+from attnpo.console import local_rank
 from attnpo.models.compiled import require_backend
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
@@ -56,7 +56,7 @@ def device_of(cfg: DictConfig) -> torch.device:
     """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
     if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
 def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:

@@ -35,6 +35,8 @@ KEPT = ("callbacks.monitor", "callbacks.mode")
 # Parts that only a weight source reads which requires this.
 NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
+# Options that came later: what a config that lacks one of them meant.
+LATER = {"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True}
 # Rooms and files of the package whose code moves the numbers of a run.
 MOVING = ("objectives", "weights", "models", "training", "data", "text", "testbed", "schema.py")
 

@@ -19,7 +19,7 @@ from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError, digest
 from attnpo.studies.auto_layer import settle_layer
 from attnpo.studies.ground import Ground, lay_ground
-from attnpo.studies.startup import planned_processes
+from attnpo.studies.processes import planned_processes
 from attnpo.studies.weighing import SPLITS, Weighed, weigh
 
 log = logging.getLogger(__name__)

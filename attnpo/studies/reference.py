@@ -9,9 +9,11 @@ from functools import partial
 import torch
 from omegaconf import DictConfig
 
+from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
+from attnpo.data.rules import LengthRules
 from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import SIDES, UserError
@@ -65,8 +67,9 @@ def fill_reference(
 
 def reference_table(ground: Ground) -> Table:
     """The store's table of this run's reference log-probabilities."""
-    rules = ground.cfg.lengths
-    key = reference_key(reference_fingerprint(ground), ground.chat, rules.max_prompt_length, rules.max_length)
+    rules: LengthRules = build(ground.cfg.lengths)
+    limits = rules.max_prompt_length, rules.max_length
+    key = reference_key(reference_fingerprint(ground), ground.chat, *limits, keep=rules.keep.value)
     return ground.store.table(REFERENCE, key)
 
 

@@ -14,7 +14,7 @@ from attnpo.config import save as save_config
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.auto_layer import CHOICE, LAYER, is_auto
-from attnpo.studies.identity import may_lack
+from attnpo.studies.identity import LATER, may_lack
 from attnpo.studies.identity import numbers_of as numbers_of
 from attnpo.studies.inputs import Inputs
 from attnpo.training.folders import STATE, read_account, remove, replaced, tidy, whole
@@ -45,7 +45,7 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
 def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
     """Nothing; raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
     for key in [*asked, *(key for key in stored if key not in asked and not may_lack(key))]:
-        old, new = stored.get(key, "nothing"), asked.get(key, "nothing")
+        old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
         if key not in stored and new is None:

@@ -33,6 +33,7 @@ from attnpo.studies.folders import make_folder
 from attnpo.studies.ground import device_of, lay_ground
 from attnpo.studies.inputs import Inputs, inputs_on
 from attnpo.studies.policies import compile_policy, load_policy, load_reference, load_start
+from attnpo.studies.processes import as_launched, environment, require_world
 from attnpo.studies.publish import make_exporter, publish_run
 from attnpo.studies.reference import fill_reference, keeper, reference_table, with_reference
 from attnpo.studies.resume import (
@@ -88,7 +89,7 @@ class Trained:
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.ground.cfg
-    settings: TrainerSettings = build(cfg.trainer)
+    settings = as_launched(build(cfg.trainer))
     callbacks: CallbackSettings = build(cfg.callbacks)
     plan: BatchPlan = build(cfg.batch)
     objective: PreferenceObjective = build(cfg.objective)
@@ -127,7 +128,9 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             [gathered, *([kept] if kept else []), *make_callbacks(callbacks, settings, folder, exporter, account)],
             folder,
             accumulation=1,
+            environment=environment(),
         )
+    require_world(trainer.world_size, settings)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs, objective)
@@ -233,6 +236,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
         UserError: settings, inputs or the state to resume from are not as they must be.
     """
     began = time.perf_counter()
+    as_launched(build(cfg.trainer))  # refuses before anything is loaded
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
     before = finished(cfg, folder)
     if before is not None:

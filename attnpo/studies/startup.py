@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 
 from attnpo import __version__
 from attnpo.config import plain
-from attnpo.console import world_size
 from attnpo.studies.folders import store_root
+from attnpo.studies.processes import planned_processes
 
 if TYPE_CHECKING:
     from attnpo.models.spec import ModelSpec
@@ -121,21 +121,6 @@ def machine_line(cfg: DictConfig) -> str:
         names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
     devices = ", ".join(dict.fromkeys(f"{names.count(name)} x {name}" if len(names) > 1 else name for name in names))
     return f"devices: {devices}; processes {processes}; CPU threads per process {threads}; seed {cfg.seed}"
-
-
-def planned_processes(cfg: DictConfig) -> int:
-    """How many processes will train: those already started, else what trainer.devices and num_nodes ask for."""
-    import torch
-
-    if world_size() > 1:
-        return world_size()
-    asked = str(cfg.trainer.devices)
-    if asked in ("auto", "-1"):
-        on_gpus = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
-        count = torch.cuda.device_count() if on_gpus else 1
-    else:
-        count = int(asked) if asked.isdigit() else len(asked.split(","))
-    return count * int(cfg.trainer.num_nodes)
 
 
 # --------------------------------------------------------------------------------------------- model, memory, store

@@ -170,7 +170,8 @@ class Shape:
         ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
         float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own.
         """
-        norms = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}[compute, stream] * self.hidden
+        measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
+        norms = measured.get((compute, stream), 6 * stream) * self.hidden  # float64: twice those of float32
         attention = compute * (2 * self.queries + 2 * self.keys) + FP32 * self.heads
         return norms + 2 * FP32 + attention + compute * 4 * self.inner
 

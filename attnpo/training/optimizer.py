@@ -11,16 +11,19 @@ if TYPE_CHECKING:
     import torch
 
 MOMENTS = ("float32", "8bit")
+WARMUPS = ("first", "zero")
 
 
 @dataclass(frozen=True)
 class Optimizer:
     """AdamW with linear warm-up and cosine decay (paper appendix: lr 1e-6, warm-up ratio 0.1, cosine).
 
-    ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps. ``schedule`` is "cosine" or
-    "constant"; ``final_share`` is what remains of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's
-    moments in 8 bits with a scale per block (2 bytes per parameter, not 8). ``stochastic_rounding`` is for weights in
-    bfloat16, whose small updates rounding to nearest would lose.
+    ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps. The first update has lr / warm-up
+    steps with ``warmup_from`` "first", and 0 with "zero" (Hugging Face's schedules, so the authors' run), which stays
+    one step behind until the warm-up is over. ``schedule`` is "cosine" or "constant"; ``final_share`` is what remains
+    of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's moments in 8 bits with a scale per block (2
+    bytes per parameter, not 8). ``stochastic_rounding`` is for weights in bfloat16, whose small updates rounding to
+    nearest would lose.
     """
 
     lr: float = 1e-6
@@ -32,12 +35,15 @@ class Optimizer:
     final_share: float = 0.0
     moments: str = "float32"
     stochastic_rounding: bool = False
+    warmup_from: str = "first"
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "constant"):
             raise UserError(f"optimizer.schedule must be cosine or constant, got {self.schedule!r}")
         if self.warmup < 0:
             raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
+        if self.warmup_from not in WARMUPS:
+            raise UserError(f"optimizer.warmup_from must be one of {', '.join(WARMUPS)}, got {self.warmup_from!r}")
         if not self.lr > 0:
             raise UserError(f"optimizer.lr must be above 0, got {self.lr}")
         if self.moments not in MOMENTS:
@@ -52,7 +58,7 @@ class Optimizer:
         """What lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
         if step < warmup:
-            return (step + 1) / warmup
+            return (step + (self.warmup_from == "first")) / warmup
         if self.schedule == "constant":
             return 1.0
         progress = min(1.0, (step - warmup) / max(1, total - warmup))

@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
@@ -73,6 +77,39 @@ def make_strategy(name: str) -> str | Strategy:
     return FullySharded() if name == "fsdp" else name
 
 
+class VisibleGPU(CUDAAccelerator):
+    """The one GPU that each process of a node sees (srun --gpus-per-task=1): number 0 to all of them."""
+
+    @staticmethod
+    def parse_devices(devices: int | str | list[int]) -> list[int]:
+        """GPU 0, once for each of ``devices`` processes."""
+        return [0] * int(str(devices))
+
+
+def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
+    """Lightning's accelerator; ``VisibleGPU`` where several devices are wanted and one is seen."""
+    several = settings.devices.isdigit() and int(settings.devices) > 1
+    gpus = torch.cuda.device_count() if settings.accelerator in ("auto", "gpu", "cuda") else 0
+    return VisibleGPU() if several and gpus == 1 else settings.accelerator
+
+
+class SlurmTasks(SLURMEnvironment):
+    """The tasks of an srun, however many of them were asked for, and in whatever words.
+
+    Lightning's own insists on --ntasks-per-node and resubmits a job itself, which is the user's decision here.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(auto_requeue=False)
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Leaves the comparison to ``studies.processes``."""
+
+    @staticmethod
+    def _validate_srun_variables() -> None:
+        """Leaves the comparison to ``studies.processes``."""
+
+
 def make_trainer(
     settings: TrainerSettings,
     loggers: list[Logger],
@@ -80,13 +117,16 @@ def make_trainer(
     folder: Path,
     accumulation: int,
     *,
-    devices: str | int | None = None,
+    environment: ClusterEnvironment | None = None,
 ) -> L.Trainer:
-    """The Trainer of a run. ``accumulation`` is micro-batches per optimiser step on one process."""
-    count = settings.devices if devices is None else devices
+    """The Trainer of a run.
+
+    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` tells this process its place in
+    the job, where Lightning would not find it.
+    """
     return L.Trainer(
-        accelerator=settings.accelerator,
-        devices=int(count) if str(count).isdigit() else count,
+        accelerator=make_accelerator(settings),
+        devices=int(settings.devices) if settings.devices.isdigit() else settings.devices,
         num_nodes=settings.num_nodes,
         strategy=make_strategy(settings.strategy),
         precision=settings.precision,  # type: ignore[arg-type]
@@ -105,7 +145,7 @@ def make_trainer(
         default_root_dir=folder,
         logger=loggers,
         callbacks=[StepValidation(settings.validate_every), *callbacks],
-        plugins=[StraightIO()],
+        plugins=[StraightIO(), *([] if environment is None else [environment])],
     )
 
 

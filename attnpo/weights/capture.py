@@ -58,11 +58,17 @@ def weights_key(
 
 
 def reference_key(
-    model: Any, chat: Any, max_prompt_length: int, max_length: int, code_version: str = REFERENCE_VERSION
+    model: Any,
+    chat: Any,
+    max_prompt_length: int,
+    max_length: int,
+    code_version: str = REFERENCE_VERSION,
+    *,
+    keep: str = "start",
 ) -> dict[str, Any]:
     """The key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
 
-    ``model`` and ``chat`` are fingerprints or objects with ``fingerprint()``.
+    ``model`` and ``chat`` are fingerprints or objects with ``fingerprint()``; ``keep`` is the end truncation keeps.
     """
     return {
         "model": fingerprint_of(model),
@@ -70,6 +76,7 @@ def reference_key(
         "max_prompt_length": max_prompt_length,
         "max_length": max_length,
         "code": code_version,
+        **({} if keep == "start" else {"keep": keep}),  # tables from before there was a choice stay those of "start"
     }
 
 

@@ -46,6 +46,41 @@ def test_nothing_is_carried_for_an_objective_that_asks_for_nothing() -> None:
     assert not any(batch.ahead for loader in (data.train_dataloader(), data.val_dataloader()) for batch in loader)
 
 
+@pytest.mark.parametrize("tokens", [None, 60])
+def test_pairs_in_the_order_of_their_rows(tokens: int | None) -> None:
+    """In both epochs; a budget of tokens sorts the pairs within a step alone. Resumed in mid-epoch too."""
+    plan = BatchPlan(8, None if tokens else 2, tokens=tokens, shuffle=False)
+    examples = make_examples(20)
+
+    def ordered() -> PreferenceDataModule:
+        return PreferenceDataModule(examples, make_examples(5, seed=99), padded, 0, plan, 0, epochs=2)
+
+    data = ordered()
+    loader = data.train_dataloader()
+    epochs = [list(loader), list(loader)]
+    for batches in epochs:
+        seen = [pair_id for batch in batches for pair_id in batch.pair_ids]
+        names = [f"pair{i}" for i in range(20)]
+        steps = [(names[start : start + 8], seen[start : start + 8]) for start in range(0, 20, 8)]
+        assert all(sorted(wanted) == sorted(found) for wanted, found in steps)
+        assert tokens is not None or seen == names
+        if tokens is not None:
+            assert (
+                seen != names
+                and max(2 * b.pairs * max(map(len, b.groups["main"].inputs.input_ids)) for b in batches) <= tokens
+            )
+    assert data.sampler is not None
+    state = data.sampler.state_dict(batches=data.sampler.split.accumulation)
+    again = ordered()
+    again.load_state_dict(state)
+    rest = list(again.train_dataloader())
+    assert [b.pair_ids for b in rest] == [b.pair_ids for b in epochs[1][data.sampler.split.accumulation :]]
+    shuffled = PreferenceDataModule(examples, make_examples(5, seed=99), padded, 0, BatchPlan(8, 2), 0, epochs=2)
+    shuffled.load_state_dict(state)
+    with pytest.raises(UserError, match="another order of the data: shuffle was False, is True"):
+        shuffled.train_dataloader()
+
+
 def test_a_resumed_epoch_carries_the_rows_of_its_steps() -> None:
     whole = list(module(make_examples(20)).train_dataloader())
     data = module(make_examples(20))

@@ -18,7 +18,7 @@ from attnpo.data.prepare import (
     percentiles,
     prepare_examples,
 )
-from attnpo.data.rules import AlignRules, LengthRules, Overlong
+from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
@@ -87,6 +87,41 @@ def test_a_prompt_keeps_its_end_and_is_counted_once_per_pair(chat: ChatFormat) -
         whole = chat.encode(pair.prompt, pair.response(side))
         assert found.encoded[0][side].prompt_ids == whole.prompt_ids[2:]
         assert found.encoded[0][side].response_ids == whole.response_ids
+
+
+def test_keeping_the_end_cuts_the_prompt_first_and_is_counted(chat: ChatFormat) -> None:
+    """The rejected response takes two tokens of the prompt; the long chosen one takes all, and loses three itself."""
+    limit = PROMPT + 3
+    pair = make_pair(11, 4)
+    found = encode_pairs([pair], chat, LengthRules(limit, PROMPT, keep=Keep.END))
+    assert found.tally.counts == {
+        f"cut: beginning of the chosen response, and all of its prompt, at lengths.max_length {limit}": 1,
+        f"cut: beginning of the prompt for the rejected response at lengths.max_length {limit}": 1,
+    }
+    for side in SIDES:
+        whole, kept = chat.encode(pair.prompt, pair.response(side)), found.encoded[0][side]
+        assert kept.prompt_ids + kept.response_ids == (whole.prompt_ids + whole.response_ids)[-limit:]
+        assert kept.offsets == whole.offsets[-len(kept.response_ids) :]
+    assert [len(found.encoded[0][side].prompt_ids) for side in SIDES] == [1, PROMPT - 2]
+    dropped = make_pair(8, 4, shift=1)
+    with pytest.raises(UserError, match=f"dropped: prompt and response longer than lengths.max_length {limit}: 1"):
+        encode_pairs([dropped], chat, LengthRules(limit, PROMPT, Overlong.DROP, Keep.END))
+
+
+def test_weights_reach_the_end_that_is_kept(chat: ChatFormat) -> None:
+    """Each kept token has the weight that it has in the whole response."""
+    pair = make_pair(11, 4)
+    rows = {}
+    for name, rules in (("whole", LengthRules(200, 100)), ("end", LengthRules(PROMPT + 3, PROMPT, keep=Keep.END))):
+        encoded = encode_pairs([pair], chat, rules)
+        whole = {side: chat.encode(pair.prompt, pair.response(side)) for side in SIDES}
+        rounds = captured(pair, whole, {"chosen": 11, "rejected": 4})
+        first = rounds.rounds[0].chosen.weights
+        first.copy_(torch.arange(1, first.shape[-1] + 1) / 100)
+        made = prepare_examples(encoded, Attention(1), {pair.pair_id: rounds}, AlignRules(), (1,))
+        rows[name] = made.examples[0].weights[0]
+    assert len(rows["end"]) == PROMPT + 2 < len(rows["whole"]) == 12
+    assert rows["end"].tolist() == pytest.approx(rows["whole"][-len(rows["end"]) :].tolist())
 
 
 @pytest.mark.parametrize(

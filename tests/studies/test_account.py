@@ -17,7 +17,8 @@ from attnpo.studies.account import example_statistics, log_inputs, token_percent
 from attnpo.studies.folders import store_root
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import make_inputs
-from attnpo.studies.startup import announce, config_lines, in_bytes, log_memory, log_store, opening, planned_processes
+from attnpo.studies.processes import planned_processes
+from attnpo.studies.startup import announce, config_lines, in_bytes, log_memory, log_store, opening
 from tests.studies.worlds import TRAIN, VAL, World, build_world, judge_loads
 
 PAIRS = TRAIN + VAL
@@ -197,6 +198,14 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3
+    shown = re.findall(
+        r"weights w sum to ([\d.]+), \|y\| is (\d+); each token with \|y\| w, 1 if uniform: (.*)", caplog.text
+    )
+    example = inputs.examples["train"].examples[0]
+    for (total, length, tokens), row, count in zip(shown, example.weights, example.lengths, strict=True):
+        assert (float(total), float(length)) == (pytest.approx(float(row.sum()), abs=1e-3), count)
+        written = [0.0 if value == "." else float(value) for value in re.findall(r"'\|(\S+)", tokens)]
+        assert written == pytest.approx((count * row).tolist(), abs=6e-3), "few enough to be shown in full"
 
 
 BUDGETS = ("batch.micro=null", "batch.eval_micro=null", "batch.tokens=4096", "batch.eval_tokens=1024")

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from attnpo.config import plain
 from attnpo.schema import UserError
-from attnpo.studies.identity import BESIDE, BOOKKEEPING, KEPT, NEEDED, PATHS, numbers_of
+from attnpo.studies.identity import BESIDE, BOOKKEEPING, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.studies.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.studies.run import run
 from attnpo.training.folders import STATE, read_account
@@ -106,6 +106,25 @@ def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -
     check_same(stored, {"optimizer.lr": 1e-4, "model.came_later": None}, Path("last"))
     with pytest.raises(UserError, match=r"optimizer\.betas was \[0\.9, 0\.95\] in last and is 'nothing' now"):
         check_same({**stored, "optimizer.betas": [0.9, 0.95]}, {"optimizer.lr": 1e-4}, Path("last"))
+
+
+def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
+    world: World, done: tuple[Path, dict[str, Any]]
+) -> None:
+    """A run saved without these keys goes on, and only as it was."""
+    stored = read_account(done[0] / "last")["config"]
+    older = {key: value for key, value in stored.items() if key not in LATER}
+    assert len(older) == len(stored) - len(LATER)
+    check_same(older, numbers_of(world.config(*SHORT)), Path("last"))
+    for change, was in (
+        ("optimizer.warmup_from=zero", "'first'"),
+        ("lengths.keep=end", "'start'"),
+        ("batch.shuffle=false", "True"),
+    ):
+        key = change.partition("=")[0]
+        for saved in (older, stored):
+            with pytest.raises(UserError, match=rf"^resume: {key} was {was} in last and is "):
+                check_same(saved, numbers_of(world.config(*SHORT, change)), Path("last"))
 
 
 def test_other_contents_under_the_same_settings_are_refused(

@@ -188,7 +188,10 @@ def tables(world: World, kind: str) -> int:
     return len(list((world.store / kind).iterdir()))
 
 
-@pytest.mark.parametrize("change", ["model.dtype=bfloat16", "lengths.max_length=450", "lengths.max_prompt_length=200"])
+@pytest.mark.parametrize(
+    "change",
+    ["model.dtype=bfloat16", "lengths.max_length=450", "lengths.max_prompt_length=200", "lengths.keep=end"],
+)
 def test_what_changes_the_references_numbers_changes_its_key(world: World, change: str) -> None:
     """Layer, beta and seed find the same table."""
     base = ("weights=uniform", "reference=cached")
@@ -242,9 +245,12 @@ def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
 
 @pytest.mark.slow
 def test_two_sharded_processes_make_one_run(first: tuple[World, Path, dict[str, Any]], tmp_path: Path) -> None:
-    """FSDP2 through the command line: the losses of one process, one set of files, samples of the gathered policy."""
+    """FSDP2 through the command line: the losses of one process, one set of files, samples of the gathered policy.
+
+    How many devices there are, the launcher says.
+    """
     world, folder, result = first
-    more = ["study=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
+    more = ["study=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
     command = ["attnpo.fit", *world.overrides("trainer.validate_every=1", "batch.micro=1", *more)]
     codes, output = in_two_processes(["-m", *command], tmp_path)
     assert codes == [0, 0], output[-6000:]

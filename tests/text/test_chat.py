@@ -289,3 +289,18 @@ def test_truncation_keeps_the_prompts_end_and_the_responses_beginning() -> None:
     assert nothing.prompt_ids == [] and nothing.response_ids == [10, 11, 12] and cut == (True, False)
     over, cut = truncate(encoded, 5, 2)
     assert over.response_ids == [] and cut == (False, True)
+
+
+def test_truncation_that_keeps_the_end_is_that_of_trl() -> None:
+    """TRL's keep_end: the last tokens of prompt and response; the first of them is predicted by nothing."""
+    encoded = EncodedResponse([1, 2, 3, 4, 5], [10, 11, 12], [(0, 1), (1, 2), (2, 2)])
+    for max_prompt, max_length in ((5, 8), (5, 7), (5, 4), (3, 6), (3, 5), (5, 3), (5, 2), (1, 2)):
+        found, cut = truncate(encoded, max_prompt, max_length, keep_end=True)
+        whole = [1, 2, 3, 4, 5][-max_prompt:] + encoded.response_ids
+        assert found.prompt_ids + found.response_ids == whole[-max_length:]
+        scored = [token for token in whole[-max_length:][1:] if token >= 10]
+        assert found.response_ids == scored
+        assert found.offsets == encoded.offsets[-len(scored) :]
+        assert cut == (found.prompt_ids != [1, 2, 3, 4, 5], scored != encoded.response_ids)
+        if len(whole) <= max_length:
+            assert (found, cut) == truncate(encoded, max_prompt, max_length)

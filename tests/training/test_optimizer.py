@@ -1,5 +1,6 @@
 """The optimiser's recipe: which optimiser it makes, with which numbers, and what it refuses."""
 
+import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import get_scheduler
 
 from attnpo.config import build, check, compose
 from attnpo.data.rules import BatchPlan
@@ -96,6 +98,58 @@ def test_lightning_clips_under_bf16_mixed_with_the_fused_kernel() -> None:
     sum(parameter.sum() for parameter in parameters).backward()
     MixedPrecision("bf16-mixed", "cpu").clip_gradients(optimizer, 1.0)
     assert torch.nn.utils.get_total_norm([p.grad for p in parameters]).item() == pytest.approx(1.0, rel=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------------- schedule
+
+
+def hugging_face(schedule: str, warmup: int, total: int) -> list[float]:
+    """The learning rate of every update under transformers' own schedule, of 1."""
+    name = {"cosine": "cosine", "constant": "constant_with_warmup"}[schedule]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=total)
+    rates = []
+    for _ in range(total):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize(("warmup", "steps", "total"), [(0.1, 2, 13), (0.1, 192, 1911), (10.0, 10, 24), (0.0, 0, 5)])
+def test_a_warm_up_from_zero_is_hugging_faces(schedule: str, warmup: float, steps: int, total: int) -> None:
+    """In every step of warm-up and decay; from the first on it is one step ahead until the warm-up is over."""
+    theirs = hugging_face(schedule, steps, total)
+    zero, first = (Optimizer(warmup=warmup, schedule=schedule, warmup_from=start) for start in ("zero", "first"))
+    assert [zero.factor(step, total) for step in range(total)] == pytest.approx(theirs, abs=1e-12)
+    ahead = [*theirs[1 : steps + 1], *theirs[steps:]]
+    assert [first.factor(step, total) for step in range(total)] == pytest.approx(ahead, abs=1e-12)
+    assert Optimizer() == Optimizer(warmup_from="first")
+
+
+def test_the_first_update_from_zero_moves_nothing(fit: Callable[..., list[dict[str, float]]]) -> None:
+    module = make_module(4)
+    before = {name: value.clone() for name, value in module.policy.named_parameters()}
+    module.recipe = Optimizer(lr=1e-2, warmup=2.0, warmup_from="zero")
+    rows = fit(module, make_data(make_examples(8), BatchPlan(pairs=4, micro=2)), steps=4, epochs=2)
+    rates = [row["train/lr"] for row in rows if "train/lr" in row]
+    assert rates == pytest.approx([1e-2 * rate for rate in hugging_face("cosine", 2, 4)]) and rates[0] == 0
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses[:2] == pytest.approx([math.log(2)] * 2, abs=1e-6) and abs(losses[2] - math.log(2)) > 1e-4
+    assert any(not value.equal(before[name]) for name, value in module.policy.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("setting", "start"),
+    [("testbed", "first"), ("real_smoke", "first"), ("llama3_8b_base_sft", "zero"), ("llama3_8b_instruct", "zero"),
+     ("mistral_7b_base_sft", "zero")],
+)  # fmt: skip
+def test_the_papers_settings_warm_up_as_the_authors_did(setting: str, start: str) -> None:
+    cfg = compose("fit", [f"setting={setting}"])
+    assert build(cfg.optimizer).warmup_from == start
+    with pytest.raises(UserError, match=r"optimizer.warmup_from must be one of first, zero, got 'one'"):
+        check(compose("fit", [f"setting={setting}", "optimizer.warmup_from=one"]), complete=False)
 
 
 # ------------------------------------------------------------------------------------------------------------ 8 bits

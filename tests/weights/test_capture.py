@@ -314,6 +314,15 @@ def test_every_part_of_the_reference_key_changes_the_folder(tmp_path: Path, part
     assert tables[0].folder != tables[1].folder
 
 
+def test_the_end_that_truncation_keeps_is_in_the_reference_key(tmp_path: Path) -> None:
+    """Tables from before there was a choice are those of the beginning."""
+    usual = reference_key(**USUAL_REFERENCE)  # type: ignore[arg-type]
+    assert reference_key(**USUAL_REFERENCE, keep="start") == usual  # type: ignore[arg-type]
+    store = Store(tmp_path)
+    other = store.table("reference", reference_key(**USUAL_REFERENCE, keep="end"))  # type: ignore[arg-type]
+    assert other.folder != store.table("reference", usual).folder
+
+
 def test_log_probabilities_come_back_bit_for_bit(tmp_path: Path) -> None:
     table = Store(tmp_path).table("reference", reference_key(**USUAL_REFERENCE))  # type: ignore[arg-type]
     logps = {"p": (torch.randn(4), torch.randn(6)), "q": (torch.randn(1), torch.randn(2))}

@@ -1,0 +1,113 @@
+"""How many processes train a run: as many as a launcher started, else as many as ``trainer`` asks for."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from attnpo.config import build
+from attnpo.console import launched
+from attnpo.schema import UserError
+from attnpo.studies.folders import launcher
+from attnpo.training.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+EVERY = ("auto", "-1")
+
+
+def planned_processes(cfg: DictConfig) -> int:
+    """How many processes will train: those that were started, else what trainer.devices and num_nodes ask for."""
+    started = launched()
+    return wanted_processes(build(cfg.trainer)) if started is None else started[0]
+
+
+def wanted_processes(settings: TrainerSettings) -> int:
+    """How many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used, and one on a CPU."""
+    return _on_a_node(settings) * settings.num_nodes
+
+
+def _on_a_node(settings: TrainerSettings) -> int:
+    if settings.devices in EVERY:
+        notebook = settings.devices == "auto" and hasattr(sys, "ps1")  # where Lightning takes one
+        return 1 if notebook else max(1, visible_gpus(settings))
+    return int(settings.devices) if settings.devices.isdigit() else len(settings.devices.split(","))
+
+
+def visible_gpus(settings: TrainerSettings) -> int:
+    """The GPUs that this process sees and may use."""
+    import torch
+
+    return torch.cuda.device_count() if settings.accelerator != "cpu" and torch.cuda.is_available() else 0
+
+
+def as_launched(settings: TrainerSettings) -> TrainerSettings:
+    """The settings with the launcher's number of devices on each node and of nodes; as they are without a launcher.
+
+    Raises:
+        UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
+            variables say that there are several processes and srun has not started them; there are too few GPUs.
+    """
+    started = launched()
+    if started is None:
+        return settings
+    total, nodes = started[0], started[1] or settings.num_nodes
+    each, rest = divmod(total, nodes)
+    name = launcher()[0]
+    if by_slurm() and "SLURM_STEP_ID" not in os.environ:
+        raise UserError(
+            f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
+            "put srun before the command, or run it as one process with srun --ntasks=1"
+        )
+    given = None if settings.devices in EVERY else _on_a_node(settings)
+    if rest or given not in (None, each) or settings.num_nodes not in (1, nodes):
+        asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
+        raise UserError(
+            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, and {asked} ask for "
+            f"{'others' if given is None else given * settings.num_nodes}: leave both out (they follow the launcher), "
+            "or start as many processes as they ask for"
+        )
+    gpus = visible_gpus(settings)
+    if 0 < gpus < each and not (gpus == 1 and by_slurm()):  # SLURM may show each task a GPU of its own
+        raise UserError(
+            f"{name} started {each} processes on this node, and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
+            "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
+        )
+    return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
+
+
+def by_slurm() -> bool:
+    """Whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
+    return "WORLD_SIZE" not in os.environ and launched() is not None
+
+
+def environment() -> "ClusterEnvironment | None":
+    """What tells Lightning its place in the job; None where Lightning finds the launcher by itself.
+
+    In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
+    """
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    from attnpo.training.trainer import SlurmTasks
+
+    if by_slurm():
+        return SlurmTasks()
+    alone = "SLURM_NTASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    return LightningEnvironment() if alone else None
+
+
+def require_world(trainer: int, settings: TrainerSettings) -> None:
+    """Raises UserError unless the trainer that was built from ``settings`` is one of as many processes as they say.
+
+    Every process finds the same, so none waits for another.
+    """
+    wanted = wanted_processes(settings)
+    if trainer != wanted:
+        raise UserError(
+            f"this run is of {wanted} process{'es' * (wanted > 1)} and its trainer of {trainer}: trainer.devices="
+            f"{settings.devices} and trainer.num_nodes={settings.num_nodes} must be what started them; start it with "
+            "torchrun or srun, or set both"
+        )
