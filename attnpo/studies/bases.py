@@ -13,16 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import plain
 from attnpo.data.prepare import EncodedSet
+from attnpo.files import file_digest, write_whole
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
-from attnpo.studies.analyses import StudyAnalysis
 from attnpo.studies.arms import Composed, arm_config, clean
 from attnpo.studies.auto_layer import settle_layer
 from attnpo.studies.execution import last_line
 from attnpo.studies.grid import ONLY, Arm, Study
 from attnpo.studies.ground import Ground, lay_ground, settle, settle_judge
-from attnpo.studies.identity import settings_of, source_digest
+from attnpo.studies.identity import files_of, settings_of, source_digest
 from attnpo.studies.inputs import APART, encode, read_pairs
 from attnpo.studies.weighing import Weighed, weigh
 
@@ -207,9 +207,10 @@ def measure(
     for name, analysis in study.analyses.items():
         same = digest(
             {
-                "facts": {**basis.facts, "analysis": _source(analysis)},
+                "facts": {**basis.facts, "analysis": file_digest(Path(inspect.getfile(type(analysis))))},
                 "weights": basis.keys,
                 "config": values,
+                "files": files_of(values),
                 "settings": settings[name],
             }
         )[:16]
@@ -233,12 +234,6 @@ def measure(
         basis.measured[name] = json.loads(text)  # as a repeated command will read it
 
 
-def _source(analysis: StudyAnalysis) -> str:
-    """Digest of an analysis's own module and of the package's room of analyses."""
-    own = Path(inspect.getfile(type(analysis)))
-    return source_digest(("analysis",)) + source_digest((own.name,), own.parent)
-
-
 # ------------------------------------------------------------------------------------------------ costs
 
 
@@ -258,9 +253,7 @@ def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
         if basis.cost.judge is not None:
             known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
         basis.cost = replace(basis.cost, judge=known.get(name))
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, json.dumps(known, indent=1) + "\n")
 
 
 def _known_costs(path: Path) -> dict[str, float]:

@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
+PACKAGES += ("numpy", "tokenizers", "peft", "bitsandbytes", "torchao")  # the last three where they are installed
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -87,7 +89,10 @@ def _scalar(value: Any) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages whose change can change a number."""
-    found = {name: metadata.version(name) for name in PACKAGES}
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return {"attnpo": __version__, "python": platform.python_version(), **found}
 
 
