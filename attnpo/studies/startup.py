@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
-PACKAGES += ("numpy", "tokenizers", "peft", "bitsandbytes", "torchao")  # the last three where they are installed
+PACKAGES = (
+    *("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein"),
+    *("numpy", "tokenizers", "peft", "bitsandbytes", "torchao"),
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -88,7 +90,7 @@ def _scalar(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose change can change a number."""
+    """Versions of Python and of the packages whose change can change a number, as far as they are installed."""
     found = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

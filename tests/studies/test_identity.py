@@ -13,6 +13,7 @@ from attnpo.studies.bases import lay_basis
 from attnpo.studies.grid import Arm, Point
 from attnpo.studies.identity import SHOWING, source_digest
 from tests.studies.worlds import build_world
+from tests.test_layering import imported_names
 
 PACKAGE = Path(identity.__file__).resolve().parents[1]
 
@@ -63,6 +64,24 @@ def test_what_only_shows_results_is_named_once_and_is_there(package: Path) -> No
     assert [name for name in SHOWING if not (package / name).exists()] == []
     assert len(set(SHOWING)) == len(SHOWING)
     assert [name for name in SHOWING if any(name.startswith(f"{room}/") for room in SHOWING)] == []
+
+
+def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
+    """A number that came from there would change unseen: think, and take the module off the list, or add the line."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        for dotted, _, _ in imported_names(path, PACKAGE):
+            parts = dotted.split(".")[1:] if dotted.startswith("attnpo.") and not shows(name) else []
+            asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
+            found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
+    assert found == {
+        ("studies/analyses.py", "analysis/page.py"),
+        ("studies/publish.py", "analysis/heatmap.py"),
+        ("studies/publish.py", "studies/pages.py"),
+        ("studies/publish.py", "studies/tables.py"),
+        ("studies/run.py", "studies/pages.py"),
+    }
 
 
 def test_files_that_come_go_or_move_count_whatever_their_room(package: Path) -> None:
