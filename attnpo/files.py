@@ -92,10 +92,24 @@ def changed(folder: Path) -> str | None:
     for name, digest in files.items():
         if name not in there:
             return f"{name} is missing"
-        if file_digest(folder / name) != digest:
+        try:
+            same = file_digest(folder / name) == digest
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if not same:
             return f"{name} is not as it was written"
     unknown = sorted(there - files.keys())
     return f"{unknown[0]} was not there when it was written" if unknown else None
+
+
+def sealed(folder: Path) -> dict[str, str]:
+    """The digests that ``seal`` wrote, by the files' paths relative to ``folder``; empty without a sound seal."""
+    try:
+        content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        files: dict[str, str] = dict(content["files"])
+        return files if content["of_all"] == _of_all(files) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _files(folder: Path) -> list[str]:
