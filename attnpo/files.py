@@ -9,8 +9,10 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SEAL = "digests.json"
+RECORD = "digest"
 # It can only be read by setting it, which two threads must not do at once: read here, where there is one.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -112,6 +114,21 @@ def sealed(folder: Path) -> dict[str, str]:
         return {}
 
 
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
+    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
+    write_whole(path, json.dumps({**plain, RECORD: _of_all(plain)}, indent=1) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """What ``write_record`` wrote; None when there is no such file, or it is not as it was written."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if content.pop(RECORD) == _of_all(content) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _files(folder: Path) -> list[str]:
     """The files below ``folder`` that count: not its seal, and nothing hidden."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
@@ -122,8 +139,8 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _of_all(files: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()
+def _of_all(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(content), sort_keys=True).encode()).hexdigest()
 
 
 def set_aside(path: Path) -> Path:
