@@ -4,20 +4,28 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import compose
+from attnpo.config import compose, run_entry
 from attnpo.files import SEAL
+from attnpo.studies.auto_layer import CHOICE
 from attnpo.studies.ground import settle
+from attnpo.studies.inputs import make_inputs
+from attnpo.studies.reference import reference_table, with_reference
 from attnpo.testbed import pairs, prepare
 from attnpo.testbed.prepare import REPORT
+from attnpo.weigh import main
+from attnpo.weights.cache import Store
 from tests.corruption.damages import DAMAGES
-from tests.studies.worlds import TRAIN, World, build_world
+from tests.studies.worlds import TRAIN, VAL, World, build_world
 
 Files = dict[str, bytes]
 
@@ -178,3 +186,201 @@ def test_a_sound_looking_change_of_base_or_pairs_is_found(
     caplog.set_level(logging.WARNING)
     told = mended(sound, SEMANTIC[name], tmp_path / "store", caplog)
     assert told and all("made anew" in line and "\n" not in line for line in told)
+
+
+# ------------------------------------------------------------------------------------------------ tables
+
+KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "code": "1"}
+KINDS: dict[str, list[dict[str, dict[str, Any]]]] = {
+    "weights": [
+        {
+            f"pair {place}": {
+                "tokens": {"counts": np.array([2, 1], dtype=np.int32), "ids": np.arange(3) + place},
+                "L01": np.linspace(0.1, 0.9, 3, dtype=np.float32) * place,
+            }
+            for place in places
+        }
+        for places in ((1, 2), (3,))
+    ],
+    "reference": [{"pair 1": {"chosen": np.array([-0.5, -2.0], dtype=np.float32), "rejected": np.array([-1.0])}}],
+    "answers": [{"prompt 1": {"answer": "food 9\nstaff 2"}, "prompt 2": {"answer": ""}}],
+}
+
+
+def filled(root: Path, kind: str) -> dict[str, Any]:
+    """All rows of a table as a run reads them, having computed what is missing; as plain values."""
+    table = Store(root).table(kind, KEY)
+    for rows in KINDS[kind]:
+        columns = list(next(iter(rows.values())))
+        lacking = table.missing(list(rows), columns)
+        if lacking:
+            table.append({name: rows[name] for name in lacking})
+    return {
+        name: str(row)
+        for rows in KINDS[kind]
+        for name, row in table.read(list(rows), list(next(iter(rows.values())))).items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_file_of_a_table_is_named_and_its_rows_are_computed_again(
+    name: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = filled(tmp_path / "sound", kind)
+    files = [file for file in contents(tmp_path / "sound")]
+    assert len(files) == 1 + 2 * len(KINDS[kind])
+    for file in files:
+        store = shutil.copytree(tmp_path / "sound", tmp_path / "store")
+        DAMAGES[name](store / file)
+        assert filled(store, kind) == expected and filled(store, kind) == expected
+        entry_gone = name == "removed" and file.endswith(".json") and "key" not in file
+        said = [line for line in caplog.messages if Path(file).stem in line]
+        assert said or entry_gone, file  # a shard without an entry is a write that was cut short
+        assert not any("\n" in line for line in caplog.messages)
+        caplog.clear()
+        shutil.rmtree(store)
+
+
+# ------------------------------------------------------------------------------------------------ whole commands
+
+ASKED = ("study=none", "weights=attention", "weights.layer=auto", "reference=cached")
+SAMPLE = ("auto_layer.pairs=4", "auto_layer.shares=[0.2]")
+
+
+@pytest.fixture(scope="module")
+def weighed(world: World) -> World:
+    """A world with a store that two commands have filled: two shards to a table, two layers that were found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        for rows in ("data.train_rows=6", "data.train_rows=null"):
+            assert weigh(world, rows) == 0
+    return world
+
+
+def weigh(world: World, *more: str) -> int:
+    return run_entry(main, "weigh", world.overrides(*ASKED, *SAMPLE, *more), "description", "example")
+
+
+def numbers(world: World) -> list[float]:
+    """Every number that a run on this store would read, in one order."""
+    made = make_inputs(world.config(*ASKED, *SAMPLE))
+    found = [float(score) for score in made.ground.prepared[CHOICE]["scores"].values()]
+    for examples in made.examples.values():
+        for example in with_reference(reference_table(made.ground), examples):
+            assert example.reference_logps is not None
+            for row in (*example.weights, *example.reference_logps):
+                found += row.tolist()
+    return found
+
+
+def on_copy(world: World, folder: Path) -> World:
+    shutil.copytree(world.store, folder)
+    return replace(world, store=folder)
+
+
+def every(damage: Callable[[Path], object]) -> Callable[[Path], None]:
+    """The damage done to every file of a store."""
+
+    def all_files(store: Path) -> None:
+        for path in sorted(path for path in store.rglob("*") if path.is_file()):
+            damage(path)
+
+    return all_files
+
+
+def tables(store: Path, kind: str) -> list[Path]:
+    """The shards of the only table of a kind."""
+    return sorted(store.glob(f"{kind}/*/*.parquet"))
+
+
+def of_another_key(store: Path) -> None:
+    """As someone merges who does not look at the folder's names: rows of the very pairs, other numbers."""
+    for kind in ("weights", "reference"):
+        own = tables(store, kind)[0].parent
+        held = json.loads((own / "key.json").read_text(encoding="utf-8"))
+        other = Store(store.parent / "other").table(kind, {**held, "code": "0"})
+        for path in tables(store, kind):
+            rows = pq.read_table(path).to_pylist()
+            other.append(
+                {
+                    row.pop("pair_id"): {
+                        name: 2 * np.array(value, dtype=np.float32)
+                        for name, value in row.items()
+                        if isinstance(value, list)
+                    }
+                    for row in rows
+                }
+            )
+            path.unlink()
+            path.with_suffix(".json").unlink()
+        shutil.copytree(other.folder, own, dirs_exist_ok=True)
+
+
+def entries_exchanged(store: Path) -> None:
+    for kind in ("weights", "reference"):
+        one, two = tables(store, kind)[:2]
+        exchanged(one.with_suffix(".json"), two.with_suffix(".json"))
+
+
+def shards_exchanged(store: Path) -> None:
+    for kind in ("weights", "reference"):
+        exchanged(*tables(store, kind)[:2])
+
+
+def between_kinds(store: Path) -> None:
+    for suffix in (".parquet", ".json"):
+        exchanged(tables(store, "weights")[0].with_suffix(suffix), tables(store, "reference")[0].with_suffix(suffix))
+
+
+def choices_exchanged(store: Path) -> None:
+    exchanged(*sorted((store / CHOICE).glob("*.json")))
+
+
+STORE_DAMAGES: dict[str, Callable[[Path], object]] = {
+    **{f"every file: {name}": every(damage) for name, damage in DAMAGES.items()},
+    "shards of another key": of_another_key,
+    "entries exchanged": entries_exchanged,
+    "shards exchanged": shards_exchanged,
+    "shard and entry exchanged between kinds": between_kinds,
+    "found layers exchanged": choices_exchanged,
+}
+
+
+@pytest.mark.parametrize("name", STORE_DAMAGES)
+def test_a_command_on_a_damaged_store_gives_the_same_numbers(
+    name: str,
+    weighed: World,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    world = on_copy(weighed, tmp_path / "store")
+    expected = numbers(world)
+    caplog.clear()
+    STORE_DAMAGES[name](world.store)
+    assert weigh(world) == 0
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert name == "every file: removed" or any(str(world.store) in line for line in told), told
+    assert "Traceback" not in caplog.text + capsys.readouterr().err
+    assert numbers(world) == pytest.approx(expected, abs=2e-6)
+
+
+CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    name: SEMANTIC[name] for name in ("rope base edited", "ids swapped", "half of the pairs gone", "sides swapped")
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_command_on_a_changed_base_or_changed_pairs_weighs_the_true_ones(
+    name: str, builders: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is computed again: model and pairs are what the stored weights were made of."""
+    caplog.set_level(logging.INFO)
+    argv = ["setting=testbed", "study=none", "weights=attention", f"store={tmp_path}"]
+    assert run_entry(main, "weigh", argv, "description", "example") == 0
+    caplog.clear()
+    CHANGES[name](*(next((tmp_path / "prepared").glob(f"{kind}-*")) for kind in ("base", "data")))
+    assert run_entry(main, "weigh", argv, "description", "example") == 0
+    assert sum("is not as it was built" in line for line in caplog.messages) == 1
+    assert f"weights: {TRAIN + VAL} of {TRAIN + VAL} pairs in the store" in caplog.messages
