@@ -9,8 +9,10 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 SEAL = "digests.json"
+RECORD = "digest"
 # It can only be read by setting it, which two threads must not do at once: read here, where there is one.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -92,10 +94,39 @@ def changed(folder: Path) -> str | None:
     for name, digest in files.items():
         if name not in there:
             return f"{name} is missing"
-        if file_digest(folder / name) != digest:
+        try:
+            same = file_digest(folder / name) == digest
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if not same:
             return f"{name} is not as it was written"
     unknown = sorted(there - files.keys())
     return f"{unknown[0]} was not there when it was written" if unknown else None
+
+
+def sealed(folder: Path) -> dict[str, str]:
+    """The digests that ``seal`` wrote, by the files' paths relative to ``folder``; empty without a sound seal."""
+    try:
+        content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        files: dict[str, str] = dict(content["files"])
+        return files if content["of_all"] == _of_all(files) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def write_record(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
+    plain = json.loads(json.dumps(content))  # as it will be read: keys are text
+    write_whole(path, json.dumps({**plain, RECORD: _of_all(plain)}, indent=1) + "\n")
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """What ``write_record`` wrote; None when there is no such file, or it is not as it was written."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return content if content.pop(RECORD) == _of_all(content) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def _files(folder: Path) -> list[str]:
@@ -108,8 +139,8 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _of_all(files: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(files), sort_keys=True).encode()).hexdigest()
+def _of_all(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(content), sort_keys=True).encode()).hexdigest()
 
 
 def set_aside(path: Path) -> Path:

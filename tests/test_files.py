@@ -7,7 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, set_aside, share, write_whole
+from attnpo.files import (
+    SEAL,
+    changed,
+    file_digest,
+    is_sealed,
+    read_record,
+    seal,
+    set_aside,
+    share,
+    write_record,
+    write_whole,
+)
+from tests.corruption import damages as everything
+from tests.corruption.damages import Damage
 
 
 def flip(path: Path) -> None:
@@ -95,3 +108,25 @@ def test_what_is_set_aside_keeps_its_content_under_a_free_name(sealed: Path) -> 
     assert (first.name, (first / "a.txt").read_text()) == ("folder.damaged", "first")
     sealed.mkdir()
     assert set_aside(sealed).name == "folder.damaged-2"
+
+
+def test_a_record_comes_back_as_json_has_it(tmp_path: Path) -> None:
+    write_record(tmp_path / "record.json", {"b": (1, 0.1), "a": {10: None, 9: float("inf")}})
+    assert read_record(tmp_path / "record.json") == {"b": [1, 0.1], "a": {"10": None, "9": float("inf")}}
+    assert read_record(tmp_path / "none.json") is None
+
+
+@pytest.mark.parametrize("damage", everything.DAMAGES.values(), ids=everything.DAMAGES)
+def test_a_damaged_record_is_none(tmp_path: Path, damage: Damage) -> None:
+    write_record(tmp_path / "record.json", {"score": 0.25, "layer": 3})
+    damage(tmp_path / "record.json")
+    assert read_record(tmp_path / "record.json") is None
+
+
+def test_a_record_with_another_digit_or_without_a_digest_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    write_record(path, {"score": 0.25})
+    path.write_text(path.read_text().replace("0.25", "0.35"))
+    assert read_record(path) is None
+    path.write_text('{"score": 0.25}')
+    assert read_record(path) is None

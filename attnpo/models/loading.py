@@ -4,7 +4,6 @@ Models are loaded in their dtype, never cast afterwards: ``.to(bfloat16)`` would
 which shifts positions by whole radians on long texts.
 """
 
-import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as library
 
+from attnpo.files import file_digest
 from attnpo.hub import hub, out_of_reach
 from attnpo.schema import UserError, digest
 
@@ -41,8 +41,7 @@ DTYPES = {
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
-_BLOCK = 1 << 22
-_file_digests: dict[tuple[str, int, int], str] = {}
+_file_digests: dict[tuple[str | int, ...], str] = {}
 
 
 def load_model(
@@ -197,7 +196,7 @@ def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
     """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
 
-    The content of local files is hashed once per process and (path, size, modification time).
+    The content of a local file is hashed once per process, unless the file was replaced or written to since.
     """
     source = _locate(path, "model")
     if isinstance(source, str):
@@ -266,13 +265,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _file_digest(file: Path) -> str:
     stat = file.stat()
-    key = (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+    # Size and modification time are kept by copies that keep times; a file's number and its time of change are not.
+    key = (str(file.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _file_digests:
-        total = hashlib.sha256()
-        with file.open("rb") as stream:
-            while block := stream.read(_BLOCK):
-                total.update(block)
-        _file_digests[key] = total.hexdigest()
+        _file_digests[key] = file_digest(file)
     return _file_digests[key]
 
 

@@ -12,7 +12,7 @@ from attnpo.config import compose
 from attnpo.schema import UserError, digest
 from attnpo.studies.auto_layer import LAYER, is_auto
 from attnpo.studies.grid import BETA, LR, ONLY, Arm, Grid, Point, Study, short
-from attnpo.studies.identity import LAYERS, below, paths_of, result_of
+from attnpo.studies.identity import LAYERS, below, files_of, paths_of, result_of
 from attnpo.studies.publish import study_overrides
 from attnpo.weights.layers import resolve_layer
 
@@ -231,13 +231,13 @@ def clean(name: str) -> str:
 def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str, Any]) -> Path:
     """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
 
-    That is the composed config and ``facts``: what the files it names hold, and the versions of the code.
+    That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
     """
     values = result_of(cfg)
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
     name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
-    found = digest({"config": values, "facts": dict(facts)})[:8]
+    found = digest({"config": values, "files": files_of(values), "facts": dict(facts)})[:8]
     return folder / "points" / f"{clean(name)}-seed{point.seed}-{found}"
 
 

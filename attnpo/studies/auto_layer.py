@@ -8,7 +8,6 @@ judge, prompts and pairs. A choice that the sample does not carry is taken all t
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnpo.config import build
 from attnpo.console import world_size
+from attnpo.files import read_record, write_record
 from attnpo.schema import UserError, digest
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def find_choice(ground: "Ground", train: "EncodedSet") -> Choice:
         "prompts": room.prompts.fingerprint(),
     }
     path = Path(ground.store.root) / CHOICE / f"{digest(key)[:20]}.json"
-    known = _read(path)
+    known = _read(path, key)
     if known is None and world_size() > 1:
         raise UserError(
             f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
@@ -186,7 +186,8 @@ def find_choice(ground: "Ground", train: "EncodedSet") -> Choice:
         )
     if known is None:
         known = _score(ground, train, sample, room, rules)
-        _write(path, {"key": key, **known.numbers()})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, {"key": key, **known.numbers()})
         log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
     else:
         log.info("%s; from the store", known.text())
@@ -302,21 +303,21 @@ def _progress(done: int, total: int) -> None:
     log.info("weights.layer=auto: %d of %d judge prompts", done, total)
 
 
-def _read(path: Path) -> Choice | None:
-    """The choice in a file, or None when there is none or it cannot be read."""
+def _read(path: Path, key: Mapping[str, Any]) -> Choice | None:
+    """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
+    if not path.exists():
+        return None
+    stored = read_record(path)
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored is None or digest(stored.pop("key")) != digest(dict(key)):
+            raise ValueError("not as it was written, or of another key")
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}
-        del stored["key"], stored["doubts"]
+        del stored["doubts"]
         choice = Choice(scores=scores, errors=errors, **stored)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
+            raise ValueError("no layer with finite scores")
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        log.warning("weights.layer=auto: %s is found anew, what was stored is of no use (%s)", path, problem)
         return None
-    return choice if choice.layer in scores and all(map(math.isfinite, scores.values())) else None
-
-
-def _write(path: Path, values: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    return choice

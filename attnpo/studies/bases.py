@@ -13,16 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import plain
 from attnpo.data.prepare import EncodedSet
+from attnpo.files import file_digest, read_record, write_record
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.account import versions
-from attnpo.studies.analyses import StudyAnalysis
 from attnpo.studies.arms import Composed, arm_config, clean
 from attnpo.studies.auto_layer import settle_layer
 from attnpo.studies.execution import last_line
 from attnpo.studies.grid import ONLY, Arm, Study
 from attnpo.studies.ground import Ground, lay_ground, settle, settle_judge
-from attnpo.studies.identity import settings_of, source_digest
+from attnpo.studies.identity import files_of, settings_of, source_digest
 from attnpo.studies.inputs import APART, encode, read_pairs
 from attnpo.studies.weighing import Weighed, weigh
 
@@ -207,36 +207,32 @@ def measure(
     for name, analysis in study.analyses.items():
         same = digest(
             {
-                "facts": {**basis.facts, "analysis": _source(analysis)},
+                "facts": {**basis.facts, "analysis": file_digest(Path(inspect.getfile(type(analysis))))},
                 "weights": basis.keys,
                 "config": values,
+                "files": files_of(values),
                 "settings": settings[name],
             }
-        )[:16]
-        parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same]
+        )
+        parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same[:16]]
         path = folder / ANALYSES / f"{clean('-'.join(parts))}.json"
         if path.is_file():
-            log.info("%s: analysis %s is there already and reused", basis.label, name)
-            basis.measured[name] = json.loads(path.read_text(encoding="utf-8"))
-            continue
+            known = read_record(path)
+            if known is not None and known.get("of") == same:
+                log.info("%s: analysis %s is there already and reused", basis.label, name)
+                basis.measured[name] = known["found"]
+                continue
+            log.warning("%s: analysis %s is measured anew: %s is not as it was written", basis.label, name, path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             found = analysis.measure(replace(ground, cfg=config), encoded, path.parent)
-            text = json.dumps(found, indent=1) + "\n"
+            found = json.loads(json.dumps(found))  # as a repeated command will read it
         except Exception as error:  # noqa: BLE001  the points run whatever becomes of an analysis
             basis.unmeasured[name] = told(error)
             log.error("%s: analysis %s failed: %s", basis.label, name, last_line(told(error)))
             continue
-        part = path.with_suffix(".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-        basis.measured[name] = json.loads(text)  # as a repeated command will read it
-
-
-def _source(analysis: StudyAnalysis) -> str:
-    """Digest of an analysis's own module and of the package's room of analyses."""
-    own = Path(inspect.getfile(type(analysis)))
-    return source_digest(("analysis",)) + source_digest((own.name,), own.parent)
+        write_record(path, {"of": same, "found": found})
+        basis.measured[name] = found
 
 
 # ------------------------------------------------------------------------------------------------ costs
@@ -258,17 +254,12 @@ def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
         if basis.cost.judge is not None:
             known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
         basis.cost = replace(basis.cost, judge=known.get(name))
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_record(path, known)
 
 
 def _known_costs(path: Path) -> dict[str, float]:
-    """The seconds in a file; nothing, with a line in the log, where it cannot be read."""
-    if not path.is_file():
-        return {}
-    try:
-        return {str(name): float(seconds) for name, seconds in json.loads(path.read_text(encoding="utf-8")).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as problem:
-        log.warning("%s cannot be read and is written anew, without what earlier commands spent: %s", path, problem)
-        return {}
+    """The seconds in a file; none, with a line in the log, where it is not as it was written."""
+    known = read_record(path)
+    if known is None and path.exists():
+        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
+    return {str(name): float(seconds) for name, seconds in (known or {}).items()}

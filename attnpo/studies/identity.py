@@ -4,14 +4,17 @@ The one notion of it, for resuming a run, for finding a study's finished points 
 """
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from attnpo.config import build, plain
+from attnpo.config import CONFIG_DIR, build, plain
+from attnpo.files import file_digest
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import LAYER
 
@@ -37,8 +40,19 @@ NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
 # Options that came later: what a config that lacks one of them meant.
 LATER = {"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True}
-# Rooms and files of the package whose code moves the numbers of a run.
-MOVING = ("objectives", "weights", "models", "training", "data", "text", "testbed", "schema.py")
+# Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
+# measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
+SHOWING = (
+    *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "studies/conformance"),
+    *("analysis/axes.py", "analysis/figures.py", "analysis/heat.py", "analysis/heat_figure.py", "analysis/heatmap.py"),
+    *("analysis/layer_panels.py", "analysis/page.py", "analysis/printed.py", "analysis/tables.py", "analysis/viz.py"),
+    *("analysis/freedom.py", "analysis/theory.py", "analysis/theory_descent.py", "analysis/theory_figures.py"),
+    *("analysis/theory_report.py", "analysis/theory_study.py", "analysis/theory_tables.py"),
+    *("studies/faithfulness.py", "studies/faithfulness_pages.py", "studies/finished.py", "studies/folder_report.py"),
+    *("studies/footnotes.py", "studies/frontier.py", "studies/intervals.py", "studies/levels.py", "studies/pages.py"),
+    *("studies/ranking.py", "studies/report_output.py", "studies/reporting.py", "studies/sections.py"),
+    *("studies/spots.py", "studies/tables.py", "studies/weight_report.py"),
+)
 
 
 def numbers_of(cfg: DictConfig) -> dict[str, Any]:
@@ -92,13 +106,38 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
+# ------------------------------------------------------------------------------------------------ contents
+
+
+def files_of(values: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the files that flat settings name, and of the modules of components outside the package, by key."""
+    texts = {key: value for key, value in values.items() if isinstance(value, str)}
+    found = {key: _module(text) if key.endswith("_target_") else _file(text) for key, text in texts.items()}
+    return {key: file_digest(Path(path)) for key, path in found.items() if path is not None}
+
+
+def _file(name: str) -> str | None:
+    """The file of a name, from the working directory or among the configs as ``find_file`` has it; None for others."""
+    return next(filter(os.path.isfile, (os.path.expanduser(name), str(CONFIG_DIR / name))), None)
+
+
+def _module(dotted: str) -> str | None:
+    """The file of the module that a component outside the package is in."""
+    name = dotted.rpartition(".")[0]
+    try:
+        spec = None if name.partition(".")[0] == PACKAGE.name else find_spec(name)
+    except (ImportError, ValueError):
+        return None  # told when it is built
+    return spec.origin if spec is not None and spec.has_location else None
+
+
 @cache
-def source_digest(parts: tuple[str, ...] = MOVING, root: Path = PACKAGE) -> str:
-    """Digest of the source of ``parts`` of the package (rooms or files), computed once per process."""
+def source_digest(root: Path | None = None) -> str:
+    """Digest of all sources of the package that can move a number of a run, computed once per process."""
+    root = root or PACKAGE
     found = hashlib.sha256()
-    for part in parts:
-        place = root / part
-        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            found.update(f"{file.relative_to(root).as_posix()}\0{file.stat().st_size}\0".encode())
-            found.update(file.read_bytes())
+    for file in sorted(root.rglob("*.py")):
+        name = file.relative_to(root).as_posix()
+        if not any(name == one or name.startswith(f"{one}/") for one in SHOWING):
+            found.update(f"{name}\0{file_digest(file)}\0".encode())
     return found.hexdigest()[:16]

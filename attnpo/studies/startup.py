@@ -8,6 +8,7 @@ import platform
 import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein")
+PACKAGES = (
+    *("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein"),
+    *("numpy", "tokenizers", "peft", "bitsandbytes", "torchao"),
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -86,8 +90,11 @@ def _scalar(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages whose change can change a number."""
-    found = {name: metadata.version(name) for name in PACKAGES}
+    """Versions of Python and of the packages whose change can change a number, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
     return {"attnpo": __version__, "python": platform.python_version(), **found}
 
 

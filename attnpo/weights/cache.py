@@ -1,9 +1,11 @@
 """The content-addressed store of per-pair arrays: raw weight rows, reference log-probabilities.
 
 On disk: ``<root>/<kind>/<digest of the key>/`` holds ``key.json`` and, per append, one Parquet shard
-``<content digest>.parquet`` beside its entry ``<content digest>.json`` (checksum, pairs, columns). Every file is
+``<content digest>.parquet`` beside its entry ``<content digest>.json`` (key, checksum, pairs, columns). Every file is
 written under a temporary name in the same folder and renamed, a shard before its entry, so that a reader sees
-whole shards only; there is no shared manifest, so many processes may append and folders merge by copying files.
+whole shards only; there is no shared manifest, so many processes may append, and folders of the same name merge by
+copying files. The key's digest stands in shard and entry: a shard that was copied to another key's table is no part of
+it. What is damaged, of another key or without one (as an older version wrote it) counts as missing, with a warning.
 Different shards may hold different columns of a pair; reads merge them. A missing row is an error, never a default.
 """
 
@@ -11,6 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from attnpo.files import write_whole
+from attnpo.files import file_digest, write_whole
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,8 @@ logger = logging.getLogger(__name__)
 Rows = Mapping[str, Mapping[str, Any]]
 PAIR_ID = "pair_id"
 KEY_FILE = "key.json"
+KEY = "key"
+KEY_MARK = b"attnpo_key"  # in the schema's metadata of a shard
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Store:
 
     def table(self, kind: str, key: Mapping[str, Any]) -> "Table":
         """The table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per key."""
-        folder = Path(self.root) / kind / digest(dict(key))[:20]
+        folder = Path(self.root) / kind / _name(key)
         return self._tables.setdefault(folder, Table(folder, dict(key)))
 
 
@@ -54,14 +59,20 @@ class _Shard:
     columns: frozenset[str]
 
 
+class _Stranger(Exception):
+    """Why a shard that is as it was written is no part of the table."""
+
+
 class Table:
     """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         self.folder = folder
         self.key = key
+        self._digest = digest(key)
         self._shards: dict[str, _Shard] = {}
         self._refused: set[str] = set()
+        self._key_checked = False
 
     # ------------------------------------------------------------------------------------------- looking
 
@@ -91,7 +102,10 @@ class Table:
         asked = _flatten(self.key)
         best: tuple[int, str] | None = None
         for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
-            stored = _flatten(_read_json(path) or {})
+            found = _read_json(path)
+            if found is None or _name(found) != path.parent.name:
+                continue
+            stored = _flatten(found)
             parts = [part for part in (*asked, *(stored.keys() - asked.keys())) if asked.get(part) != stored.get(part)]
             if parts and (best is None or len(parts) < best[0]):
                 part = parts[0]
@@ -152,6 +166,7 @@ class Table:
         for columns, pair_ids in groups.items():
             arrays = [_array([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
             data = pa.table([pa.array(pair_ids, pa.string()), *arrays], names=[PAIR_ID, *columns])
+            data = data.replace_schema_metadata({KEY_MARK: self._digest})
             self._write_shard(data, pair_ids, columns)
 
     def _write_shard(self, data: pa.Table, pair_ids: Sequence[str], columns: Sequence[str]) -> None:
@@ -160,11 +175,12 @@ class Table:
         content = buffer.getvalue().to_pybytes()
         checksum = hashlib.sha256(content).hexdigest()
         name = checksum[:20]
-        entry = {"sha256": checksum, "bytes": len(content), "pairs": list(pair_ids), "columns": list(columns)}
+        entry = {KEY: self._digest, "sha256": checksum, "bytes": len(content)}
+        entry |= {"pairs": list(pair_ids), "columns": list(columns)}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / KEY_FILE).exists():
-                write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True).encode())
+                self._write_key()
             write_whole(self.folder / f"{name}.parquet", content)
             write_whole(self.folder / f"{name}.json", json.dumps(entry).encode())
         except OSError as error:
@@ -181,41 +197,80 @@ class Table:
         names = {path.stem for path in self.folder.glob("*.json")} - {Path(KEY_FILE).stem}
         for name in self._shards.keys() - names:
             del self._shards[name]
-        for name in names - self._shards.keys() - self._refused:
-            shard = self._check(name)
-            if shard is None:
-                self._refused.add(name)
-            else:
-                self._shards[name] = shard
+        strangers: dict[str, list[str]] = {}
+        for name in sorted(names - self._shards.keys() - self._refused):
+            self._refused.add(name)
+            try:
+                self._shards[name] = self._check(name)
+                self._refused.discard(name)
+            except _Stranger as stranger:
+                strangers.setdefault(str(stranger), []).append(name)
+            except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+                logger.warning(
+                    "store %s: shard %s.parquet is ignored, its rows count as missing: %s", self.folder, name, error
+                )
+        for reason, found in strangers.items():
+            logger.warning(
+                "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s",
+                self.folder,
+                len(found),
+                found[0],
+                reason,
+            )
+        if names and not self._key_checked:
+            self._check_key()
         return [self._shards[name] for name in sorted(self._shards)]
 
-    def _check(self, name: str) -> _Shard | None:
-        """The shard of an entry, or None with a warning when either of its two files is not what was written."""
+    def _check_key(self) -> None:
+        """Writes ``key.json`` anew, with a warning, where it does not hold the key that the folder is named by."""
+        self._key_checked = True
+        stored = _read_json(self.folder / KEY_FILE)
+        if stored is not None and digest(stored) == self._digest:
+            return
+        logger.warning("store %s: %s did not hold the key of this table and is written anew", self.folder, KEY_FILE)
+        with suppress(OSError):  # it is for people, and for naming the nearest table
+            self._write_key()
+
+    def _write_key(self) -> None:
+        write_whole(self.folder / KEY_FILE, json.dumps(self.key, indent=1, sort_keys=True))
+
+    def _check(self, name: str) -> _Shard:
+        """The shard of an entry.
+
+        ``_Stranger`` when it is of another key; else an error of some kind when either of its two files is not what was
+        written.
+        """
         path = self.folder / f"{name}.parquet"
         entry = _read_json(self.folder / f"{name}.json")
-        try:
-            if entry is None:
-                raise ValueError("its entry is not readable JSON")
-            rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
-            shard = _Shard(name, entry["sha256"], entry["bytes"], rows, frozenset(entry["columns"]))
-            with path.open("rb") as file:
-                checksum = hashlib.file_digest(file, "sha256").hexdigest()
-            if checksum != shard.sha256:
-                raise ValueError("its checksum differs from the one in its entry")
-            with pq.ParquetFile(path) as stored:
-                if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
-                    raise ValueError("its columns differ from those in its entry")
-                if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
-                    raise ValueError("its pairs differ from those in its entry")
-        except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            logger.warning(
-                "store %s: shard %s is ignored, its rows count as missing: %s", self.folder, path.name, error
-            )
-            return None
+        if entry is None:
+            raise ValueError("its entry is not readable JSON")
+        rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
+        shard = _Shard(name, entry["sha256"], entry["bytes"], rows, frozenset(entry["columns"]))
+        if file_digest(path) != shard.sha256:
+            raise ValueError("its checksum differs from the one in its entry")
+        with pq.ParquetFile(path) as stored:
+            mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
+            if mark is None and KEY not in entry:
+                raise _Stranger("an older version wrote them, without the key they belong to; they may be removed")
+            if mark != str(entry.get(KEY)).encode():
+                raise ValueError("its key differs from the one in its entry")
+            if entry[KEY] != self._digest:
+                raise _Stranger("they are of another key and belong into the folder of that one alone")
+            if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
+                raise ValueError("its columns differ from those in its entry")
+            if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
+                raise ValueError("its pairs differ from those in its entry")
+            if path.stat().st_size != shard.size:
+                raise ValueError("its size differs from the one in its entry")
         return shard
 
 
 # --------------------------------------------------------------------------------------------- files
+
+
+def _name(key: Mapping[str, Any]) -> str:
+    """The name of the folder of a key."""
+    return digest(dict(key))[:20]
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

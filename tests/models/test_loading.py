@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,22 @@ def test_fingerprint_follows_content_not_place(folder: Path, tmp_path: Path) -> 
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
     assert weights_fingerprint(copy)["config"] != before["config"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_fingerprint_sees_a_change_that_keeps_size_and_time(folder: Path, tmp_path: Path, replaced: bool) -> None:
+    """As a copy that keeps times leaves it; this process has seen the file before."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    before = weights_fingerprint(copy)
+    file = copy / "model.safetensors"
+    times = (file.stat().st_atime_ns, file.stat().st_mtime_ns)
+    content = file.read_bytes()[:-1] + b"!"
+    if replaced:
+        file.unlink()
+    file.write_bytes(content)
+    os.utime(file, ns=times)
+    assert file.stat().st_mtime_ns == times[1]
+    assert weights_fingerprint(copy)["weights"] != before["weights"]
 
 
 def test_parameters_count_tied_ones_once(tiny: Build) -> None:

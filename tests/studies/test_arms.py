@@ -12,7 +12,7 @@ from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config, check_distinct, check_user, counted, point_folder
 from attnpo.studies.bases import compose_arms
 from attnpo.studies.grid import ONLY, Arm, Grid, Point, Study, expand_arms
-from attnpo.studies.identity import MOVING, numbers_of, result_of, source_digest
+from attnpo.studies.identity import numbers_of, result_of
 from attnpo.studies.runner import run_study
 from tests.studies.worlds import build_world
 
@@ -232,30 +232,3 @@ def test_what_is_done_beside_the_training_counts_for_results_alone() -> None:
     assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= result_of(cfg).keys()
     assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & numbers_of(cfg).keys()
     assert numbers_of(cfg).items() <= result_of(cfg).items()
-
-
-def test_the_source_that_moves_numbers_is_part_of_a_points_identity(tmp_path: Path) -> None:
-    for name in ("training/module.py", "weights/sources/a.py", "schema.py", "report.py", "studies/pages.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("one = 1\n", encoding="utf-8")
-
-    def digest() -> str:
-        source_digest.cache_clear()
-        return source_digest(MOVING, tmp_path)
-
-    found = [digest()]
-    (tmp_path / "report.py").write_text("one = 2\n", encoding="utf-8")
-    (tmp_path / "studies/pages.py").write_text("one = 2\n", encoding="utf-8")
-    assert digest() == found[0]
-    for name in ("training/module.py", "weights/sources/a.py", "schema.py"):
-        (tmp_path / name).write_text("one = 2\n", encoding="utf-8")
-        found.append(digest())
-    (tmp_path / "schema.py").rename(tmp_path / "training/schema.py")
-    found.append(digest())
-    assert len(set(found)) == 5
-
-
-def test_every_room_whose_source_counts_is_there() -> None:
-    """A room renamed would silently count no more."""
-    alone = [source_digest((part,)) for part in MOVING]
-    assert len(set(alone)) == len(MOVING) and source_digest(()) not in alone

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import compose
+from attnpo.config import build, compose
 from attnpo.schema import UserError
 from attnpo.studies import bases, execution
 from attnpo.studies.arms import arm_config, layered, point_config, point_folder
+from attnpo.studies.bases import lay_basis
 from attnpo.studies.folders import run_folder
 from attnpo.studies.grid import Arm, Grid, Point, Study, expand_arms, grid_record, make_points
 from attnpo.studies.runner import Outcome, run_study
 from attnpo.studies.tables import finish_study
+from tests.corruption.damages import DAMAGES
 from tests.studies import probe
 from tests.studies.worlds import World, build_world, judge_loads
 
@@ -440,6 +442,26 @@ def test_analyses_are_measured_once_and_one_that_fails_is_named(wide: tuple[Worl
     other = world.config("study=wide", "study.analyses.probe.value=2.0", config_dir=folder / "configs")
     assert run_study(other, folder / "out").measured["probe"]["short", 0]["value"] == 2.0
     assert len(probe.asked) == 2
+
+
+@pytest.mark.parametrize("name", ["a digit", "bit in the middle", "empty", "an empty object"])
+def test_a_damaged_record_of_an_analysis_is_measured_anew(
+    name: str, wide: tuple[World, Path, Outcome], caplog: pytest.LogCaptureFixture
+) -> None:
+    world, folder, outcome = wide
+    cfg = world.config("study=wide", config_dir=folder / "configs")
+    (record,) = (
+        path for path in (folder / "out" / "analyses").glob("probe-short-*.json") if "1.5" in path.read_text("utf-8")
+    )
+    sound = record.read_bytes()
+    if name == "a digit":
+        record.write_bytes(sound.replace(b"1.5", b"1.6"))
+    else:
+        DAMAGES[name](record)
+    basis = lay_basis(cfg, build(cfg.study), 0, "short", folder=folder / "out")
+    assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
+    assert record.read_bytes() == sound
+    assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]
 
 
 def test_what_is_lost_and_what_is_measured_stand_in_every_table(

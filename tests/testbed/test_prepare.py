@@ -2,6 +2,8 @@
 
 import json
 import logging
+import multiprocessing
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,10 +14,12 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attnpo.files import changed
 from attnpo.schema import UserError
 from attnpo.testbed import prepare as module
 from attnpo.testbed.prepare import REPORT, Prepared, Testbed
 from attnpo.testbed.pretrain import build_base
+from tests.testbed import racing
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -93,23 +97,123 @@ def test_a_failed_build_leaves_nothing_behind(scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+def numbers(folder: Path, text: str = "1 2 3") -> dict[str, object]:
+    (folder / "numbers").write_text(text, encoding="utf-8")
+    return {"numbers": len(text)}
+
+
 def test_losing_a_race_uses_the_winner(scratch: Path) -> None:
     target = scratch / "base-x"
 
     def overtaken(folder: Path) -> dict[str, object]:
-        target.mkdir()
-        (target / REPORT).write_text('{"winner": true}', encoding="utf-8")
-        return {"winner": False}
+        module._ensure(target, "base", lambda other: {**numbers(other), "winner": True})
+        return {**numbers(folder), "winner": False}
 
     module._ensure(target, "base", overtaken)
-    assert json.loads((target / REPORT).read_text(encoding="utf-8")) == {"winner": True}
+    assert json.loads((target / REPORT).read_text(encoding="utf-8"))["winner"]
     assert [path.name for path in scratch.iterdir()] == ["base-x"]
 
 
-def test_foreign_folder_in_the_way_is_an_error(scratch: Path) -> None:
+def test_a_foreign_folder_is_moved_aside(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
     (scratch / "base-x" / "something").mkdir(parents=True)
-    with pytest.raises(UserError, match="remove it and run again"):
-        module._ensure(scratch / "base-x", "base", lambda folder: {})
+    assert not module._ensure(scratch / "base-x", "base", numbers)
+    assert module._ensure(scratch / "base-x", "base", numbers)
+    assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
+    assert "base-x is not as it was built (it has no digests.json): moved to base-x.damaged, and made" in caplog.text
+
+
+def test_a_folder_that_came_into_the_way_is_an_error(scratch: Path) -> None:
+    def overtaken(folder: Path) -> dict[str, object]:
+        (scratch / "base-x" / "something").mkdir(parents=True)
+        return numbers(folder)
+
+    with pytest.raises(UserError, match=r"something else lies \(it has no digests\.json\): remove it and run again"):
+        module._ensure(scratch / "base-x", "base", overtaken)
+    assert [path.name for path in scratch.iterdir()] == ["base-x"]
+
+
+def test_a_damaged_folder_that_cannot_be_moved_is_an_error(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module._ensure(scratch / "base-x", "base", numbers)
+    numbers(scratch / "base-x", "1 2 4")
+
+    def refuse(path: Path) -> Path:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(module, "set_aside", refuse)
+    with pytest.raises(UserError, match=r"\(numbers is not as it was written\) and cannot be moved aside .*remove it"):
+        module._ensure(scratch / "base-x", "base", numbers)
+
+
+def test_what_another_process_has_built_meanwhile_is_put_back_and_used(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has moved the damaged folder and built a sound one after this process looked, before it acted."""
+    target = scratch / "base-x"
+    module._ensure(target, "base", numbers)
+    numbers(target, "1 2 4")
+    move = module.set_aside
+
+    def late(path: Path) -> Path:
+        monkeypatch.setattr(module, "set_aside", move)
+        module._ensure(target, "base", numbers)
+        return move(path)
+
+    monkeypatch.setattr(module, "set_aside", late)
+    assert module._ensure(target, "base", numbers)
+    assert (target / "numbers").read_text(encoding="utf-8") == "1 2 3"
+    assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
+    assert len(caplog.messages) == 1
+
+
+def test_processes_that_find_the_same_damage_all_end_well(scratch: Path) -> None:
+    target = scratch / "base-x"
+    target.mkdir(parents=True)
+    racing.build(target)
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=racing.use, args=(str(target),)) for _ in range(3)]
+    for process in workers:
+        process.start()
+    for process in workers:
+        process.join(120)
+    assert [process.exitcode for process in workers] == [0, 0, 0]
+    assert changed(target) is None
+    assert sorted(path.name for path in scratch.iterdir()) == ["base-x", "base-x.damaged"]
+
+
+def test_a_rebuild_that_gives_another_base_says_so(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
+    target = scratch / "base-x"
+    module._ensure(target, "base", numbers)
+    (target / "numbers").unlink()
+    module._ensure(target, "base", lambda folder: numbers(folder, "1 2 4"))
+    moved, differs = caplog.messages
+    assert "numbers is missing" in moved and "base-x differs from what was there before in numbers" in differs
+
+
+def test_pairs_of_another_base_are_made_anew(scratch: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The key of the pairs has that of the base, whose recipe may give other weights elsewhere."""
+    base, data = scratch / "base-x", scratch / "data-x"
+
+    def prepare(text: str) -> list[bool]:
+        return [
+            module._ensure(base, "base", lambda folder: numbers(folder, text)),
+            module._ensure(data, "pairs", numbers, base),
+        ]
+
+    assert prepare("1") == [False, False] and prepare("1") == [True, True]
+    shutil.rmtree(base)
+    assert prepare("1") == [False, True]  # the same again
+    shutil.rmtree(base)
+    assert prepare("2") == [False, False]
+    assert ["it was made from another base-x" in line for line in caplog.messages] == [True]
+
+
+def test_what_is_built_may_be_read_by_whom_the_umask_allows(prepared: Prepared) -> None:
+    """The library writes weights for their owner alone."""
+    plain = prepared.model_path.parent / "plain"
+    plain.write_text("x", encoding="utf-8")
+    modes = {path.name: path.stat().st_mode for path in prepared.model_path.iterdir()}
+    assert set(modes.values()) == {plain.stat().st_mode}
+    plain.unlink()
 
 
 def test_knobs_fit_a_structured_config() -> None:

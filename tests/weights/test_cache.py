@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from attnpo.schema import UserError
+from attnpo.files import file_digest
+from attnpo.schema import UserError, digest
 from attnpo.weights.cache import Store, Table
 
 KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "prompts": {"lengths": [2048, 768]}, "code": "1"}
@@ -148,6 +150,80 @@ def test_folders_of_two_workers_merge_by_copying(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "two", tmp_path / "one", dirs_exist_ok=True)
     assert tables[0].read(["p", "q", "both"], ["a"]) == {"p": {"a": 1}, "q": {"a": 2}, "both": {"a": 9}}
     assert tables[0].size_bytes() == before + tables[1].size_bytes() > before
+
+
+OTHER = {**KEY, "judge": {"weights": "abc", "dtype": "bfloat16"}}
+
+
+def test_shards_of_another_key_are_not_taken_by_copying(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole folders of shards, which says once for all of them."""
+    store = Store(tmp_path)
+    own, other = store.table("weights", KEY), store.table("weights", OTHER)
+    own.append({"p": {"a": 1.0}})
+    other.append({"p": {"a": -1.0}, "q": {"a": -2.0}})
+    other.append({"r": {"a": -3.0}})
+    for path in other.folder.iterdir():
+        shutil.copyfile(path, own.folder / path.name)
+    again = fresh(own)
+    with caplog.at_level(logging.WARNING):
+        assert again.missing(["p", "q", "r"], ["a"]) == ["q", "r"]
+        assert again.missing(["p", "q", "r"], ["a"]) == ["q", "r"]
+    said = [line for line in caplog.messages if "another key" in line]
+    assert len(said) == 1 and "2 shards" in said[0] and shards(other)[0].name in said[0]
+    again.append({"q": {"a": 2.0}, "r": {"a": 3.0}})
+    assert fresh(own).read(["p", "q", "r"], ["a"]) == {"p": {"a": 1.0}, "q": {"a": 2.0}, "r": {"a": 3.0}}
+    assert json.loads((own.folder / "key.json").read_text()) == KEY
+
+
+def test_an_entry_alone_does_not_make_a_shard_ones_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(tmp_path)
+    own, other = store.table("weights", KEY), store.table("weights", OTHER)
+    own.append({"p": {"a": 1.0}})
+    other.append({"q": {"a": -2.0}})
+    shard, entry = shards(other)[0], shards(other)[0].with_suffix(".json")
+    shutil.copyfile(shard, own.folder / shard.name)
+    (own.folder / entry.name).write_text(json.dumps({**json.loads(entry.read_text()), "key": digest(KEY)}))
+    with caplog.at_level(logging.WARNING):
+        assert fresh(own).missing(["p", "q"], ["a"]) == ["q"]
+    assert len(caplog.messages) == 1
+
+
+def test_shards_without_a_key_are_those_of_an_older_version(table: Table, caplog: pytest.LogCaptureFixture) -> None:
+    table.append({"p": {"a": 1}})
+    path = shards(table)[0]
+    content = pq.read_table(path).replace_schema_metadata(None)
+    pq.write_table(content, path)
+    entry = json.loads(path.with_suffix(".json").read_text())
+    del entry["key"]
+    path.with_suffix(".json").write_text(json.dumps({**entry, "sha256": file_digest(path)}))
+    with caplog.at_level(logging.WARNING):
+        assert fresh(table).missing(["p"], ["a"]) == ["p"]
+    assert [path.name in line and "an older version" in line for line in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1", '{"judge": 1}', None])
+def test_a_key_file_that_does_not_hold_the_key_is_written_anew(
+    content: str | None, table: Table, caplog: pytest.LogCaptureFixture
+) -> None:
+    table.append({"p": {"a": 1}})
+    path = table.folder / "key.json"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert fresh(table).missing(["p"], ["a"]) == []
+        assert fresh(table).missing(["p"], ["a"]) == []
+    assert json.loads(path.read_text()) == KEY
+    assert ["key.json" in line for line in caplog.messages] == [True]
+
+
+def test_a_damaged_key_beside_is_not_the_nearest(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for key in (OTHER, {**KEY, "code": "2"}):
+        store.table("weights", key).append({"p": {"a": 1}})
+    (store.table("weights", OTHER).folder / "key.json").write_text(json.dumps({**KEY, "code": "3"}))
+    assert store.table("weights", KEY).nearest_difference() == "code: stored 2, asked 1"
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "gone", "entry", "entry_fields"])
