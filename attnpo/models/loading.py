@@ -254,13 +254,13 @@ def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
 
 def _check_folder(folder: Path) -> None:
     _check_config(folder)
+    _check_sealed(folder, WEIGHT_PATTERNS)
     files = _weight_files(folder)
     if not files:
         raise UserError(
             f"{folder}: no weight file ({' or '.join(WEIGHT_PATTERNS)}) beside config.json; the folder was written "
             "only in part"
         )
-    _check_sealed(folder, WEIGHT_PATTERNS)
     for index in sorted(folder.glob("*.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
