@@ -9,7 +9,7 @@ from rich.console import Console
 
 from attnpo.analysis.page import Paragraph, Section, TableBlock
 from attnpo.analysis.tables import Cell, table_csv
-from attnpo.files import changed, seal, write_whole
+from attnpo.files import changed, is_sealed, seal, write_whole
 from attnpo.studies.finished import STUDY_FILES
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.runner import Outcome
@@ -221,8 +221,11 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     ``figures``: the names of those that belong to this one.
     """
     path = outcome.folder / "study.json"
-    sound = changed(outcome.folder, only=(path.name,)) is None
-    earlier = json.loads(path.read_text(encoding="utf-8")).get("figures", []) if sound else []
+    damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
+    try:
+        earlier = [] if damaged else json.loads(path.read_text(encoding="utf-8"))["figures"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
+        earlier = []
     for name in earlier:
         if name not in figures:
             (outcome.folder / name).unlink(missing_ok=True)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import fit, generate, report
+from attnpo import files, fit, generate, report
 from attnpo.config import compose
+from attnpo.files import file_digest
 from attnpo.schema import UserError
 from attnpo.studies.execution import run_point
 from attnpo.studies.identity import numbers_of
@@ -132,6 +133,24 @@ def answer(command: Callable[[], object]) -> str | None:
         assert "\n" not in str(refused)
         return str(refused)
     return None
+
+
+def test_a_state_is_not_read_again_for_its_digest(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken from what goes to the disk, and is that of the file; a resumed run reads it once."""
+    read: list[str] = []
+
+    def digest(path: Path) -> str:
+        read.append(path.name)
+        return file_digest(path)
+
+    monkeypatch.setattr(files, "file_digest", digest)
+    folder = copied(runs.stopped, tmp_path / "run")
+    assert fit.main(runs.config(folder)) == 0
+    assert read.count(STATE) == 1 and read.count("model.safetensors") >= 2
+    monkeypatch.undo()
+    for name in ("best", "last"):
+        assert files.changed(folder / name) is None
+        assert STATE in files.sealed(folder / name)
 
 
 # ------------------------------------------------------------------------------------------------ going on
