@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def seal(folder: Path, known: Mapping[str, str] | None = None) -> None:
+def seal(folder: Path, known: Mapping[str, str] | None = None, only: Sequence[str] | None = None) -> None:
     """Writes the digests of all files below ``folder`` to its ``digests.json``; ``changed`` compares with them.
 
     ``known`` gives digests that were taken while a file was written, by its path relative to ``folder``: such a file is
-    not read again.
+    not read again. ``only`` names the files that are sealed, where others may come and go.
     """
     known = known or {}
-    files = {name: known.get(name) or file_digest(folder / name) for name in _files(folder)}
+    names = _files(folder) if only is None else sorted(only)
+    files = {name: known.get(name) or file_digest(folder / name) for name in names}
     content = json.dumps({"files": files, "of_all": _of_all(files)}, indent=1)
     write_whole(folder / SEAL, content + "\n")
 
@@ -76,42 +78,53 @@ def is_sealed(folder: Path) -> bool:
     return (folder / SEAL).is_file()
 
 
-def changed(folder: Path) -> str | None:
+def sealed(folder: Path) -> dict[str, str]:
+    """The digests that ``folder`` holds of its files; none where there is no seal that can be read."""
+    found = _read_seal(folder)
+    return {} if isinstance(found, str) else found
+
+
+def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:
     """What differs in a sealed folder from what was sealed, in words that follow its name; None when nothing does.
 
-    Reads every file. A folder without a readable seal counts as changed.
+    Reads every file. A folder without a readable seal counts as changed. ``only`` gives the files that matter, by name
+    or pattern (``*.json``): others are not read, and such as were not sealed do not count. ``digest`` is for callers
+    that keep the digests they take.
     """
+    files = _read_seal(folder)
+    if isinstance(files, str):
+        return files
+    there = set(_files(folder))
+    if only is not None:
+        lacking = [name for name in only if "*" not in name and name not in files]
+        if lacking:
+            return f"{lacking[0]} is not in its {SEAL}"
+        files = {name: value for name, value in files.items() if any(fnmatch(name, pattern) for pattern in only)}
+    for name, value in files.items():
+        if name not in there:
+            return f"{name} is missing"
+        try:
+            same = (digest or file_digest)(folder / name) == value
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if not same:
+            return f"{name} is not as it was written"
+    unknown = sorted(there - files.keys()) if only is None else []
+    return f"{unknown[0]} was not there when it was written" if unknown else None
+
+
+def _read_seal(folder: Path) -> dict[str, str] | str:
+    """The digests in a folder's seal, or what is wrong with it."""
     try:
         content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        files = content["files"]
+        files: dict[str, str] = content["files"]
         if content["of_all"] != _of_all(files):
             return f"its {SEAL} is damaged"
     except FileNotFoundError:
         return f"it has no {SEAL}"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"its {SEAL} cannot be read"
-    there = set(_files(folder))
-    for name, digest in files.items():
-        if name not in there:
-            return f"{name} is missing"
-        try:
-            same = file_digest(folder / name) == digest
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        if not same:
-            return f"{name} is not as it was written"
-    unknown = sorted(there - files.keys())
-    return f"{unknown[0]} was not there when it was written" if unknown else None
-
-
-def sealed(folder: Path) -> dict[str, str]:
-    """The digests that ``seal`` wrote, by the files' paths relative to ``folder``; empty without a sound seal."""
-    try:
-        content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
-        files: dict[str, str] = dict(content["files"])
-        return files if content["of_all"] == _of_all(files) else {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return files
 
 
 def write_record(path: Path, content: Mapping[str, Any]) -> None:

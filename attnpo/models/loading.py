@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as library
 
-from attnpo.files import file_digest
+from attnpo.files import SEAL, changed, file_digest, is_sealed
 from attnpo.hub import hub, out_of_reach
 from attnpo.schema import UserError, digest
 
@@ -39,6 +39,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")  # configs and tokenizer
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 _file_digests: dict[tuple[str | int, ...], str] = {}
@@ -150,6 +151,8 @@ def load_tokenizer(
     tokenizer without a padding token pads with its end (or unknown) token: no id is added or moved.
     """
     source = _locate(path, "tokenizer")
+    if isinstance(source, Path):
+        _check_sealed(source, TEXT_PATTERNS)
     with _loading("tokenizer", path, revision):
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
     if tokenizer.pad_token_id is None:
@@ -233,10 +236,23 @@ def _locate(path: str | Path, what: str) -> Path | str:
 def _check_config(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
+    _check_sealed(folder, TEXT_PATTERNS)
+
+
+def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
+    """Refuses a folder with digests of its own, as a run's best/ has, when what is read of it differs from them.
+
+    Files are read once per process and state on disk, as for ``weights_fingerprint``.
+    """
+    if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=_file_digest)) is not None:
+        raise UserError(
+            f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
+        )
 
 
 def _check_folder(folder: Path) -> None:
     _check_config(folder)
+    _check_sealed(folder, WEIGHT_PATTERNS)
     files = _weight_files(folder)
     if not files:
         raise UserError(

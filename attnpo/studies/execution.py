@@ -121,7 +121,7 @@ def run_point(
             OmegaConf.update(cfg, "store", store)
         OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
         with remembering():
-            return run(cfg, folder), None
+            return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:
         if threads is not None:
             _ended.append(stop)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from attnpo.analysis.printed import KeyedTable
 from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell
+from attnpo.files import SEAL, changed, is_sealed
 from attnpo.schema import UserError
 from attnpo.studies.grid import BETA, LR, short
 
@@ -69,12 +70,18 @@ def nothing(folder: Path, expected: str) -> UserError:
 def read_study(folder: Path) -> StudyFolder:
     """The study in a folder; one that was not finished gives a row for each point it has.
 
-    UserError when there is neither a table nor a finished point, and for files that cannot be read.
+    A point that is not as it was written is left out and named in a note. UserError when there is neither a table nor a
+    finished point, and for files that are damaged.
     """
-    results = sorted(folder.glob(f"points/*/{RESULT}"))
+    problem = changed(folder, only=STUDY_FILES) if is_sealed(folder) else None
+    if problem is not None:
+        raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
+    points = {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
+    results = [place / RESULT for place, found in points.items() if found is None]
     finished = (folder / "table.md").is_file()
     if finished:
         tables, notes = read_tables(folder / "table.md")
+        notes += unchecked([folder])
     elif results:
         begun = sum(path.is_dir() for path in (folder / "points").iterdir())
         title = f"not finished, {len(results)} of {begun} begun points have a result"
@@ -82,6 +89,8 @@ def read_study(folder: Path) -> StudyFolder:
         notes = [f"{title}, and there is no table.md: run the study's command again to finish it"]
     else:
         raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
+    notes += [f"left out, {place.name}: {found}" for place, found in points.items() if found is not None]
+    notes += unchecked([path.parent for path in results])
     if not tables:
         raise UserError(f"{folder / 'table.md'}: expected a table in Markdown, there is none; run the study again")
     runs = read_runs(folder / "results.csv") if finished else []
@@ -95,8 +104,11 @@ def read_runs(path: Path) -> list[dict[str, Cell]]:
     """Every run of a study, from its results.csv; none without that file."""
     if not path.is_file():
         return []
-    with path.open(encoding="utf-8", newline="") as lines:
-        return [{name: value_of(text or "") for name, text in row.items()} for row in csv.DictReader(lines)]
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            return [{name: value_of(text or "") for name, text in row.items()} for row in csv.DictReader(lines)]
+    except (ValueError, AttributeError, csv.Error) as problem:  # AttributeError: a row longer than the header
+        raise UserError(f"{path}: expected the table of a study's runs, but it reads as none ({problem})") from problem
 
 
 def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
@@ -105,7 +117,7 @@ def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
     notes: list[str] = []
     block: list[list[str]] = []
     heading = caption = ""
-    for line in [*path.read_text(encoding="utf-8").splitlines(), ""]:
+    for line in [*text_of(path).splitlines(), ""]:
         if line.startswith("|"):
             block.append(cells_of(line))
             continue
@@ -120,6 +132,14 @@ def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
         elif line.strip():
             caption = line.strip()
     return tables, notes
+
+
+def text_of(path: Path) -> str:
+    """A file's text. UserError when it holds none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as problem:
+        raise UserError(f"{path}: expected a text in UTF-8, but it reads as none ({problem})") from problem
 
 
 def cells_of(line: str) -> list[str]:
@@ -209,11 +229,25 @@ def column_names(paths: Sequence[Path]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ runs
 
 
+def damage_of(folder: Path) -> str | None:
+    """What is damaged in a finished run's result or config; None where nothing is, and where nothing can tell."""
+    return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
+
+
+def unchecked(folders: Sequence[Path]) -> list[str]:
+    """A line that names the first of those folders that hold no digests to compare their files with, if any."""
+    found = [folder for folder in folders if not is_sealed(folder)]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [f"{found[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if found else []
+
+
 def run_row(folder: Path) -> dict[str, Cell]:
     """One row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
     path = folder / RESULT
     if not path.is_file():
         raise nothing(folder, f"a finished run ({RESULT})")
+    if (damage := damage_of(folder)) is not None:
+        raise UserError(f"{folder}: {damage}; run it again (resume=auto makes its result anew from its last step)")
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         metrics, inputs, seconds = result["metrics"], result["inputs"]["train"], result["seconds"]["all"]
@@ -238,9 +272,9 @@ def run_row(folder: Path) -> dict[str, Cell]:
 
 def settings_in(path: Path) -> dict[str, Cell]:
     """What tells runs apart, from a saved configuration; nothing without one."""
-    if not path.is_file():
+    cfg = config_in(path)
+    if cfg is None:
         return {}
-    cfg: Any = OmegaConf.load(path)
     choices = OmegaConf.select(cfg, "composed.choices") or {}
     weights = " ".join([str(choices.get("weights", "")), *rows_in(cfg)])
     found = {
@@ -251,6 +285,20 @@ def settings_in(path: Path) -> dict[str, Cell]:
         **{short(key): OmegaConf.select(cfg, key) for key in objective_keys(cfg)},
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def config_in(path: Path) -> Any:
+    """A saved configuration; None where there is none. UserError when the file reads as none."""
+    if not path.is_file():
+        return None
+    try:
+        cfg = OmegaConf.load(path)
+    except Exception as problem:  # YAML's errors, and those of a file that is no text
+        words = " ".join(str(problem).split())[:120]
+        raise UserError(f"{path}: expected the configuration of a run, but it reads as none ({words})") from problem
+    if not isinstance(cfg, DictConfig):
+        raise UserError(f"{path}: expected the configuration of a run, but it reads as none")
+    return cfg
 
 
 def objective_keys(cfg: Any) -> list[str]:
@@ -269,9 +317,8 @@ def rows_in(cfg: Any) -> list[str]:
 
 def setting_in(folder: Path) -> str | None:
     """The setting that a run was composed with; None when its folder does not say."""
-    if not (folder / CONFIG).is_file():
-        return None
-    found = OmegaConf.select(OmegaConf.load(folder / CONFIG), "composed.choices.setting")
+    cfg = config_in(folder / CONFIG)
+    found = None if cfg is None else OmegaConf.select(cfg, "composed.choices.setting")
     return None if found is None else str(found)
 
 

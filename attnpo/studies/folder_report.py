@@ -17,6 +17,7 @@ from attnpo.studies.finished import (
     runs_table,
     setting_in,
     side_by_side,
+    unchecked,
 )
 from attnpo.studies.report_output import publish
 from attnpo.studies.reporting import RUN, STUDY
@@ -51,6 +52,7 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     if runs:
         rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
         told.append([runs_table(rows)])
+        notes += unchecked(runs)
     settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
     ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
     for path in printed:

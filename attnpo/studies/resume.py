@@ -11,21 +11,23 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import save as save_config
+from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to_disk
 from attnpo.models.loading import weights_fingerprint
 from attnpo.schema import UserError, digest
 from attnpo.studies.auto_layer import CHOICE, LAYER, is_auto
 from attnpo.studies.identity import LATER, may_lack
 from attnpo.studies.identity import numbers_of as numbers_of
 from attnpo.studies.inputs import Inputs
-from attnpo.training.folders import STATE, read_account, remove, replaced, tidy, whole
+from attnpo.training.folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
-from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics
+from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
 
 log = logging.getLogger(__name__)
 
 RESULT = "result.json"
 CONFIG = "config.yaml"
 CHECKPOINTS = ("best", "last")
+MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 PAGES = ("generations.jsonl", "curves.png", "report.html")
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
@@ -58,46 +60,106 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path)
             )
 
 
-def find_resume(cfg: DictConfig, folder: Path) -> Path | None:
+def find_resume(cfg: DictConfig, folder: Path, point: bool = False) -> Path | None:
     """The checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 
+    What is read of it is compared with the digests taken when it was written. ``point``: the run is one of a study's,
+    whose folder is named by all that moves a number; what is damaged there is said and made anew.
+
     Raises:
-        UserError: a path without a checkpoint, one of a run with other settings, or one that cannot be read.
+        UserError: a path without a checkpoint, one of a run with other settings, or one that is damaged.
     """
     if cfg.resume is None:
         return None
-    path = folder / "last" if cfg.resume == "auto" else Path(cfg.resume)
+    if cfg.resume == "auto":
+        return _newest_sound(cfg, folder, point)
+    path = Path(cfg.resume)
     if path.name != STATE:
         path = whole(path) / STATE
     if not path.is_file():
-        if cfg.resume == "auto":
-            log.info("resume=auto: no checkpoint at %s, starting from the beginning", path)
-            return None
         raise UserError(f"resume={cfg.resume}: no checkpoint at {path}")
+    if not is_sealed(path.parent):
+        log.warning(
+            "resume: %s has no %s (it is of an earlier version, or on its own) and is taken unchecked",
+            path.parent,
+            SEAL,
+        )
+    problem = _problem(cfg, path.parent) or _problem_of_best(folder, path)
+    if problem is not None:
+        raise _damaged(cfg, path, problem)
+    return _chosen(path)
+
+
+def _newest_sound(cfg: DictConfig, folder: Path, point: bool) -> Path | None:
+    last, best = (whole(folder / name) for name in ("last", "best"))
+    if not last.is_dir() and not best.is_dir():
+        log.info("resume=auto: no checkpoint at %s, starting from the beginning", last / STATE)
+        return None
+    problem = _unchecked(last) or _problem(cfg, last)
+    other = problem is not None and not (_unchecked(best) or _problem(cfg, best))
+    problem = problem or _problem_of_best(folder, last / STATE)
+    if problem is None:
+        return _chosen(last / STATE)
+    # Nothing is lost where best/ is of the same step, and of a study's point nobody is asked.
+    if other and (point or read_account(best).get("step") == read_account(last).get("step")):
+        log.warning("resume=auto: %s: %s; going on from %s", last, problem, best)
+        return _chosen(best / STATE)
+    if point:
+        log.warning("resume=auto: %s: %s; the point is run anew", last, problem)
+        return None
+    raise _damaged(cfg, last / STATE, problem)
+
+
+def _chosen(path: Path) -> Path:
     account = read_account(path.parent)
-    if "config" in account:
-        check_same(account["config"], numbers_of(cfg), path.parent)
-    _check_readable(cfg, path)
     if "config" in account:
         log.info("resuming behind optimiser step %d from %s", account["step"], path)
     return path
 
 
-def _check_readable(cfg: DictConfig, path: Path) -> None:
-    problem = damage(path)
-    if problem is None:
-        return
-    best = whole(path.parent.parent / "best") / STATE
-    other = best != path and best.is_file() and damage(best) is None
-    advice = f"go on from resume={best.parent}" if other else "give resume= another checkpoint"
-    raise UserError(
-        f"resume={cfg.resume}: {path} must hold the whole state of a training, but {problem}; {advice}, or start a new "
-        "run under another name"
+def _unchecked(place: Path) -> str | None:
+    """What to say of a checkpoint that cannot be compared with digests, or None."""
+    if is_sealed(place) or not place.is_dir():
+        return None
+    return f"it has no {SEAL} (an earlier version wrote none); resume={place} takes it unchecked"
+
+
+def _problem(cfg: DictConfig, place: Path) -> str | None:
+    """What is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another run's.
+
+    A folder without digests is asked whether its state has the form of one.
+    """
+    if is_sealed(place) and (found := changed(place, only=(ACCOUNT, "*.csv"))) is not None:
+        return found
+    account = read_account(place)
+    if "config" in account:
+        check_same(account["config"], numbers_of(cfg), place)
+    return changed(place, only=(STATE,)) if is_sealed(place) else damage(place / STATE)
+
+
+def _problem_of_best(folder: Path, resume: Path) -> str | None:
+    """What is wrong with the account of the run's own ``best/``, which tells what a better policy is; or None."""
+    best = whole(folder / "best")
+    if not best.is_dir() or best == resume.parent or forked(folder, resume) or not is_sealed(resume.parent):
+        return None
+    found = changed(best, only=(ACCOUNT,))
+    return None if found is None else f"beside it {best}: {found}; move that folder away to go on without it"
+
+
+def _damaged(cfg: DictConfig, path: Path, problem: str) -> UserError:
+    best = whole(path.parent.parent / "best")
+    other = best != path.parent and is_sealed(best) and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
+    advice = f"go on from resume={best}" if other else "give resume= another checkpoint"
+    return UserError(
+        f"resume={cfg.resume}: {path} must hold the whole state of a training, as it was written, but {problem}; "
+        f"{advice}, or start a new run under another name"
     )
 
 
 def damage(path: Path) -> str | None:
     """What is wrong with a training state, or None. Reads its structure and no tensor, whatever its size."""
+    if not path.is_file():
+        return "it is missing"
     if path.stat().st_size == 0:
         return "it is empty"
     try:
@@ -117,18 +179,41 @@ def check_contents(inputs: Inputs, resume: Path) -> None:
         check_same(stored["contents"], contents_of(inputs), resume.parent)
 
 
-def finished(cfg: DictConfig, folder: Path) -> dict[str, Any] | None:
+def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The result of the run in ``folder``, or None and why there is none although its file is there.
+
+    Result and config are compared with the digests that the run wrote as its last act.
+    """
+    if not (folder / RESULT).is_file():
+        return None, None
+    problem = changed(folder, only=MADE)
+    if problem is not None:
+        return None, problem
+    return json.loads((folder / RESULT).read_text(encoding="utf-8")), None
+
+
+def finished(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any] | None:
     """The result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
+    One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
+
     Raises:
-        UserError: that run had other settings.
+        UserError: that run had other settings; or it is damaged, and no checkpoint is there to make it again from.
     """
-    if cfg.resume != "auto" or not (folder / RESULT).is_file():
+    if cfg.resume != "auto":
         return None
-    if (folder / CONFIG).is_file():
-        before: Any = OmegaConf.load(folder / CONFIG)
-        check_same(numbers_of(before), numbers_of(cfg), folder / CONFIG)
-    result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    result, problem = read_result(folder)
+    if problem is not None and not point:
+        if not whole(folder / "last").is_dir():
+            raise UserError(
+                f"resume=auto: {folder} holds a finished run without checkpoints, but {problem}, so nothing tells what "
+                f"made its numbers: remove its {RESULT} to run it anew, or give another name"
+            )
+        log.warning("resume=auto: the run in %s counts as not finished: %s", folder, problem)
+    if result is None:
+        return None
+    before: Any = OmegaConf.load(folder / CONFIG)
+    check_same(numbers_of(before), numbers_of(cfg), folder / CONFIG)
     if is_auto(OmegaConf.select(cfg, LAYER)) and CHOICE not in result["inputs"]:
         raise UserError(
             f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "
@@ -175,7 +260,7 @@ def check_folder(folder: Path, resume: Path | None) -> None:
 def _check_own(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in names if name not in UNNAMED and not name.startswith(".")]
-    if foreign and not _is_config(folder / CONFIG):
+    if foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG):
         raise UserError(
             f"{folder} must be empty or the folder of a run (with its {CONFIG}), and holds {', '.join(foreign[:3])}"
             f"{' and more' if len(foreign) > 3 else ''}: give name= a name that is new under output="
@@ -190,9 +275,23 @@ def _is_config(path: Path) -> bool:
 
 
 def write_config(cfg: DictConfig, folder: Path) -> None:
-    """Nothing; writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all."""
+    """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest."""
     save_config(cfg, folder / f"{CONFIG}.part")
     (folder / f"{CONFIG}.part").replace(folder / CONFIG)
+    seal(folder, only=(CONFIG,))
+
+
+def write_result(cfg: DictConfig, part: Path) -> None:
+    """Puts the file ``part`` in its folder as the run's result, the last of all: a run that has it is finished.
+
+    The config is written once more, so that what is sealed is what ran.
+    """
+    folder = part.parent
+    write_config(cfg, folder)
+    seal(folder, {RESULT: file_digest(part)}, only=MADE)
+    to_disk(part)
+    part.replace(folder / RESULT)
+    to_disk(folder)
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
@@ -206,7 +305,9 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
     if resume is None:
         return
     account, rows = read_account(resume.parent), resume.parent.parent / METRICS
-    if "step" in account:
+    if (resume.parent / METRICS).is_file():
+        take_metrics(folder, resume.parent / METRICS)
+    elif "step" in account:  # of a version that kept them beside the checkpoints alone
         if forked(folder, resume) and rows.is_file():
             shutil.copyfile(rows, folder / METRICS)
         cut_metrics(folder, account["step"])
@@ -218,22 +319,26 @@ def clear(folder: Path) -> None:
     for session in (folder / LOGS).glob("version_*"):
         shutil.rmtree(session, ignore_errors=True)
     (folder / LOGS / RUN_ID).unlink(missing_ok=True)
-    for name in (METRICS, RESULT, f"{RESULT}.part", *PAGES):
+    for name in (METRICS, RESULT, f"{RESULT}.part", SEAL, *PAGES):
         (folder / name).unlink(missing_ok=True)
     for name in CHECKPOINTS:
         remove(folder / name)
 
 
 def keep_last(folder: Path, resume: Path | None) -> None:
-    """Nothing; gives a run that went on from elsewhere, with no step left to train, a ``last/`` of its own."""
+    """Gives a run that had no step left to train a sound ``last/`` of its own, where it went on from elsewhere."""
     last = folder / "last"
-    if resume is None or not forked(folder, resume) or (last / STATE).is_file():
+    if resume is None or resume.parent in (last, whole(last)):
+        return
+    if (last / STATE).is_file() and (forked(folder, resume) or changed(last, only=(ACCOUNT, STATE)) is None):
         return
     with replaced(last) as new:
         if read_account(resume.parent):
             shutil.copytree(resume.parent, new, dirs_exist_ok=True)
         else:  # a state on its own, among files of no known kind
             shutil.copyfile(resume, new / STATE)
+        if not is_sealed(new):
+            seal(new)
 
 
 def tidy_checkpoints(folder: Path) -> None:

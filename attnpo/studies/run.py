@@ -48,6 +48,7 @@ from attnpo.studies.resume import (
     prepare_folder,
     tidy_checkpoints,
     write_config,
+    write_result,
 )
 from attnpo.studies.root import require_parts
 from attnpo.studies.samples import write_samples
@@ -224,12 +225,13 @@ def _metrics(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}
 
 
-def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
+def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     """The result of one run as plain data, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
     writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result;
-    a run that was killed behind its last step is scored and reported then.
+    a run that was killed behind its last step is scored and reported then. ``point``: a study's, which mends by itself
+    what is damaged in its folder.
 
     Raises:
         Interrupted: a signal ended the training; what there is is saved.
@@ -238,11 +240,11 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     as_launched(build(cfg.trainer))  # refuses before anything is loaded
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
-    before = finished(cfg, folder)
+    before = finished(cfg, folder, point)
     if before is not None:
         return before if leads else {}
     check_tracker(build(cfg.logger))
-    resume = find_resume(cfg, folder)
+    resume = find_resume(cfg, folder, point)
     check_folder(folder, resume)
     if leads:
         make_folder(folder)
@@ -286,7 +288,7 @@ def run(cfg: DictConfig, folder: Path) -> dict[str, Any]:
 
             write_run_report(inputs, result, callbacks, folder)
         publish_run(loggers, inputs, result, callbacks, folder)
-    part.replace(folder / RESULT)  # the last of all: a run that has it is finished
+    write_result(cfg, part)
     return result
 
 

@@ -1,6 +1,5 @@
 """Runs a study: every base judged once, points run (two at a time on a laptop), finished ones reused, all collected."""
 
-import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from attnpo.studies.bases import Basis, Cost, compose_arms, keep_costs, lay_basi
 from attnpo.studies.execution import execute, last_line, on_gpu
 from attnpo.studies.folders import make_folder, require_one_process
 from attnpo.studies.grid import ONLY, Arm, Point, Study, expand_arms, grid_record, make_points
-from attnpo.studies.resume import RESULT
+from attnpo.studies.resume import read_result
 
 log = logging.getLogger(__name__)
 
@@ -244,11 +243,10 @@ def _lost(study: Study, point: Point, bases: Mapping[Place, Basis], missing: Map
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
-    """The result in a point's folder, or None when there is none."""
-    path = folder / RESULT
-    if not path.is_file():
-        return None
-    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    """The result in a point's folder, or None when there is none; one that is damaged is said to be, and made anew."""
+    result, problem = read_result(folder)
+    if problem is not None:
+        log.warning("%s: %s; the point counts as not finished and is run", folder, problem)
     return result
 
 

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from attnpo.analysis.page import Paragraph, Section, TableBlock
 from attnpo.analysis.tables import Cell, table_csv
+from attnpo.files import changed, is_sealed, seal, write_whole
+from attnpo.studies.finished import STUDY_FILES
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.runner import Outcome
 from attnpo.studies.sections import markdown, print_sections
@@ -204,9 +206,10 @@ def finish_study(outcome: Outcome) -> None:
     sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
     console = Console(width=None if Console().is_terminal else 190)
     print_sections(console, outcome.study.title or outcome.study.name, sections)
-    (folder / "table.md").write_text("\n\n".join(markdown(sections)) + "\n", encoding="utf-8")
-    (folder / "results.csv").write_text(all_points(gather(outcome.points)), encoding="utf-8")
+    write_whole(folder / "table.md", "\n\n".join(markdown(sections)) + "\n")
+    write_whole(folder / "results.csv", all_points(gather(outcome.points)))
     keep_record(outcome, write_study_report(outcome, sections))
+    seal(folder, only=STUDY_FILES)
     console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted(folder.glob("points/*/best")):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
@@ -218,15 +221,16 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     ``figures``: the names of those that belong to this one.
     """
     path = outcome.folder / "study.json"
+    damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
     try:
-        earlier = json.loads(path.read_text(encoding="utf-8")).get("figures", [])
-    except (OSError, ValueError):  # there is none, or it was cut short
+        earlier = [] if damaged else json.loads(path.read_text(encoding="utf-8"))["figures"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
         earlier = []
     for name in earlier:
         if name not in figures:
             (outcome.folder / name).unlink(missing_ok=True)
     record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(record, indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ every run

@@ -1,12 +1,13 @@
 """``best/`` and ``last/``: what is saved when, each replaced as a whole, always between two optimiser steps."""
 
+import hashlib
 import logging
 import math
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import lightning as L
 import torch
@@ -14,12 +15,13 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger
 from safetensors import SafetensorError
 
+from attnpo.files import seal
 from attnpo.schema import UserError
 from attnpo.training.continuation import KEY
 from attnpo.training.export import Exporter
 from attnpo.training.folders import STATE, newest, read_account, replaced, write_account
 from attnpo.training.interruption import validation_follows
-from attnpo.training.metrics_file import merge_metrics
+from attnpo.training.metrics_file import METRICS, merge_metrics
 
 log = logging.getLogger(__name__)
 
@@ -29,21 +31,47 @@ DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 class StraightIO(TorchCheckpointIO):
-    """Writes a state straight into its file.
+    """Writes a state straight into its file, and takes its digest on the way.
 
-    Lightning would hold two more copies of it in memory and write it atomically, which the folders do here.
+    Lightning would hold two more copies of it in memory and write it atomically, which the folders do here. ``digest``
+    is that of the file written last.
     """
 
+    digest: str | None = None
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Nothing; writes the file."""
-        torch.save(checkpoint, path)
+        """Writes the file."""
+        with Path(path).open("wb") as file:
+            stream: Any = HashedStream(file)
+            torch.save(checkpoint, stream)
+        self.digest = stream.digest.hexdigest()
+
+
+class HashedStream:
+    """A file that is written from its beginning to its end, with the sha256 of what went into it.
+
+    It can do no more than ``torch.save`` asks for: without ``seek``, a writer that goes back fails rather than spoil
+    the digest.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Writes and counts in ``content``; returns its length in bytes."""
+        self.digest.update(content)
+        return self.file.write(content)
+
+    def flush(self) -> None:
+        """Flushes the file."""
+        self.file.flush()
 
 
 class CheckpointFolder(L.Callback):
     """A folder with ``state.ckpt`` to resume from, ``checkpoint.json`` and, on request, the policy for Hugging Face.
 
-    All files of a folder are of the same optimiser step. ``account`` (plain data) is kept in ``checkpoint.json`` beside
-    the step.
+    All files of a folder are of the same optimiser step, the run's metrics so far among them, and sealed with their
+    digests. ``account`` (plain data) is kept in ``checkpoint.json`` beside the step.
     """
 
     def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, Any] | None = None) -> None:
@@ -108,6 +136,11 @@ class CheckpointFolder(L.Callback):
                 self.exporter.export(module.policy.model, new, write=trainer.is_global_zero, metrics=values, step=step)
             if trainer.is_global_zero:
                 write_account(new, {"step": trainer.global_step, **facts, **self.account})
+                rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
+                if rows.is_file():
+                    shutil.copyfile(rows, new / METRICS)
+                digest = writer.digest if state is None and isinstance(writer, StraightIO) else None
+                seal(new, None if digest is None else {STATE: digest})
 
 
 class BestCheckpoint(CheckpointFolder):

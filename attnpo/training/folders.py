@@ -76,10 +76,10 @@ def write_account(folder: Path, account: Mapping[str, Any]) -> None:
 def read_account(folder: Path) -> dict[str, Any]:
     """What the checkpoint folder says it holds; empty where it says nothing."""
     try:
-        account: dict[str, Any] = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
+        account: Any = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return account
+    return account if isinstance(account, dict) else {}
 
 
 def newest(place: Path, names: Iterable[str]) -> tuple[int, Path] | None:

@@ -47,6 +47,13 @@ def cut_metrics(folder: Path, step: int) -> None:
         shutil.rmtree(session)
 
 
+def take_metrics(folder: Path, rows: Path) -> None:
+    """Puts the file ``rows``, which was kept with a checkpoint, in the place of all that the run has logged."""
+    for session in _sessions(folder):
+        shutil.rmtree(session)
+    shutil.copyfile(rows, folder / METRICS)
+
+
 def _sessions(folder: Path) -> list[Path]:
     return sorted((folder / LOGS).glob("version_*"), key=lambda path: int(path.name.split("_")[-1]))
 

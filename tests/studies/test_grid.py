@@ -276,7 +276,7 @@ def test_a_repeated_command_trains_nothing_again(
     cfg, _, folder = study
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name)
         raise UserError("not again")
 
@@ -297,7 +297,7 @@ def test_changed_code_runs_every_point_again(
     cfg, _, folder = study
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name.partition("-")[0])
         raise UserError("tried")
 
@@ -316,7 +316,7 @@ def test_another_setting_is_another_study_in_the_same_folder(
     cfg = world.config("study=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path) -> dict[str, Any]:
+    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name)
         raise RuntimeError("out of luck")
 

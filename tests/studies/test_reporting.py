@@ -420,6 +420,7 @@ def test_an_unfinished_study_gives_the_points_it_has(tmp_path: Path) -> None:
     assert study.notes == (
         "not finished, 1 of 2 begun points have a result, and there is no table.md: run the study's command again to "
         "finish it",
+        "uniform-seed0-0: it has no digests.json, so its files are not checked",
     )
 
 

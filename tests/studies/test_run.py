@@ -12,10 +12,12 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config import compose
+from attnpo.files import seal
 from attnpo.schema import UserError
 from attnpo.studies.filling import fill_store
 from attnpo.studies.inputs import forget, make_inputs, remembering
 from attnpo.studies.run import find_resume, run
+from attnpo.training.folders import write_account
 from attnpo.training.metrics_file import read_metrics
 from tests.studies.worlds import TRAIN, VAL, World, build_world, judge_loads
 from tests.training.processes import in_two_processes
@@ -300,6 +302,8 @@ def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
     assert find_resume(cfg, tmp_path) is None
     (tmp_path / "last").mkdir()
     torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
+    write_account(tmp_path / "last", {"step": 0})
+    seal(tmp_path / "last")
     assert find_resume(cfg, tmp_path) == tmp_path / "last" / "state.ckpt"
     by_folder = compose("fit", ["setting=real_smoke", f"resume={tmp_path / 'last'}"])
     assert find_resume(by_folder, tmp_path / "elsewhere") == tmp_path / "last" / "state.ckpt"
