@@ -9,6 +9,28 @@ PRECISIONS = ("32-true", "bf16-mixed")
 STRATEGIES = ("auto", "ddp", "fsdp")
 EPOCH = "epoch"
 """The value of ``validate_every`` that counts the epoch's steps, however many they are."""
+DIRECTIONS = {
+    "loss": "min",
+    "losses/preference": "min",
+    "losses/sft": "min",
+    "rewards/kl": "min",
+    "rewards/triplet": "min",
+    "rewards/chosen": "max",
+    "rewards/rejected": "min",
+    "rewards/margins": "max",
+    "rewards/accuracies": "max",
+    "rewards/unweighted/chosen": "max",
+    "rewards/unweighted/rejected": "min",
+    "logps/chosen": "max",
+    "logps/rejected": "min",
+}
+"""Whether the lowest or the highest value of a metric is the best, of those that are logged below val/ and train/."""
+
+
+def direction(monitor: str) -> str | None:
+    """ "min" or "max" for a metric that can only be meant one way, None for any other name."""
+    split, _, name = monitor.partition("/")
+    return DIRECTIONS.get(name) if split in ("val", "train") else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,8 @@ class CallbackSettings:
     """What is kept of a run.
 
     ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder; ``last/``
-    becomes one at the end of training or when it is interrupted. ``last/`` is saved with every validation and, with
+    becomes one at the end of training or when it is interrupted. ``mode`` (min, max) is None where it follows from the
+    metric. ``last/`` is saved with every validation and, with
     ``save_every``, every so many optimiser steps.
     ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
@@ -84,7 +107,7 @@ class CallbackSettings:
 
     checkpoints: bool = True
     monitor: str = "val/loss"
-    mode: str = "min"
+    mode: str | None = None
     save_every: int | None = None
     samples: int = 4
     sample_tokens: int = 64
@@ -93,11 +116,32 @@ class CallbackSettings:
     export_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise UserError(f"callbacks.mode must be min or max, got {self.mode!r}")
+        if self.mode not in (None, "min", "max"):
+            raise UserError(f"callbacks.mode must be null, min or max, got {self.mode!r}")
+        if self.checkpoints:
+            self._check_monitor()
         if self.save_every is not None and self.save_every < 1:
             raise UserError(f"callbacks.save_every must be null or at least 1 optimiser step, got {self.save_every}")
         if self.export_dtype is not None and self.export_dtype not in DTYPES:
             raise UserError(
                 f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.export_dtype!r}"
             )
+
+    def _check_monitor(self) -> None:
+        """Raises UserError for a mode that contradicts the metric, and for a metric that needs a mode and has none."""
+        known = direction(self.monitor)
+        if known is None and self.mode is None:
+            raise UserError(
+                f"callbacks.monitor={self.monitor} does not say which value is the best: expected val/NAME (or "
+                f"train/NAME) with NAME one of {', '.join(DIRECTIONS)}; for another one set callbacks.mode=min or max"
+            )
+        if known is not None and self.mode not in (None, known):
+            raise UserError(
+                f"callbacks.mode={self.mode} would keep the worst checkpoint by callbacks.monitor={self.monitor}, "
+                f"whose best value is the {known}imum: set callbacks.mode=null, which follows from the metric"
+            )
+
+    @property
+    def direction(self) -> str:
+        """ "min" or "max": which value of ``monitor`` is the best."""
+        return self.mode or direction(self.monitor) or "min"

@@ -76,11 +76,20 @@ def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -
 
 
 def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:
-    """Known from the validation before training; the answer lists the names there are."""
+    """Known before anything is loaded where its direction is asked for, else from the validation before training."""
     message = attempts.fit("callbacks=default", "callbacks.monitor=val/los").refused()
+    assert "callbacks.monitor=val/los does not say which value is the best" in message and "margins" in message
+    record("callbacks.monitor=val/los", message, NOT_STARTED)
+    message = attempts.fit("callbacks=default", "callbacks.monitor=val/los", "callbacks.mode=min").refused()
     assert message.startswith("callbacks.monitor=val/los is not a logged metric; there are: ")
     assert "val/loss" in message and "val/rewards/margins" in message
-    record("callbacks.monitor=val/los", message, "the validation before training")
+    record("callbacks.monitor=val/los callbacks.mode=min", message, "the validation before training")
+
+
+def test_a_mode_that_would_keep_the_worst(attempts: Attempts, record: Record) -> None:
+    message = attempts.fit("callbacks=default", "callbacks.monitor=val/rewards/margins", "callbacks.mode=min").refused()
+    assert "callbacks.mode=min would keep the worst checkpoint by callbacks.monitor=val/rewards/margins" in message
+    record("callbacks.monitor=val/rewards/margins callbacks.mode=min", message, NOT_STARTED)
 
 
 TESTBED = {
