@@ -213,19 +213,18 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     return found
 
 
-def build(node: Any, **extra: Any) -> Any:
+def build(node: Any) -> Any:
     """The component of one ``_target_`` node of a composed configuration, nested components included.
 
-    ``extra`` are arguments that no configuration can hold (a tokenizer, parameters); they win over the node's keys.
-    With ``_partial_: true`` the result is a callable that waits for the rest. Raises UserError like ``check``.
+    Raises UserError like ``check``.
     """
     _register_resolvers()
-    reader = Reader(call=True)
+    reader = Reader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
     value = resolve(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, Any, path, extra)
+    built = reader.component(value, Any, path)
     _report(reader.problems)
     return built
 
