@@ -88,12 +88,6 @@ parts: [{{tokens: 2}}, {{tokens: 3, end: mean}}]
 }
 
 
-@pytest.fixture(autouse=True)
-def trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The components of this file may be named."""
-    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", HERE.partition(".")[0])
-
-
 @pytest.fixture
 def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of configurations that stands in for the shipped one."""

@@ -300,7 +300,10 @@ def _from_parquet(files: list[Path], path: str) -> Table:
     try:
         with _quiet():
             table: Table = datasets.load_dataset(
-                "parquet", data_files={"train": [str(file) for file in files]}, split="train"
+                "parquet",
+                data_files={"train": [str(file) for file in files]},
+                split="train",
+                trust_remote_code=False,
             )
         _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
@@ -324,7 +327,7 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
 
     try:
         with _quiet(), hub():
-            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision)
+            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision, trust_remote_code=False)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
         why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)

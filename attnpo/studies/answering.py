@@ -202,15 +202,12 @@ def _open_model(cfg: DictConfig) -> tuple[ModelSpec, "ChatFormat"]:
 
 def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | None:
     """The longest sequence: answers.max_length, or the model's positions."""
-    from transformers import AutoConfig
-
-    from attnpo.hub import hub
     from attnpo.models.generate import context_length
+    from attnpo.models.loading import load_config
 
     if rules.max_length is not None:
         return rules.max_length
-    with hub():
-        limit = context_length(AutoConfig.from_pretrained(model.path, revision=model.revision or "main"))
+    limit = context_length(load_config(model.path, model.revision))
     if limit is not None and sampling.max_new_tokens >= limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
