@@ -19,6 +19,7 @@ import importlib
 import inspect
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -41,6 +42,7 @@ _ACCEPTED: dict[Any, tuple[type, ...]] = {
     str: (str, int, float),
     Path: (str,),
 }
+LARGEST: dict[Any, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
 
 
 def join(path: str, key: object) -> str:
@@ -205,7 +207,11 @@ class Reader:
         origin = get_origin(hint)
         container = origin or hint
         if hint in _ACCEPTED:
-            return hint(value) if type(value) in _ACCEPTED[hint] else self.mismatch(value, _describe(hint), path)
+            if type(value) not in _ACCEPTED[hint]:
+                return self.mismatch(value, _describe(hint), path)
+            if hint in LARGEST and not abs(value) <= LARGEST[hint]:  # NaN is not either
+                return self.mismatch(value, f"a finite {_describe(hint)} of at most {LARGEST[hint]}", path)
+            return hint(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
             member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT

@@ -330,7 +330,7 @@ def _run(
     if options.help:
         sys.stdout.write(_help(parser, options.config_dir))
         return 0
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or Path(word).exists())]
+    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or _is_path(word))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
         raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
@@ -359,6 +359,14 @@ def _run(
         check(cfg, complete=complete(cfg))
     _note_idle([cfg for _, cfg in jobs])
     return _each(main, jobs)
+
+
+def _is_path(word: str) -> bool:
+    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
+    try:
+        return Path(word).exists()
+    except OSError:
+        return False
 
 
 def _note_idle(configs: Sequence[DictConfig]) -> None:

@@ -17,8 +17,9 @@ from omegaconf import DictConfig
 from attnpo.config import RUNS_ROOT, build
 from attnpo.data.prompts import Prompt, PromptSet, PromptSource
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Sampling, UserError
+from attnpo.schema import Sampling, UserError, check_choice
 from attnpo.studies.answer_file import AnswerFile, AnswerRow, Name
+from attnpo.training.settings import ACCELERATORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,9 @@ class AnswerConfig:
     answers: AnswerRules
     trainer: dict[str, str]
     output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
 
 @dataclass(frozen=True)

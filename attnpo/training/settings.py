@@ -1,11 +1,14 @@
 """Settings of the training loop, its loggers and its callbacks: plain values without any heavy import."""
 
+import re
 from dataclasses import dataclass
 
 from attnpo.models.spec import DTYPES
-from attnpo.schema import UserError
+from attnpo.schema import UserError, check_choice, check_least
 
 PRECISIONS = ("32-true", "bf16-mixed")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+DEVICES = r"auto|-1|0*[1-9]\d*|\d+,(\d+(,\d+)*)?"
 STRATEGIES = ("auto", "ddp", "fsdp")
 EPOCH = "epoch"
 """The value of ``validate_every`` that counts the epoch's steps, however many they are."""
@@ -67,8 +70,21 @@ class TrainerSettings:
             raise UserError(
                 f"trainer.validate_every must be at least 1 optimiser step, or {EPOCH}, got {self.validate_every!r}"
             )
+        check_choice("trainer.accelerator", self.accelerator, ACCELERATORS)
+        if not re.fullmatch(DEVICES, self.devices):
+            raise UserError(
+                f"trainer.devices must be auto, a number of at least 1 or a list as 0,1, got {self.devices!r}"
+            )
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise UserError(
+                f"trainer.max_steps must be at least 1 optimiser step, or -1 to leave it to trainer.max_epochs, got "
+                f"{self.max_steps}"
+            )
         if self.max_steps < 0 and self.max_epochs < 1:
             raise UserError("trainer.max_epochs must be at least 1 when trainer.max_steps is not set")
+        check_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
+        for name in ("num_nodes", "log_every_n_steps", "threads"):
+            check_least("trainer", 1, **{name: getattr(self, name)})
 
 
 @dataclass(frozen=True)
@@ -118,6 +134,8 @@ class CallbackSettings:
     def __post_init__(self) -> None:
         if self.mode not in (None, "min", "max"):
             raise UserError(f"callbacks.mode must be null, min or max, got {self.mode!r}")
+        check_least("callbacks", 0, samples=self.samples, heat_maps=self.heat_maps)
+        check_least("callbacks", 1, sample_tokens=self.sample_tokens)
         if self.checkpoints:
             self._check_monitor()
         if self.save_every is not None and self.save_every < 1:
