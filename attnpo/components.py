@@ -3,7 +3,11 @@
 A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
 which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
 once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
-length. Functions and other classes are checked against their signature, and called only when building.
+length.
+
+A configuration names code that is imported and run, so the name is checked first: only ``attnpo`` itself is imported,
+and packages named in the environment variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do
+what its place in the configuration asks for is made.
 
 A component may have a method ``unread() -> dict[str, str]``: keys below it that have no effect as the others stand,
 each with the reason ("callbacks.checkpoints=false").
@@ -13,13 +17,14 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -28,6 +33,7 @@ from attnpo.console import is_user_error, missing_package
 
 ABSENT = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
+ALLOW = "ATTNPO_ALLOW_TARGETS"  # packages beside attnpo whose classes a configuration may name, with commas between
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
 _ACCEPTED: dict[Any, tuple[type, ...]] = {
     int: (int,),
@@ -36,6 +42,7 @@ _ACCEPTED: dict[Any, tuple[type, ...]] = {
     str: (str, int, float),
     Path: (str,),
 }
+LARGEST: dict[Any, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
 
 
 def join(path: str, key: object) -> str:
@@ -66,8 +73,29 @@ def _is_role(hint: Any) -> bool:
     )
 
 
+def _members(role: type) -> set[str]:
+    """The names that an object must have to be of a role."""
+    parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
+    named = {name for parent in parents for name in (*vars(parent), *inspect.get_annotations(parent))}
+    return {name for name in named if name == "__call__" or not name.startswith("_")}
+
+
+def _can_be(target: type, role: type) -> bool:
+    """Whether instances of the dataclass ``target`` can be of a role, found without making one."""
+    has = {name for parent in target.__mro__ for name in vars(parent)} | {
+        item.name for item in dataclasses.fields(target)
+    }
+    return _members(role) <= has
+
+
 def _spelling(member: Enum) -> str:
     return member.value if isinstance(member.value, str) else member.name.lower()
+
+
+def _may_import(dotted: str) -> bool:
+    """Whether the package of a target is attnpo, or one that the user's environment names."""
+    allowed = {name.strip() for name in os.environ.get(ALLOW, "").split(",")}
+    return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
 
 
 def _locate(dotted: str) -> Any:
@@ -78,28 +106,22 @@ def _locate(dotted: str) -> Any:
         owner, _, parent = module.rpartition(".")
         if error.name != module or not owner:
             raise
-        return getattr(getattr(importlib.import_module(owner), parent), name)  # module.Class.method
+        return getattr(getattr(importlib.import_module(owner), parent), name)  # module.Class.Class
 
 
-def _parameters(target: Any) -> tuple[dict[str, bool], bool]:
-    """Each parameter with whether it is required, and whether any further keyword is accepted."""
-    if inspect.isclass(target) and dataclasses.is_dataclass(target):
-        return {
-            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-            for field in dataclasses.fields(target)
-            if field.init
-        }, False
-    parameters = inspect.signature(target).parameters.values()
-    named = [item.name for item in parameters if item.kind in (item.POSITIONAL_OR_KEYWORD, item.KEYWORD_ONLY)]
-    return dict.fromkeys(named, False), any(item.kind is item.VAR_KEYWORD for item in parameters)
+def _parameters(target: Any) -> dict[str, bool]:
+    """Each field of a dataclass with whether it is required."""
+    return {
+        field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(target)
+        if field.init
+    }
 
 
 def _hints(target: Any) -> dict[str, Any]:
-    if inspect.isclass(target) and not dataclasses.is_dataclass(target):
-        target = target.__init__
     try:
         return get_type_hints(target)
-    except (NameError, TypeError):  # names of a foreign library that exist for its type checker only
+    except NameError:  # names of another package that exist for its type checker only
         return {}
 
 
@@ -164,9 +186,8 @@ def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[st
 class Reader:
     """Reads configuration values against type hints and collects every problem on the way."""
 
-    def __init__(self, *, complete: bool = True, call: bool = False) -> None:
+    def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # a value that is still ??? is a problem
-        self.call = call  # functions and foreign classes are called, not only checked
         self.problems: list[str] = []
         self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
 
@@ -186,7 +207,11 @@ class Reader:
         origin = get_origin(hint)
         container = origin or hint
         if hint in _ACCEPTED:
-            return hint(value) if type(value) in _ACCEPTED[hint] else self.mismatch(value, _describe(hint), path)
+            if type(value) not in _ACCEPTED[hint]:
+                return self.mismatch(value, _describe(hint), path)
+            if hint in LARGEST and not abs(value) <= LARGEST[hint]:  # NaN is not either
+                return self.mismatch(value, f"a finite {_describe(hint)} of at most {LARGEST[hint]}", path)
+            return hint(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
             member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
@@ -234,7 +259,7 @@ class Reader:
             return self.read(value, members[0], path)
         exact = [member for member in members if member is type(value)]
         for member in exact or [member for member in members if member not in (str, Any)]:
-            attempt = Reader(complete=self.complete, call=self.call)
+            attempt = Reader(complete=self.complete)
             result = attempt.read(value, member, path)
             if not attempt.problems:
                 self.unread.update(attempt.unread)
@@ -256,55 +281,54 @@ class Reader:
         ]
         return self.whole(items if container is list else tuple(items))
 
-    def component(self, value: dict[Any, Any], hint: Any, path: str, extra: Mapping[str, Any] | None = None) -> Any:
-        """The component that a node with ``_target_`` names."""
-        dotted = str(value["_target_"])
+    def component(self, value: dict[Any, Any], hint: Any, path: str) -> Any:
+        """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
+        dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
-            return self.refuse(f"{join(path, '_target_')}: required; give {join(path, '_target_')}=VALUE")
+            return self.refuse(f"{key}: required; give {key}=VALUE")
+        if not _may_import(dotted):
+            return self.refuse(
+                f"{key}: expected a class of attnpo, got {dotted}; a configuration is code that is run: set the "
+                f"environment variable {ALLOW}={dotted.partition('.')[0]} only if you trust that package"
+            )
         try:
             target = _locate(dotted)
         except (ImportError, AttributeError, ValueError) as error:
-            return self.refuse(f"{join(path, '_target_')}: cannot import {dotted}: {missing_package(error) or error}")
-        wanted = tuple(item for item in get_args(hint) or (hint,) if isinstance(item, type))
-        wanted = tuple(item for item in wanted if dataclasses.is_dataclass(item))
-        if inspect.isclass(target) and wanted and not issubclass(target, wanted):
-            return self.refuse(f"{join(path, '_target_')}: expected {_describe(hint)}, got {dotted}")
-        lazily = bool(value.get("_partial_", False))
-        keys = {key: item for key, item in value.items() if key not in ("_target_", "_partial_")}
-        made = self.make(target, keys, path, lazily, extra)
-        roles = tuple(item for item in get_args(hint) or (hint,) if _is_role(item))
-        if made is not ABSENT and roles and not lazily and not isinstance(made, roles):
-            return self.refuse(f"{join(path, '_target_')}: expected a {_describe(hint)}, got {dotted}")
-        return made
+            return self.refuse(f"{key}: cannot import {dotted}: {missing_package(error) or error}")
+        members = get_args(hint) or (hint,)
+        wanted = tuple(item for item in members if inspect.isclass(item) and dataclasses.is_dataclass(item))
+        roles = [item for item in members if _is_role(item)]
+        expected = _describe(hint) if wanted else f"a {_describe(hint) if roles else 'component'}"
+        if (
+            not inspect.isclass(target)
+            or not dataclasses.is_dataclass(target)
+            or not target.__dataclass_params__.frozen
+        ):
+            return self.refuse(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
+        if (wanted and not issubclass(target, wanted)) or (roles and not any(_can_be(target, role) for role in roles)):
+            return self.refuse(f"{key}: expected {expected}, got {dotted}")
+        return self.make(target, {name: item for name, item in value.items() if name != "_target_"}, path)
 
-    def make(
-        self, target: Any, keys: dict[Any, Any], path: str, lazily: bool = False, extra: Mapping[str, Any] | None = None
-    ) -> Any:
-        """``target`` called with ``keys`` (and ``extra``), once all of them hold."""
-        given = dict(extra or {})
-        known, is_open = _parameters(target)
+    def make(self, target: Any, keys: dict[Any, Any], path: str) -> Any:
+        """The dataclass ``target`` with the values of ``keys``, once all of them hold."""
+        known = _parameters(target)
         hints = _hints(target)
         before = len(self.problems)
         values: dict[str, Any] = {}
         for key, item in keys.items():
-            if key not in known and not is_open:
+            if key not in known:
                 name = f"{target.__module__}.{target.__qualname__}"
                 close = did_you_mean(str(key), list(known), f"{path}." if path else "")
                 self.refuse(f"{join(path, key)}: unknown key of {name}; it has: {', '.join(known)}{close}")
-            elif key not in given:
+            else:
                 values[str(key)] = self.read(item, hints.get(key, Any), join(path, key))
         for key, required in known.items():
-            if required and not lazily and key not in keys and key not in given:
+            if required and key not in keys:
                 self.refuse(f"{join(path, key)}: required by {target.__qualname__}; give {join(path, key)}=VALUE")
-        is_plain = inspect.isclass(target) and dataclasses.is_dataclass(target)
-        if len(self.problems) > before or self.whole(values) is ABSENT or not (is_plain or self.call):
+        if len(self.problems) > before or self.whole(values) is ABSENT:
             return ABSENT
-        if lazily:
-            return partial(target, **values, **given)
-        if not is_plain:
-            return target(**values, **given)
         try:
-            built = target(**values, **given)
+            built = target(**values)
         except Exception as error:
             if not isinstance(error, ValueError) and not is_user_error(error):
                 raise

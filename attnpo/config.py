@@ -213,19 +213,18 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     return found
 
 
-def build(node: Any, **extra: Any) -> Any:
+def build(node: Any) -> Any:
     """The component of one ``_target_`` node of a composed configuration, nested components included.
 
-    ``extra`` are arguments that no configuration can hold (a tokenizer, parameters); they win over the node's keys.
-    With ``_partial_: true`` the result is a callable that waits for the rest. Raises UserError like ``check``.
+    Raises UserError like ``check``.
     """
     _register_resolvers()
-    reader = Reader(call=True)
+    reader = Reader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
     value = resolve(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, Any, path, extra)
+    built = reader.component(value, Any, path)
     _report(reader.problems)
     return built
 
@@ -331,7 +330,7 @@ def _run(
     if options.help:
         sys.stdout.write(_help(parser, options.config_dir))
         return 0
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or Path(word).exists())]
+    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or _is_path(word))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
         raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
@@ -360,6 +359,14 @@ def _run(
         check(cfg, complete=complete(cfg))
     _note_idle([cfg for _, cfg in jobs])
     return _each(main, jobs)
+
+
+def _is_path(word: str) -> bool:
+    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
+    try:
+        return Path(word).exists()
+    except OSError:
+        return False
 
 
 def _note_idle(configs: Sequence[DictConfig]) -> None:

@@ -3,6 +3,7 @@
 Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
 """
 
+import errno
 import logging
 import os
 import re
@@ -177,6 +178,11 @@ def ending_of(error: BaseException) -> tuple[int, str] | None:
         return 130, "interrupted"
     if is_user_error(error):
         return 2, f"error: {error}"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return (
+            2,
+            f"error: a name in this path is too long for the file system: {error.filename}; give a shorter one",
+        )
     lacking = missing_package(error)
     return None if lacking is None else (2, f"error: {lacking}")
 

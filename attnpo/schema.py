@@ -25,6 +25,29 @@ class UserError(Exception):
     """
 
 
+SEEDS = 2**32
+"""Seeds lie below it: what NumPy takes."""
+
+
+def check_least(part: str, least: int, **values: float | int | None) -> None:
+    """Raises UserError for a setting of the config node ``part`` that is below ``least`` or not finite; None passes."""
+    for name, value in values.items():
+        if value is not None and not least <= value < float("inf"):
+            raise UserError(f"{part}.{name} must be at least {least}, got {value}")
+
+
+def check_seed(key: str, seed: int, count: int = 1) -> None:
+    """Raises UserError unless ``count`` seeds counted from ``seed``, the value of ``key``, are ones NumPy takes."""
+    if not 0 <= seed <= SEEDS - count:
+        raise UserError(f"{key}: expected a whole number from 0 to {SEEDS - count}, got {seed}")
+
+
+def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raises UserError for a value of ``key`` that is none of ``choices``."""
+    if value not in choices:
+        raise UserError(f"{key} must be one of {', '.join(choices)}, got {value!r}")
+
+
 class Message(TypedDict):
     """One chat turn in the Hugging Face convention."""
 

@@ -11,6 +11,7 @@ from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_sum
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("ATTNPO_ALLOW_TARGETS", "tests")  # components that tests define
 # W&B's reports about itself go through threads that try the network; its service may start late on a busy machine.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("WANDB__SERVICE_WAIT", "300")

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -57,10 +57,6 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts: expected at least one")
-
-
-def adamw(params: list[str], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> tuple[object, ...]:
-    return (params, lr, betas)
 
 
 FIT = """
@@ -194,7 +190,10 @@ def test_missing_folder_names_the_way_out(monkeypatch: pytest.MonkeyPatch, confi
         ("weights.sink=5", "weights.sink: expected the keys of Sink, got 5 (int)"),
         ("weights._target_=attnpo.nowhere.Thing", "weights._target_: cannot import attnpo.nowhere.Thing"),
         (f"weights._target_={HERE}.Atention", f"weights._target_: cannot import {HERE}.Atention"),
-        (f"weights.sink._target_={HERE}.End", f"weights.sink._target_: expected Sink, got {HERE}.End"),
+        (
+            f"weights.sink._target_={HERE}.End",
+            f"weights.sink._target_: expected Sink, got {HERE}.End, which is no frozen dataclass",
+        ),
         ("weights.layer=???", "weights.layer: required; give weights.layer=VALUE"),
     ],
 )
@@ -284,16 +283,107 @@ def test_build_reports_the_full_key() -> None:
         config.build(cfg.composed)
 
 
-def test_functions_are_called_by_build_alone() -> None:
-    node = OmegaConf.create({"_target_": f"{HERE}.adamw", "lr": 1, "betas": [0.5, 0.6]})
-    config.check(node)  # would fail if called: params is not there
-    assert config.build(node, params=["w"]) == (["w"], 1.0, (0.5, 0.6))
-    waiting = config.build(OmegaConf.merge(node, {"_partial_": True}))
-    assert waiting(["v"]) == (["v"], 1.0, (0.5, 0.6))
-    with pytest.raises(UserError, match=r"(?s)lrr: unknown key of .*adamw; it has: params, lr, betas; did you mean lr"):
-        config.check(OmegaConf.create({"_target_": f"{HERE}.adamw", "lrr": 1}))
-    with pytest.raises(UserError, match=r"^lr: expected float, got 'x' \(str\)"):
-        config.build(OmegaConf.create({"_target_": f"{HERE}.adamw", "lr": "x"}), params=[])
+# --------------------------------------------------------------------------------------------- what may be named
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package beside attnpo whose import, and whose function, leave a file behind."""
+    mark = tmp_path / "ran"
+    text = f"""
+from dataclasses import dataclass
+from pathlib import Path
+Path({str(mark)!r}).touch()
+@dataclass(frozen=True)
+class Mine:
+    limit: int = 1
+    requires = frozenset()
+    def __call__(self, policy, reference, batch): ...
+@dataclass
+class Loose:
+    limit: int = 1
+@dataclass(frozen=True)
+class Other:
+    limit: int = 1
+def function(**keys):
+    Path({str(mark)!r}).touch()
+"""
+    (tmp_path / "foreign_parts.py").write_text(text, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("ATTNPO_ALLOW_TARGETS")
+    yield mark
+    sys.modules.pop("foreign_parts", None)
+
+
+def fit_with(*overrides: str) -> DictConfig:
+    return config.compose("fit", overrides)
+
+
+def test_a_target_outside_attnpo_is_refused_before_it_is_imported(foreign: Path) -> None:
+    for node in ("~objective", "~optimizer", "~trainer"):
+        key = node.lstrip("~")
+        cfg = fit_with(node, f"+{key}={{_target_:foreign_parts.function}}")
+        message = (
+            rf"(?m)^ *{key}\._target_: expected a class of attnpo, got foreign_parts\.function; .*ATTNPO_ALLOW_TARGETS"
+        )
+        for look in (config.check, lambda cfg, key=key: config.build(cfg[key])):
+            with pytest.raises(UserError, match=message):
+                look(cfg)
+    assert not foreign.exists() and "foreign_parts" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "target", ["os.system", "builtins.eval", "subprocess.run", "attnpo_other.Thing", "os", ".os.x"]
+)
+def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATTNPO_ALLOW_TARGETS")
+    with pytest.raises(UserError, match=r"^objective\._target_: expected a class of attnpo, got"):
+        config.check(fit_with("~objective", f"+objective={{_target_:{target}}}"), complete=False)
+
+
+@pytest.mark.parametrize(
+    ("key", "target", "message"),
+    [
+        (
+            "objective",
+            "attnpo.studies.run.run",
+            "expected a PreferenceObjective, got attnpo.studies.run.run, which is no frozen dataclass",
+        ),
+        (
+            "objective",
+            "attnpo.config.os.system",
+            "expected a PreferenceObjective, got attnpo.config.os.system, which is no",
+        ),
+        (
+            "weights",
+            "attnpo.data.base.PairSource.load",
+            "expected a WeightSource, got attnpo.data.base.PairSource.load, which is no",
+        ),
+        ("optimizer", "attnpo.fit.main", "expected Optimizer, got attnpo.fit.main, which is no frozen dataclass"),
+        ("objective", "attnpo.training.optimizer.Optimizer", "expected a PreferenceObjective, got"),
+        ("weights", "attnpo.objectives.dpo.DPO", "expected a WeightSource, got"),
+        ("data", "attnpo.data.adapters.Columns", "expected a PairReader, got"),
+        ("optimizer", "attnpo.objectives.dpo.DPO", "expected Optimizer, got"),
+        ("prepare", "attnpo.objectives.dpo.DPO", "expected a Preparer or null, got"),
+    ],
+)
+def test_only_a_component_of_the_role_is_made(key: str, target: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"(?m)^ *{key}\._target_: {re.escape(message)}"):
+        config.check(fit_with("setting=real_smoke", f"~{key}", f"+{key}={{_target_:{target}}}"), complete=False)
+
+
+def test_a_package_that_the_environment_names_may_be_used(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "elsewhere, foreign_parts")
+    cfg = fit_with("~objective", "+objective={_target_:foreign_parts.Mine,limit:3}")
+    assert config.build(cfg.objective).limit == 3 and foreign.exists()
+    config.check(cfg, complete=False)
+    foreign.unlink()
+    for name in ("Loose", "function", "Other"):
+        with pytest.raises(
+            UserError, match=r"objective\._target_: expected a .*PreferenceObjective.*, got foreign_parts"
+        ):
+            config.check(fit_with("~objective", f"+objective={{_target_:foreign_parts.{name}}}"), complete=False)
+    assert not foreign.exists()
 
 
 @pytest.mark.usefixtures("configs")

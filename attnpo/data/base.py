@@ -130,10 +130,12 @@ def row_range(selection: str | None, length: int, option: str = "data.train_rows
         return range(length)
     sides = selection.replace(" ", "").split(":")
     bounds = [_BOUND.fullmatch(side) for side in sides]
-    if len(sides) > 2 or any(side and not bound for side, bound in zip(sides, bounds, strict=True)) or not any(sides):
+    beyond = any(bound and bound[2] and int(bound[1]) > 100 for bound in bounds)
+    wrong = any(side and not bound for side, bound in zip(sides, bounds, strict=True))
+    if len(sides) > 2 or wrong or beyond or not any(sides):
         raise UserError(
             f'{option}="{selection}" is no choice of rows; expected a number ("500"), a range ("100:300"), '
-            'or a share ("10%", "10%:20%")'
+            'or a share of at most 100% ("10%", "10%:20%")'
         )
     places = [None if bound is None else _place(bound[1], bool(bound[2]), length) for bound in bounds]
     start, stop = (None, places[0]) if len(places) == 1 else places
@@ -241,8 +243,13 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
     ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
     """
     place = Path(path).expanduser()
-    if place.exists() and (revision or subset):
-        _LOG.warning("data.path=%s is on this machine: data.revision and data.subset do nothing", path)
+    if place.exists() and subset:
+        raise UserError(
+            f"data.subset={subset} names a part of a dataset on the hub, and data.path={path} is on this machine: set "
+            "data.subset=null and data.path to the folder or file that is meant"
+        )
+    if place.exists() and revision:
+        _LOG.warning("data.path=%s is on this machine: data.revision does nothing", path)
     if place.is_file():
         return _from_files([place], path)
     if place.is_dir():
@@ -320,7 +327,10 @@ def _from_parquet(files: list[Path], path: str) -> Table:
     try:
         with _quiet():
             table: Table = datasets.load_dataset(
-                "parquet", data_files={"train": [str(file) for file in files]}, split="train"
+                "parquet",
+                data_files={"train": [str(file) for file in files]},
+                split="train",
+                trust_remote_code=False,
             )
         _check_utf8(table)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
@@ -344,7 +354,7 @@ def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -
 
     try:
         with _quiet(), hub():
-            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision)
+            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision, trust_remote_code=False)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
         why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)

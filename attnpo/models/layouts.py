@@ -278,7 +278,9 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
     with device:
-        made: object = AutoModelForCausalLM.from_config(config, dtype=next(model.parameters()).dtype)  # type: ignore[no-untyped-call]
+        made: object = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=next(model.parameters()).dtype, trust_remote_code=False
+        )
     assert isinstance(made, PreTrainedModel)
     attend_as_before(made)
     return made

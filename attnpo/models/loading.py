@@ -74,6 +74,7 @@ def load_model(
             dtype=DTYPES[dtype],
             attn_implementation=attn_implementation,
             revision=revision or "main",
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, with their names
             **more,
@@ -154,7 +155,7 @@ def load_tokenizer(
     if isinstance(source, Path):
         _check_sealed(source, TEXT_PATTERNS)
     with _loading("tokenizer", path, revision):
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision or "main", trust_remote_code=False)
     if tokenizer.pad_token_id is None:
         fallback = tokenizer.eos_token or tokenizer.unk_token
         if fallback is None:
@@ -188,11 +189,22 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
     """The config of a model's text part; UserError for a folder that holds none, or a hub that is out of reach."""
+    return load_config(path, revision).get_text_config()
+
+
+def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
+    """A model's config, its weights untouched.
+
+    Raises ``UserError`` for a folder that holds none, for a model that brings code of its own, and for a hub that is
+    out of reach.
+    """
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_config(source)
     with _loading("config of the model", path, revision):
-        config: PretrainedConfig = AutoConfig.from_pretrained(source, revision=revision or "main").get_text_config()
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            source, revision=revision or "main", trust_remote_code=False
+        )
         return config
 
 
@@ -203,9 +215,7 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
     """
     source = _locate(path, "model")
     if isinstance(source, str):
-        with _loading("model", path, revision):
-            config = AutoConfig.from_pretrained(source, revision=revision or "main")
-        return {"hub": source, "commit": str(config._commit_hash)}
+        return {"hub": source, "commit": str(load_config(path, revision)._commit_hash)}
     _check_folder(source)
     files = {file.name: _file_digest(file) for file in _weight_files(source)}
     return {"config": _file_digest(source / "config.json"), "weights": digest(files)}
@@ -319,6 +329,11 @@ def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None
 def _load_failure(what: str, path: str | Path, revision: str | None, error: Exception, local: bool) -> str:
     words = shorten(str(error) or type(error).__name__, 300, placeholder=" ...").rstrip(".")
     start = f"could not load the {what} {str(path)!r}" + (f" at revision {revision!r}" if revision else "")
+    if "trust_remote_code" in str(error):
+        return (
+            f"{start}: it brings Python code of its own (auto_map in its JSON files), which attnpo never runs; give a "
+            "model whose architecture and tokenizer this version of transformers has itself"
+        )
     if local:
         return f"{start}: {words}; where a file of this folder is damaged or missing, copy or export the folder again"
     if out_of_reach() is not None:

@@ -64,7 +64,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise UserError(f"unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
+            raise UserError(f"model.dtype: unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
         if self.quantize is not None:
             self._check_quantized()
         if self.checkpoint_every < 1:

@@ -17,8 +17,9 @@ from omegaconf import DictConfig
 from attnpo.config import RUNS_ROOT, build
 from attnpo.data.prompts import Prompt, PromptSet, PromptSource
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Sampling, UserError
+from attnpo.schema import Sampling, UserError, check_choice
 from attnpo.studies.answer_file import AnswerFile, AnswerRow, Name
+from attnpo.training.settings import ACCELERATORS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,6 +64,9 @@ class AnswerConfig:
     answers: AnswerRules
     trainer: dict[str, str]
     output: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
 
 @dataclass(frozen=True)
@@ -202,15 +206,12 @@ def _open_model(cfg: DictConfig) -> tuple[ModelSpec, "ChatFormat"]:
 
 def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | None:
     """The longest sequence: answers.max_length, or the model's positions."""
-    from transformers import AutoConfig
-
-    from attnpo.hub import hub
     from attnpo.models.generate import context_length
+    from attnpo.models.loading import load_config
 
     if rules.max_length is not None:
         return rules.max_length
-    with hub():
-        limit = context_length(AutoConfig.from_pretrained(model.path, revision=model.revision or "main"))
+    limit = context_length(load_config(model.path, model.revision))
     if limit is not None and sampling.max_new_tokens >= limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "

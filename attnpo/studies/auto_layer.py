@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.files import read_record, write_record
-from attnpo.schema import UserError, digest
+from attnpo.schema import UserError, check_least, digest
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -55,8 +55,7 @@ class AutoLayer:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.pairs < 1 or self.draws < 1:
-            raise UserError(f"auto_layer: expected at least 1 pair and 1 draw, got {self.pairs} and {self.draws}")
+        check_least("auto_layer", 1, pairs=self.pairs, draws=self.draws)
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"auto_layer.shares: expected shares between 0 and 1, got {list(self.shares)}")
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 from omegaconf import DictConfig
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from attnpo.config import build, compose, groups
 from attnpo.data.rules import BatchPlan
+from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
 from attnpo.studies.ground import Ground, device_of
@@ -31,7 +32,7 @@ def log_budget(ground: Ground) -> None:
             f"trainer.accelerator={cfg.trainer.accelerator}, but no CUDA device is visible: leave hardware= out, or "
             "set trainer.accelerator=auto, to run on the CPU; or check CUDA_VISIBLE_DEVICES and the driver"
         )
-    config = config_of(spec.path, spec.revision)
+    config = load_config(spec.path, spec.revision)
     capacity = capacity_of(cfg)
     found = training_estimate(cfg, spec, config)
     others = {}
@@ -41,15 +42,9 @@ def log_budget(ground: Ground) -> None:
     if "judge" in build(cfg.weights).requires:
         judge = build(cfg.judge)
         own = judge.path is None
-        of = config if own else config_of(judge.path, judge.revision)
+        of = config if own else load_config(judge.path, judge.revision)
         tokens = max(judge.token_budget, judge.max_length)
         log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
-
-
-def config_of(path: str, revision: str | None) -> PretrainedConfig:
-    """A model's config, its weights untouched."""
-    config: PretrainedConfig = AutoConfig.from_pretrained(path, revision=revision or "main")
-    return config
 
 
 def capacity_of(cfg: DictConfig) -> int | None:

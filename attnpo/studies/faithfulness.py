@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnpo.config import build
-from attnpo.schema import SIDES, UserError
+from attnpo.schema import SIDES, UserError, check_least
 from attnpo.studies.auto_layer import calibration_pairs, layer_rankings, sample_of
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ class Faithfulness:
     kl_limit: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.pairs < 2 or self.draws < 1:
-            raise UserError(f"faithfulness: expected at least 2 pairs and 1 draw, got {self.pairs} and {self.draws}")
+        check_least("faithfulness", 2, pairs=self.pairs)
+        check_least("faithfulness", 1, draws=self.draws)
+        if not self.kl_limit > 0:
+            raise UserError(f"faithfulness.kl_limit: expected a KL above 0, got {self.kl_limit}")
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
 

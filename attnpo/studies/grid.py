@@ -33,6 +33,9 @@ class Grid:
     origin: str = ""
 
     def __post_init__(self) -> None:
+        for name, values in (("lr", self.lr), ("beta", self.beta)):
+            if not all(value > 0 for value in values):
+                raise UserError(f"grid.{name}: expected numbers above 0, got {list(values)}")
         for key, name in {LR: "lr", BETA: "beta"}.items():
             if key in self.keys:
                 raise UserError(f"grid.keys has {key}, which is the grid's axis {name}: give its values as {name}")

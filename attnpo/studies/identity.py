@@ -17,6 +17,7 @@ from attnpo.config import CONFIG_DIR, build, plain
 from attnpo.files import file_digest
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import LAYER
+from attnpo.training.settings import direction
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -34,7 +35,8 @@ PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
 BESIDE = ("truth", "callbacks", "trainer.validate_every")
 # What of it decides which policy is the best.
-KEPT = ("callbacks.monitor", "callbacks.mode")
+MONITOR, MODE = "callbacks.monitor", "callbacks.mode"
+KEPT = (MONITOR, MODE)
 # Parts that only a weight source reads which requires this.
 NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
@@ -58,13 +60,13 @@ SHOWING = (
 def numbers_of(cfg: DictConfig) -> dict[str, Any]:
     """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
     idle = (*BOOKKEEPING, *PATHS, *BESIDE, *_unread(cfg))
-    return {key: value for key, value in _flat(plain(cfg), "") if key in KEPT or not below(key, idle)}
+    return {key: value for key, value in _values(cfg).items() if key in KEPT or not below(key, idle)}
 
 
 def result_of(cfg: DictConfig) -> dict[str, Any]:
     """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
     idle = (*BOOKKEEPING, *PATHS, *_unread(cfg))
-    return {key: value for key, value in _flat(plain(cfg), "") if not below(key, idle)}
+    return {key: value for key, value in _values(cfg).items() if not below(key, idle)}
 
 
 def settings_of(cfg: DictConfig) -> dict[str, Any]:
@@ -96,6 +98,14 @@ def _unread(cfg: DictConfig) -> list[str]:
         return []
     replaced = [LAYER] if cfg.weights.get("layers") else []
     return [*(part for part, needed in NEEDED.items() if needed not in requires), *replaced]
+
+
+def _values(cfg: DictConfig) -> dict[str, Any]:
+    """Every key with its value; a mode that follows from the metric as what it stands for."""
+    values = dict(_flat(plain(cfg), ""))
+    if values.get(MODE, "") is None:
+        values[MODE] = direction(str(values[MONITOR]))
+    return values
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -6,8 +6,9 @@ The setting's other judge is described here too: the model whose attention ``jud
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from attnpo.models.spec import DTYPES
 from attnpo.objectives.base import LengthFrom
-from attnpo.schema import UserError
+from attnpo.schema import UserError, check_choice, check_least
 from attnpo.studies.files import find_file
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgePrompts, JudgeRules
@@ -37,6 +38,11 @@ class Judge(JudgeRules):
     token_budget: int = 16384
     other: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("judge.dtype", self.dtype, DTYPES)
+        check_least("judge", 1, token_budget=self.token_budget)
+
     def rules(self) -> JudgeRules:
         """The prompt rules alone, with the template's path settled."""
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
@@ -62,6 +68,10 @@ class OtherJudge:
     layer: int | str = "last"
     align: AlignMethod = AlignMethod.LEVENSHTEIN
     length_from: LengthFrom = LengthFrom.SOURCE
+
+    def __post_init__(self) -> None:
+        check_choice("other_judge.dtype", self.dtype, DTYPES)
+        check_least("other_judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
 
 
 class JudgeRoom:

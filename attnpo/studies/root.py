@@ -12,7 +12,7 @@ from attnpo.data.base import PairSet
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import Kind, UserError
+from attnpo.schema import Kind, UserError, check_seed
 from attnpo.studies.auto_layer import AutoLayer, is_auto
 from attnpo.studies.grid import Grid, Study
 from attnpo.studies.judging import Judge, OtherJudge
@@ -113,6 +113,14 @@ def require_name(name: str | None) -> None:
     """Nothing; raises UserError for a name that is no folder of its own below ``output``."""
     if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
         raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
+    if name is not None and not name.isprintable():
+        raise UserError(f"name: expected printable characters alone, got {name!r}")
+
+
+def require_folder(key: str, folder: str | None) -> None:
+    """Raises UserError for the value of ``key`` where it can be no folder; None stands for a default."""
+    if folder is not None and not (folder.strip() and folder.isprintable()):
+        raise UserError(f"{key}: expected the path of a folder in printable characters, got {folder!r}")
 
 
 def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
@@ -186,9 +194,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:
             raise UserError(f"seeds: expected at least 1, or null to leave it to the study, got {self.seeds}")
-        if self.seed < 0:
-            raise UserError(f"seed: expected 0 or more, got {self.seed}")
+        check_seed("seed", self.seed, self.seeds or (1 if self.study is None else self.study.seeds))
+        if self.verbalized_epochs < 1:
+            raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
         require_name(self.name)
+        require_folder("output", self.output)
+        require_folder("store", self.store)
         if self.layout not in LAYOUTS:
             raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
         require_parts(self.reference, self.model, self.optimizer)

@@ -150,13 +150,11 @@ def log_memory(lines: Iterable[str]) -> None:
 
 def log_model(spec: "ModelSpec") -> None:
     """Nothing; logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
-    from transformers import AutoConfig
-
-    from attnpo.models.loading import model_depth
+    from attnpo.models.loading import load_config, model_depth
     from attnpo.training.memory import Shape
 
     layers = model_depth(spec.path, spec.revision)
-    config = AutoConfig.from_pretrained(spec.path, revision=spec.revision or "main")
+    config = load_config(spec.path, spec.revision)
     shape = Shape.of(config, spec.lora)
     name = (config.architectures or [type(config).__name__])[0]
     trained = f" ({shape.adapters:,} more in adapters, which alone are trained)" if shape.adapters else ""

@@ -10,7 +10,19 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
+from attnpo.models.spec import DTYPES
+from attnpo.schema import (
+    SIDES,
+    Generator,
+    Message,
+    PairWeights,
+    PreferencePair,
+    Sampling,
+    UserError,
+    check_choice,
+    check_least,
+    digest,
+)
 from attnpo.studies.files import find_file
 from attnpo.studies.judging import read_template
 from attnpo.text.score_prompt import ScoreQuestions, ScoreTemplate
@@ -72,10 +84,9 @@ class Verbalizer:
     known_parts: GeneratorMaker | None = None
 
     def __post_init__(self) -> None:
+        check_choice("verbalizer.dtype", self.dtype, DTYPES)
         for name in ("batch_size", "token_budget", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"verbalizer.{name} must be at least 1, got {value}")
+            check_least("verbalizer", 1, **{name: getattr(self, name)})
 
     def template(self) -> ScoreTemplate:
         """The wording, read from its files."""

@@ -110,8 +110,8 @@ def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerF
     """The base in evaluation mode and its tokenizer."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    model = LlamaForCausalLM.from_pretrained(model_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path)
+    model = LlamaForCausalLM.from_pretrained(model_path, trust_remote_code=False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False)
     model.train(False)
     return model, tokenizer
 

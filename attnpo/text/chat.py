@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import EncodedResponse, Message, UserError
+from attnpo.text.deadline import Overran, deadline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 SENTINEL = "ATTNPOPLACEHOLDER"
 """Stands for a message's content where only the text around it is wanted."""
+
+RENDERING = 10.0
+"""Seconds of computing that one conversation may take to render; real templates take milliseconds."""
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
@@ -39,6 +43,10 @@ class RefusedText(UserError):
         self.reason = reason
 
 
+class RunawayTemplate(UserError):
+    """A chat template that computes without an end in sight."""
+
+
 class Cut(NamedTuple):
     """Which sides of a training sequence lost tokens."""
 
@@ -52,7 +60,8 @@ class ChatFormat:
     ``chat_template`` replaces the tokenizer's own template text. ``counts`` has "prompt is not a token prefix" for
     responses whose first characters merge with the prompt's last token and were therefore tokenised on their own.
 
-    Raises UserError for a tokenizer without a template and for one that gives no character ranges (not "fast").
+    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), and for a
+    template that does not come to an end.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
@@ -83,6 +92,17 @@ class ChatFormat:
         self._frame: tuple[str, str] | None = None
         self._last_prompt: tuple[str, list[int], list[Range]] | None = None
         self._fingerprint: dict[str, Any] | None = None
+        self._runaway: RunawayTemplate | None = None
+        self._check_time()
+
+    def _check_time(self) -> None:
+        """Renders a short prompt: a template that runs away is refused here. What else it refuses is told on use."""
+        try:
+            self.render([Message(role="user", content="a")], add_generation_prompt=True)
+        except RunawayTemplate:
+            raise
+        except UserError as problem:
+            log.debug("the chat template refuses a prompt of one turn: %s", problem)
 
     def _adds_bos(self, bos: int | None) -> bool:
         return bos is not None and self._backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
@@ -90,15 +110,29 @@ class ChatFormat:
     # ------------------------------------------------------------------------------------------ text and ids
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The conversation as text. Raises UserError with the template's own words when it refuses the messages."""
+        """The conversation as text.
+
+        Raises UserError with the template's own words when it refuses the messages, and when it runs away: after
+        RENDERING seconds the first time, at once from then on.
+        """
+        if self._runaway is not None:
+            raise self._runaway
         turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                chat_template=self.chat_template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
+            with deadline(RENDERING):
+                text = self.tokenizer.apply_chat_template(
+                    turns,
+                    chat_template=self.chat_template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+        except Overran as problem:
+            self._runaway = RunawayTemplate(
+                "the chat template (model.chat_template where that is set, else that of "
+                f"{self.tokenizer.name_or_path!r}) computed for {RENDERING:g} seconds over one conversation and was "
+                "stopped; give another template as model.chat_template"
             )
+            raise self._runaway from problem
         except TemplateSyntaxError as problem:
             raise UserError(
                 f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "

@@ -135,7 +135,7 @@ class Shape:
         """The shape of the causal LM that ``config`` describes. Raises UserError when it describes none."""
         try:
             with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+                model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
             stack = layer_stack(model)
         except Exception as error:  # the library raises anything from ValueError to KeyError here
             first = (str(error).splitlines() or [type(error).__name__])[0]

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnpo.schema import UserError
+from attnpo.schema import UserError, check_least
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +40,18 @@ class Optimizer:
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "constant"):
             raise UserError(f"optimizer.schedule must be cosine or constant, got {self.schedule!r}")
-        if self.warmup < 0:
+        if not 0 <= self.warmup < math.inf:
             raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
         if self.warmup_from not in WARMUPS:
             raise UserError(f"optimizer.warmup_from must be one of {', '.join(WARMUPS)}, got {self.warmup_from!r}")
-        if not self.lr > 0:
-            raise UserError(f"optimizer.lr must be above 0, got {self.lr}")
+        for name, value in (("lr", self.lr), ("eps", self.eps)):
+            if not 0 < value < math.inf:
+                raise UserError(f"optimizer.{name} must be above 0 and finite, got {value}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"optimizer.betas must be two numbers from 0 up to, but below, 1; got {list(self.betas)}")
+        check_least("optimizer", 0, weight_decay=self.weight_decay)
+        if not 0 <= self.final_share <= 1:
+            raise UserError(f"optimizer.final_share is a share of lr and must lie in [0, 1], got {self.final_share}")
         if self.moments not in MOMENTS:
             raise UserError(f"optimizer.moments must be one of {', '.join(MOMENTS)}, got {self.moments!r}")
         if self.stochastic_rounding and self.moments != "8bit":

@@ -1,14 +1,39 @@
 """Settings of the training loop, its loggers and its callbacks: plain values without any heavy import."""
 
+import re
 from dataclasses import dataclass
 
 from attnpo.models.spec import DTYPES
-from attnpo.schema import UserError
+from attnpo.schema import UserError, check_choice, check_least
 
 PRECISIONS = ("32-true", "bf16-mixed")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
+DEVICES = r"auto|-1|0*[1-9]\d*|\d+,(\d+(,\d+)*)?"
 STRATEGIES = ("auto", "ddp", "fsdp")
 EPOCH = "epoch"
 """The value of ``validate_every`` that counts the epoch's steps, however many they are."""
+DIRECTIONS = {
+    "loss": "min",
+    "losses/preference": "min",
+    "losses/sft": "min",
+    "rewards/kl": "min",
+    "rewards/triplet": "min",
+    "rewards/chosen": "max",
+    "rewards/rejected": "min",
+    "rewards/margins": "max",
+    "rewards/accuracies": "max",
+    "rewards/unweighted/chosen": "max",
+    "rewards/unweighted/rejected": "min",
+    "logps/chosen": "max",
+    "logps/rejected": "min",
+}
+"""Whether the lowest or the highest value of a metric is the best, of those that are logged below val/ and train/."""
+
+
+def direction(monitor: str) -> str | None:
+    """ "min" or "max" for a metric that can only be meant one way, None for any other name."""
+    split, _, name = monitor.partition("/")
+    return DIRECTIONS.get(name) if split in ("val", "train") else None
 
 
 @dataclass(frozen=True)
@@ -46,8 +71,21 @@ class TrainerSettings:
             raise UserError(
                 f"trainer.validate_every must be at least 1 optimiser step, or {EPOCH}, got {self.validate_every!r}"
             )
+        check_choice("trainer.accelerator", self.accelerator, ACCELERATORS)
+        if not re.fullmatch(DEVICES, self.devices):
+            raise UserError(
+                f"trainer.devices must be auto, a number of at least 1 or a list as 0,1, got {self.devices!r}"
+            )
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise UserError(
+                f"trainer.max_steps must be at least 1 optimiser step, or -1 to leave it to trainer.max_epochs, got "
+                f"{self.max_steps}"
+            )
         if self.max_steps < 0 and self.max_epochs < 1:
             raise UserError("trainer.max_epochs must be at least 1 when trainer.max_steps is not set")
+        check_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
+        for name in ("num_nodes", "log_every_n_steps", "threads"):
+            check_least("trainer", 1, **{name: getattr(self, name)})
 
 
 @dataclass(frozen=True)
@@ -77,7 +115,8 @@ class CallbackSettings:
     """What is kept of a run.
 
     ``checkpoints`` writes ``best/`` (by ``monitor``) and ``last/``, each resumable and a Hugging Face folder; ``last/``
-    becomes one at the end of training or when it is interrupted. ``last/`` is saved with every validation and, with
+    becomes one at the end of training or when it is interrupted. ``mode`` (min, max) is None where it follows from the
+    metric. ``last/`` is saved with every validation and, with
     ``save_every``, every so many optimiser steps.
     ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
@@ -85,7 +124,7 @@ class CallbackSettings:
 
     checkpoints: bool = True
     monitor: str = "val/loss"
-    mode: str = "min"
+    mode: str | None = None
     save_every: int | None = None
     samples: int = 4
     sample_tokens: int = 64
@@ -94,11 +133,34 @@ class CallbackSettings:
     export_dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise UserError(f"callbacks.mode must be min or max, got {self.mode!r}")
+        if self.mode not in (None, "min", "max"):
+            raise UserError(f"callbacks.mode must be null, min or max, got {self.mode!r}")
+        check_least("callbacks", 0, samples=self.samples, heat_maps=self.heat_maps)
+        check_least("callbacks", 1, sample_tokens=self.sample_tokens)
+        if self.checkpoints:
+            self._check_monitor()
         if self.save_every is not None and self.save_every < 1:
             raise UserError(f"callbacks.save_every must be null or at least 1 optimiser step, got {self.save_every}")
         if self.export_dtype is not None and self.export_dtype not in DTYPES:
             raise UserError(
                 f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.export_dtype!r}"
             )
+
+    def _check_monitor(self) -> None:
+        """Raises UserError for a mode that contradicts the metric, and for a metric that needs a mode and has none."""
+        known = direction(self.monitor)
+        if known is None and self.mode is None:
+            raise UserError(
+                f"callbacks.monitor={self.monitor} does not say which value is the best: expected val/NAME (or "
+                f"train/NAME) with NAME one of {', '.join(DIRECTIONS)}; for another one set callbacks.mode=min or max"
+            )
+        if known is not None and self.mode not in (None, known):
+            raise UserError(
+                f"callbacks.mode={self.mode} would keep the worst checkpoint by callbacks.monitor={self.monitor}, "
+                f"whose best value is the {known}imum: set callbacks.mode=null, which follows from the metric"
+            )
+
+    @property
+    def direction(self) -> str:
+        """ "min" or "max": which value of ``monitor`` is the best."""
+        return self.mode or direction(self.monitor) or "min"

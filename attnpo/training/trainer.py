@@ -54,7 +54,7 @@ def make_callbacks(
     if settings.checkpoints:
         # What a run goes on from comes first; a best/ that is missing behind it is made up for on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
-        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.mode, account))
+        callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
         callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress())
     return callbacks

@@ -267,6 +267,10 @@ class TokenProfile:
     factors: dict[int, float] = field(default_factory=dict, repr=False)
     places: PositionProfile | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise UserError(f"transform TokenProfile: bins must be at least 1, got {self.bins}")
+
     @property
     def needs_fit(self) -> bool:
         """Yes."""

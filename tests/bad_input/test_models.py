@@ -1,5 +1,6 @@
 """Model folders that are missing, half written or put together wrongly, tokenizers and templates that do not serve."""
 
+import io
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 from attnpo import hub
 from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
 from attnpo.schema import UserError
+from attnpo.text import chat
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
@@ -93,6 +95,72 @@ def test_a_damaged_folder_is_one_line(attempts: Attempts, record: Record, case: 
     assert message in answer.refused() and str(world.model) in answer.error
     assert not any("LOAD REPORT" in line for line in answer.log)
     record(case, answer.refused(), NOT_STARTED)
+
+
+def with_code(folder: Path) -> None:
+    """Damage: config, tokenizer and model of kinds of their own, in a Python file that leaves a mark when it is run."""
+    (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(folder / 'ran')!r}).touch()\n" + OWN)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    rewrite(CONFIG, model_type="own", auto_map=classes)(folder)
+
+
+def with_tokenizer_code(folder: Path) -> None:
+    """Damage: a tokenizer of a kind of its own."""
+    with_code(folder)
+    rewrite(CONFIG, model_type="llama", auto_map=None)(folder)
+    classes = {"AutoTokenizer": ["own.OwnTokenizer", "own.OwnTokenizer"]}
+    rewrite("tokenizer_config.json", tokenizer_class="OwnTokenizer", auto_map=classes)(folder)
+
+
+OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("damage", [with_code, with_tokenizer_code])
+def test_a_model_with_code_of_its_own_is_refused_and_its_code_not_run(
+    attempts: Attempts, record: Record, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+) -> None:
+    """Also where the standard input would answer the library's question with yes."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    world = attempts.broken_model(damage)
+    message = attempts.fit("weights=uniform", world=world).refused()
+    assert "it brings Python code of its own (auto_map in its JSON files), which attnpo never runs" in message
+    assert str(world.model) in message and not (world.model / "ran").exists()
+    record(f"a model folder {damage.__name__.replace('_', ' ')}", message, NOT_STARTED)
+
+
+NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+RUNAWAY = {
+    "loops in loops": NESTED,
+    "a loop over long texts": "{% for m in messages if m.content | length > 9 %}" + NESTED + "{% endfor %}",
+    "a power of powers": "{{ 10 ** (10 ** 9) }}",
+}
+
+
+@pytest.mark.parametrize("case", RUNAWAY)
+@pytest.mark.parametrize("origin", ["folder", "option"])
+def test_a_chat_template_that_runs_away_is_stopped(
+    attempts: Attempts, record: Record, monkeypatch: pytest.MonkeyPatch, case: str, origin: str
+) -> None:
+    monkeypatch.setattr(chat, "RENDERING", 0.3)
+    template, world, given = RUNAWAY[case], attempts.world, []
+    if origin == "folder":
+        world = attempts.broken_model(lambda folder: (folder / "chat_template.jinja").write_text(template))
+    else:
+        given = [f"model.chat_template='{template}'"]
+    began = time.thread_time()
+    message = attempts.fit("weights=uniform", *given, world=world).refused()
+    assert "computed for 0.3 seconds over one conversation and was stopped; give another template" in message
+    assert "model.chat_template" in message and str(world.model) in message
+    assert time.thread_time() - began < 20
+    record(f"a chat template with {case} ({origin})", message, NOT_STARTED)
 
 
 def test_weights_of_a_deeper_model_are_said_to_be_left_out(attempts: Attempts, record: Record) -> None:

@@ -56,16 +56,53 @@ KEYS = {
     "reference=frozen": ("reference=frozen: expected one of live, cached",),
     "resume=nowhere": ("resume=nowhere: no checkpoint at",),
     "optimizer.lr=0": ("optimizer.lr must be above 0",),
+    "optimizer.lr=inf": ("optimizer.lr: expected a finite float of at most 1.79", "got inf"),
+    "optimizer.lr=nan": ("optimizer.lr: expected a finite float", "got nan"),
+    "optimizer.betas=[1.0,.99]": ("optimizer.betas must be two numbers from 0 up to, but below, 1; got [1.0, 0.99]",),
+    "optimizer.weight_decay=-1": ("optimizer.weight_decay must be at least 0, got -1.0",),
+    "trainer.threads=0": ("trainer.threads must be at least 1, got 0",),
+    "trainer.accelerator=tpu": ("trainer.accelerator must be one of auto, cpu, gpu, cuda, mps, got 'tpu'",),
+    "trainer.devices=none": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got 'none'",),
+    "trainer.devices=0": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got '0'",),
+    "trainer.max_steps=0": ("trainer.max_steps must be at least 1 optimiser step, or -1", "got 0"),
+    "trainer.log_every_n_steps=0": ("trainer.log_every_n_steps must be at least 1, got 0",),
+    "callbacks.samples=-1": ("callbacks.samples must be at least 0, got -1",),
+    "judge.dtype=int8": ("judge.dtype must be one of float64, float32, bfloat16, float16, got 'int8'",),
+    "seed=4294967296": ("seed: expected a whole number from 0 to 4294967295, got 4294967296",),
+    "seed=10000000000000000000000": ("seed: expected a finite int of at most 9223372036854775807",),
+    "data.train_rows='200%'": ('data.train_rows="200%" is no choice of rows', "a share of at most 100%"),
+    "data.subset=part": ("data.subset=part names a part of a dataset on the hub, and data.path=", "data.subset=null"),
+    "store=''": ("store: expected the path of a folder in printable characters, got ''",),
+    "output=''": ("output: expected the path of a folder in printable characters, got ''",),
+    "name='a\nb'": (r"name: expected printable characters alone, got 'a\nb'",),
+    "name='a\x1b[2Jb'": (r"name: expected printable characters alone, got 'a\x1b[2Jb'",),
+    "name=..": ("name: expected the name of a folder below `output`, got '..'",),
+    "name=/a": ("name: expected the name of a folder below `output`, got '/a'",),
 }
 
 
-@pytest.mark.parametrize("override", KEYS)
+@pytest.mark.parametrize("override", KEYS, ids=ascii)
 def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, override: str) -> None:
     answer = attempts.fit(override)
     assert answer.status == 2 and answer.error.startswith("error: ") and "Traceback" not in answer.error
     for part in KEYS[override]:
         assert part in answer.error, answer.error
     record(override, answer.error.removeprefix("error: "), NOT_STARTED)
+
+
+def test_an_override_may_be_longer_than_a_file_name(attempts: Attempts) -> None:
+    """A chat template as text: the folder's own behind a long remark."""
+    own = (attempts.world.model / "chat_template.jinja").read_text(encoding="utf-8")
+    template = "{# " + "a remark " * 40 + "#}" + own
+    quoted = template.replace("'", "\\'")
+    assert attempts.fit("weights=uniform", f"model.chat_template='{quoted}'").status == 0
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.path", "name", "store", "resume"])
+def test_a_path_that_is_too_long_is_one_line(attempts: Attempts, record: Record, key: str) -> None:
+    message = attempts.fit("weights=uniform", f"{key}={'x' * 300}").refused()
+    assert "x" * 20 in message and len(message) < 800
+    record(f"{key} of 300 characters", message, NOT_STARTED)
 
 
 def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -> None:
@@ -76,11 +113,20 @@ def test_a_key_of_other_weights_is_unknown(attempts: Attempts, record: Record) -
 
 
 def test_a_monitor_that_is_never_logged(attempts: Attempts, record: Record) -> None:
-    """Known from the validation before training; the answer lists the names there are."""
+    """Known before anything is loaded where its direction is asked for, else from the validation before training."""
     message = attempts.fit("callbacks=default", "callbacks.monitor=val/los").refused()
+    assert "callbacks.monitor=val/los does not say which value is the best" in message and "margins" in message
+    record("callbacks.monitor=val/los", message, NOT_STARTED)
+    message = attempts.fit("callbacks=default", "callbacks.monitor=val/los", "callbacks.mode=min").refused()
     assert message.startswith("callbacks.monitor=val/los is not a logged metric; there are: ")
     assert "val/loss" in message and "val/rewards/margins" in message
-    record("callbacks.monitor=val/los", message, "the validation before training")
+    record("callbacks.monitor=val/los callbacks.mode=min", message, "the validation before training")
+
+
+def test_a_mode_that_would_keep_the_worst(attempts: Attempts, record: Record) -> None:
+    message = attempts.fit("callbacks=default", "callbacks.monitor=val/rewards/margins", "callbacks.mode=min").refused()
+    assert "callbacks.mode=min would keep the worst checkpoint by callbacks.monitor=val/rewards/margins" in message
+    record("callbacks.monitor=val/rewards/margins callbacks.mode=min", message, NOT_STARTED)
 
 
 TESTBED = {

@@ -128,7 +128,7 @@ def test_what_the_authors_files_add(name: str) -> None:
         "lengths.overlong": "cut",
         "reference": "cached",
         "callbacks.monitor": "val/loss",
-        "callbacks.mode": "min",
+        "callbacks.mode": None,
     }
     assert {key: values[key] for key in wanted} == wanted
 

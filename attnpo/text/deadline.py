@@ -1,0 +1,40 @@
+"""A time limit for code that came with a model: what a chat template may take."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Overran(Exception):
+    """What ran inside ``deadline`` took longer than it may."""
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Raises ``Overran`` in what runs inside once this thread has computed for ``seconds``.
+
+    Time in which the process was stopped or waited for a busy machine does not count. Signals reach the main thread
+    alone: in others, and where the system has no interval timers, nothing is limited. Nor is memory, or a single call
+    into C that does not look for signals.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    began = time.thread_time()
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if time.thread_time() - began >= seconds:
+            raise Overran
+
+    before = signal.signal(signal.SIGALRM, ring)
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds / 4)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if left:  # another timer ran: it goes on with what was left of it
+            signal.setitimer(signal.ITIMER_REAL, left, interval)
