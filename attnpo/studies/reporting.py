@@ -22,14 +22,14 @@ WEIGHTS, STUDY, RUN = "weights", "study", "run"
 KINDS = (WEIGHTS, STUDY, RUN)
 MARK = "report.json"
 # Parts of the config that move no number of a report.
-PLACES = ("name", "output", "store", "composed")
+PLACES = ("name", "output", "store", "lock_timeout", "composed")
 # Keys of `fit` that only training reads.
 TRAINING = (
     *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
     "verbalized_epochs",
 )
 # Keys that reports of folders read.
-OF_FOLDERS = ("what", "printed", "name", "output", "composed")
+OF_FOLDERS = ("what", "printed", "name", "output", "lock_timeout", "composed")
 
 
 @dataclass(frozen=True)
