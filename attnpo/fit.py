@@ -27,7 +27,7 @@ def main(cfg: DictConfig) -> int:
     announce("fit", cfg, folder)
     if leads():
         make_folder(folder)
-    with locked(folder, cfg.lock_timeout, leading=leads()):
+    with locked(folder, float(cfg.lock_timeout), leading=leads()):
         return _work(cfg, folder)
 
 

@@ -123,7 +123,7 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
     moves = said = False
     while (found := _read(mark.parent)) is not None or (leading and not _claim(mark, own)):
         if found is None:  # another was faster
-            time.sleep(POLL)
+            time.sleep(POLL / 20)
             continue
         path, touched, holder = found
         if not leading and own.shares(holder):
@@ -132,10 +132,11 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
         if seen != (path, touched):
             moves = seen is not None and seen[0] == path
             seen, at = (path, touched), now
-        patience, silent = max(timeout, MISSED * holder.beat), now - at > MISSED * holder.beat
-        gone = _gone(holder, _age(path, touched), now - at, moves, patience)
+        lives, unchanged, silence = holder.lives(), now - at, MISSED * holder.beat
+        patience = timeout if lives is not None else max(timeout, silence)
+        gone = not lives if lives is not None else _silent(_age(path, touched), unchanged, moves, patience, silence)
         waits = not leading or own.follows(holder)
-        ends = now - began > patience + (0 if leading else LATE) and (holder.lives() or not silent)
+        ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
         if gone and not leading:  # the leading process replaces it
             return
         if gone:
@@ -158,6 +159,8 @@ def _claim(mark: Path, own: Holder) -> bool:
         try:
             share(made)
             write_whole(made / mark.name, json.dumps(asdict(own)) + "\n")
+            with suppress(OSError):
+                mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
             made.rename(mark.parent)
         finally:
             shutil.rmtree(made, ignore_errors=True)
@@ -182,18 +185,15 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
         return path, touched, Holder()
 
 
-def _gone(holder: Holder, age: float, unchanged: float, moves: bool, patience: float) -> bool | None:
-    """Whether a holder is gone; None where that takes another look.
+def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
+    """Whether a heartbeat has stopped; None where that takes another look.
 
-    ``age``: of the last heartbeat by the file system's clock; ``unchanged``: seconds for which no other was seen;
-    ``moves``: one was. Clocks of machines may disagree, so that what is seen counts for more.
+    ``age``: of the last one by the file system's clock; ``unchanged``: seconds for which no other was seen; ``moves``:
+    one was. Clocks of machines may disagree, so that what is seen counts for more: ``silence`` seconds of it at least.
     """
-    lives = holder.lives()
-    if lives is not None:
-        return not lives
     if moves or age < patience:
         return unchanged >= patience
-    return True if unchanged >= MISSED * holder.beat else None
+    return True if unchanged >= silence else None
 
 
 def _age(path: Path, touched: float) -> float:
