@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from attnpo import locks
 from attnpo.locks import Holder, locked
 from attnpo.schema import UserError
 
@@ -319,16 +320,45 @@ def test_what_lightning_starts_joins_the_process_that_started_it(tmp_path: Path)
 
 # ------------------------------------------------------------------------------------------------ races
 
+
+@pytest.mark.parametrize("window", ["lives", "share"])
+def test_one_that_comes_between_two_steps_of_a_starter_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: str
+) -> None:
+    """Between the look at a holder that is gone and its removal, and while the lock is being made."""
+    this = Holder.this(LONG)
+    write_lock(tmp_path, pid=this.pid, machine=this.machine, began="long ago")
+    place: Any = Holder if window == "lives" else locks
+    step = getattr(place, window)
+    with ExitStack() as between:
+        entered: list[bool] = []
+
+        def slow(*arguments: Any) -> Any:
+            found = step(*arguments)
+            if not entered:
+                entered.append(True)
+                between.enter_context(locked(tmp_path, LONG))
+            return found
+
+        monkeypatch.setattr(place, window, slow)
+        assert f"in use by process {os.getpid()} " in refusal(tmp_path, LONG)
+    assert is_free(tmp_path)
+
+
 RACERS, ROUNDS = 4, 50
 # A UserError would bring torch into each of them.
 RACES = """
 import sys
+import time
 from pathlib import Path
 from attnpo import locks
 locks.user_error = RuntimeError
-for folder in sys.stdin:
+for line in sys.stdin:
+    folder, start = line.split()
+    while time.monotonic() < float(start):
+        pass
     try:
-        with locks.locked(Path(folder.strip()), 300.0):
+        with locks.locked(Path(folder), 300.0):
             print("won", flush=True)
             sys.stdin.readline()
     except RuntimeError:
@@ -355,7 +385,9 @@ def test_of_several_starters_one_takes_a_lock_whose_holder_is_gone(tmp_path: Pat
     try:
         for turn in range(ROUNDS):
             write_lock(tmp_path / str(turn), pid=this.pid, machine=this.machine, began="long ago")
-            assert told(racers, str(tmp_path / str(turn))) == ["refused"] * (RACERS - 1) + ["won"]
+            assert told(racers, f"{tmp_path / str(turn)} {time.monotonic() + 0.02}") == ["refused"] * (RACERS - 1) + [
+                "won"
+            ]
             assert told(racers, "end") == ["over"] * RACERS
     finally:
         for racer in racers:
