@@ -154,7 +154,8 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
 def _claim(mark: Path, own: Holder) -> bool:
     """Makes the lock this process's, where nobody holds it; returns whether it is."""
     try:
-        mark.parents[1].mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):  # a file there is met by the next line
+            mark.parents[1].mkdir(parents=True)
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
             share(made)
