@@ -1,10 +1,13 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
 import sys
+from pathlib import Path
 
 from omegaconf import DictConfig
 
 from attnpo.config import run_entry
+from attnpo.console import leads
+from attnpo.locks import locked
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
@@ -15,12 +18,20 @@ def main(cfg: DictConfig) -> int:
 
     Raises:
         Interrupted: a signal ended training; what there is is saved.
+        UserError: another job works in the folder, or something is not as it must be.
     """
-    from attnpo.studies.folders import run_folder
+    from attnpo.studies.folders import make_folder, run_folder
     from attnpo.studies.startup import announce
 
     folder = run_folder(cfg)
     announce("fit", cfg, folder)
+    if leads():
+        make_folder(folder)
+    with locked(folder, float(cfg.lock_timeout), leading=leads()):
+        return _work(cfg, folder)
+
+
+def _work(cfg: DictConfig, folder: Path) -> int:
     from attnpo.studies.publish import publish_study
     from attnpo.studies.resume import refuse_taken
     from attnpo.studies.run import run

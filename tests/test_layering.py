@@ -12,7 +12,7 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "console", "hub", "studies"}
+STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "console", "hub", "locks", "studies"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
@@ -22,6 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"components", "console", "schema"},
     "hub": set(),
     "files": set(),
+    "locks": {"console", "files"},
     "text": TEXT,
     "weights": WEIGHTS,
     "data": DATA | {"hub"},
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {"config", "components", "console", "files", "hub"} | ENTRY_POINTS
+LIGHT_FILES = {"config", "components", "console", "files", "hub", "locks"} | ENTRY_POINTS
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from attnpo.config import RUNS_ROOT, build
 from attnpo.data.prompts import Prompt, PromptSet, PromptSource
+from attnpo.locks import locked
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling, UserError, check_choice
 from attnpo.studies.answer_file import AnswerFile, AnswerRow, Name
@@ -128,10 +129,9 @@ def answer_prompts(cfg: DictConfig) -> Path:
 
     Raises:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
-            or sampling.
+            or sampling, or another job is writing into it.
     """
     from attnpo.console import process
-    from attnpo.models.generate import Request
 
     rules: AnswerRules = build(cfg.answers)
     sampling: Sampling = build(cfg.sampling)
@@ -141,8 +141,14 @@ def answer_prompts(cfg: DictConfig) -> Path:
             f"answers.per_prompt={rules.per_prompt} with sampling.temperature=0 gives one answer {rules.per_prompt} "
             "times: set a temperature above 0"
         )
-    rank, processes = process()
-    file = AnswerFile(output_path(cfg), rank, processes)
+    file = AnswerFile(output_path(cfg), *process())
+    with locked(file.path.parent, file=file.part.name, instead="output=FILE.jsonl"):
+        return _answer(cfg, rules, sampling, source, file)
+
+
+def _answer(cfg: DictConfig, rules: AnswerRules, sampling: Sampling, source: PromptSource, file: AnswerFile) -> Path:
+    from attnpo.models.generate import Request
+
     model, chat = _open_model(cfg)
     found = source.load()
     limit = _limit(model, rules, sampling)
@@ -153,7 +159,8 @@ def answer_prompts(cfg: DictConfig) -> Path:
     wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(rules.per_prompt)]
     turns = {prompt.id: prompt for prompt in found.prompts}
     _check_same_prompts(have, turns, file.path)
-    lacking = {name: Request(encoded.kept[name[0]], name[1]) for name in wanted[rank::processes] if name not in have}
+    share = wanted[file.rank :: file.processes]
+    lacking = {name: Request(encoded.kept[name[0]], name[1]) for name in share if name not in have}
     log.info("%d answers wanted, %d are in %s, %d to compute here", len(wanted), len(have), file.path, len(lacking))
     began = time.perf_counter()
     if lacking:

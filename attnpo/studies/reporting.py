@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from attnpo.config import plain
 from attnpo.console import world_size
+from attnpo.locks import locked
 from attnpo.schema import UserError, digest
 from attnpo.studies.folders import make_folder
 from attnpo.studies.root import RunConfig
@@ -22,14 +23,14 @@ WEIGHTS, STUDY, RUN = "weights", "study", "run"
 KINDS = (WEIGHTS, STUDY, RUN)
 MARK = "report.json"
 # Parts of the config that move no number of a report.
-PLACES = ("name", "output", "store", "composed")
+PLACES = ("name", "output", "store", "lock_timeout", "composed")
 # Keys of `fit` that only training reads.
 TRAINING = (
     *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
     "verbalized_epochs",
 )
 # Keys that reports of folders read.
-OF_FOLDERS = ("what", "printed", "name", "output", "composed")
+OF_FOLDERS = ("what", "printed", "name", "output", "lock_timeout", "composed")
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,12 @@ def report(cfg: DictConfig) -> None:
     given = [*cfg.what, *cfg.composed.get("overrides", [])]
     log.info("%s", shlex.join(["python", "-m", "attnpo.report", *map(str, given)]))
     folder = report_folder(cfg, kind)
-    check_free(folder, mark_of(cfg))
+    with locked(folder, float(cfg.lock_timeout)):
+        check_free(folder, mark_of(cfg))
+        _write_report(cfg, kind, folder)
+
+
+def _write_report(cfg: DictConfig, kind: str, folder: Path) -> None:
     if kind == WEIGHTS:
         from attnpo.studies.weight_report import weight_report
 
@@ -125,9 +131,10 @@ def report_folder(cfg: DictConfig, kind: str) -> Path:
 def check_free(folder: Path, mark: str) -> None:
     """Nothing; UserError for a folder with anything but an earlier report of the same command."""
     try:
-        held = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as problem:
         raise UserError(f"output=: {folder} must be a folder that can be read, but: {problem.strerror}") from problem
+    held = [name for name in names if not name.startswith(".")]  # its lock
     if not held:
         return
     try:

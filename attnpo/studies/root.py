@@ -3,6 +3,7 @@
 Named by ``_target_`` at the top of ``configs/fit.yaml``; built only to be checked, before anything heavy is loaded.
 """
 
+import math
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from attnpo.data.base import PairSet
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
+from attnpo.locks import TIMEOUT
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import Kind, UserError, check_seed
@@ -184,6 +186,7 @@ class RunConfig:
     store: str | None = None
     seeds: int | None = None
     resume: str | None = None
+    lock_timeout: float = TIMEOUT
     prepare: Preparer | None = None
     truth: Truth | None = None
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
@@ -197,6 +200,8 @@ class RunConfig:
         check_seed("seed", self.seed, self.seeds or (1 if self.study is None else self.study.seeds))
         if self.verbalized_epochs < 1:
             raise UserError(f"verbalized_epochs: expected at least 1, got {self.verbalized_epochs}")
+        if not 0 < self.lock_timeout < math.inf:
+            raise UserError(f"lock_timeout: expected seconds, more than 0, got {self.lock_timeout}")
         require_name(self.name)
         require_folder("output", self.output)
         require_folder("store", self.store)

@@ -1,0 +1,272 @@
+"""One job at a time in a folder: a lock that the leading process of a job holds for all of the job's processes.
+
+The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives: its
+heartbeat. It is made under another name and renamed, which a file system, a network's too, lets succeed only where no
+lock with a file in it is: of several starters one wins. From a holder that is gone its own file is taken away, never
+that of one which came since. Light: imports no package.
+"""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from attnpo.console import user_error
+from attnpo.files import share, write_whole
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = 300.0  # seconds without a heartbeat; a network file system may show one a minute late
+BEAT = 10.0  # seconds between two heartbeats, at most
+MISSED = 3  # heartbeats that must be seen to stay away where the clocks say that the last one is old
+POLL = 0.2  # seconds between two looks at a lock
+LATE = 60.0  # seconds for which a process waits for the leading one beyond what that may wait itself
+HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who works in a folder, as its lock says; of a lock that cannot be read, the defaults.
+
+    ``machine`` and ``began`` (when the process did) tell it from a later process of its number; ``job`` is the same in
+    all processes of its job; ``attempts`` are the scheduler's jobs it is part of, with how often they were restarted.
+    """
+
+    pid: int = 0
+    host: str = "(its lock cannot be read)"
+    machine: str = ""
+    began: str | None = None
+    since: str = "(unknown)"
+    beat: float = BEAT
+    job: str = ""
+    attempts: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def this(timeout: float) -> "Holder":
+        """This process, as a holder."""
+        pid, beat, since = os.getpid(), min(BEAT, timeout / 10), time.strftime("%Y-%m-%d %H:%M:%S")
+        return Holder(pid, socket.gethostname(), _machine(), _began(pid), since, beat, _job(), _attempts())
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} since {self.since}"
+
+    def lives(self) -> bool | None:
+        """Whether its process is there; None where this one cannot see it."""
+        if self.machine != _machine() or self.pid < 1:
+            return None
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's
+            pass
+        began = _began(self.pid)
+        return None if began is None else began == self.began
+
+    def follows(self, other: "Holder") -> bool:
+        """Whether it is a later attempt of the scheduler's job that ``other`` was an attempt of."""
+        return any(count > other.attempts.get(job, count) for job, count in self.attempts.items())
+
+    def shares(self, other: "Holder") -> bool:
+        """Whether both are processes of one job; Lightning starts the others from the leading one."""
+        return bool(self.job and self.job == other.job) or other.pid == os.getppid()
+
+
+@contextmanager
+def locked(
+    folder: Path, timeout: float = TIMEOUT, *, leading: bool = True, file: str = "", instead: str = "name="
+) -> Iterator[None]:
+    """A context in which no other job works in ``folder``, or on its file ``file``.
+
+    The leading process of a job holds the lock; its others (``leading`` false) wait until it has it or it is free. A
+    holder that is gone is replaced: at once on this machine, on another when its heartbeat is ``timeout`` seconds old.
+    A job that SLURM requeued or torchrun restarted waits up to ``timeout`` seconds for the end of its earlier attempt.
+
+    Raises:
+        UserError: another job works there (``instead`` is the key that names another place), or nothing can be written.
+    """
+    lock = folder / (f".{file}.lock" if file else ".lock")
+    mark, stop, own = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
+    try:
+        try:
+            _acquire(mark, own, timeout, leading, str(folder / file), instead)
+        except OSError as problem:
+            text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be: {problem.strerror}"
+            raise user_error(text) from problem
+        if leading:
+            threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
+        yield
+    finally:
+        stop.set()
+        if leading:
+            with suppress(OSError):
+                mark.unlink(missing_ok=True)
+                lock.rmdir()
+                folder.rmdir()  # where it is empty: a command that was refused leaves no folder
+
+
+def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
+    """Returns when the lock is this process's, or its job's."""
+    began = at = time.monotonic()
+    seen: tuple[Path, float] | None = None
+    moves = said = False
+    while (found := _read(mark.parent)) is not None or (leading and not _claim(mark, own)):
+        if found is None:  # another was faster
+            time.sleep(POLL / 20)
+            continue
+        path, touched, holder = found
+        if not leading and own.shares(holder):
+            return
+        now = time.monotonic()
+        if seen != (path, touched):
+            moves = seen is not None and seen[0] == path
+            seen, at = (path, touched), now
+        lives, unchanged, silence = holder.lives(), now - at, MISSED * holder.beat
+        patience = timeout if lives is not None else max(timeout, silence)
+        gone = not lives if lives is not None else _silent(_age(path, touched), unchanged, moves, patience, silence)
+        waits = not leading or own.follows(holder)
+        ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
+        if gone and not leading:  # the leading process replaces it
+            return
+        if gone:
+            log.info("%s: %s is gone; going on", place, holder)
+            path.unlink(missing_ok=True)
+        elif gone is False and (ends or not waits):
+            raise user_error(_refusal(place, holder, instead, timeout, now - began if waits else 0.0))
+        elif leading and waits and not said:
+            said = True
+            log.info("%s is in use by %s, started earlier for this job: waiting for its end", place, holder)
+        else:
+            time.sleep(POLL)
+
+
+def _claim(mark: Path, own: Holder) -> bool:
+    """Makes the lock this process's, where nobody holds it; returns whether it is."""
+    try:
+        with suppress(FileExistsError):  # a file there is met by the next line
+            mark.parents[1].mkdir(parents=True)
+        made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
+        try:
+            share(made)
+            write_whole(made / mark.name, json.dumps(asdict(own)) + "\n")
+            with suppress(OSError):
+                mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
+            made.rename(mark.parent)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as problem:
+        if problem.errno not in HELD:
+            raise
+    return mark.exists()  # a network file system may report a rename as failed that it has done
+
+
+def _read(lock: Path) -> tuple[Path, float, Holder] | None:
+    """The holder of a lock, before it the lock's file and the time of the last heartbeat; None where there is none."""
+    try:
+        path = next(lock.iterdir(), None)
+        if path is None:
+            return None
+        touched, text = path.stat().st_mtime, path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        return path, touched, Holder(**json.loads(text))
+    except (ValueError, TypeError):
+        return path, touched, Holder()
+
+
+def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
+    """Whether a heartbeat has stopped; None where that takes another look.
+
+    ``age``: of the last one by the file system's clock; ``unchanged``: seconds for which no other was seen; ``moves``:
+    one was. Clocks of machines may disagree, so that what is seen counts for more: ``silence`` seconds of it at least.
+    """
+    if moves or age < patience:
+        return unchanged >= patience
+    return True if unchanged >= silence else None
+
+
+def _age(path: Path, touched: float) -> float:
+    """Seconds between ``touched`` and now, on the clock that stamps the files beside ``path``."""
+    try:
+        with tempfile.TemporaryFile(dir=path.parents[1], prefix=".") as file:
+            return abs(os.fstat(file.fileno()).st_mtime - touched)
+    except OSError:
+        return abs(time.time() - touched)
+
+
+def _refusal(place: str, holder: Holder, instead: str, timeout: float, waited: float) -> str:
+    wait = f"wait for its end (`while kill -0 {holder.pid}; do sleep 5; done`)"
+    if holder.lives() is None:
+        wait = f"wait for its end; were it killed, its place is free lock_timeout={timeout:g} seconds after that"
+    still = f", still after {waited:.0f} s" if waited else ""
+    return f"{place} is in use by {holder}{still}: give another {instead}, or {wait}"
+
+
+def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
+    """Touches the lock's file until ``stop``; ends this process when another has taken its place."""
+    while not stop.wait(beat):
+        try:
+            os.utime(mark)
+        except FileNotFoundError:
+            found = _read(mark.parent)
+            if found is None or stop.is_set():
+                return
+            # What this process, suspended for so long that it was taken to be gone, writes now would blend.
+            log.critical("%s is in use by %s, to whom this process seemed dead: ending", mark.parents[1], found[2])
+            os._exit(1)
+        except OSError:  # a file server that is away for a while
+            continue
+
+
+# ------------------------------------------------------------------------------------------- who this is
+
+
+def _machine() -> str:
+    """What tells this machine, since it started, and this container from others: process numbers hold within it."""
+    found = [socket.gethostname()]
+    with suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        found.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(found)
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, empty when it has ended, None where nothing tells."""
+    try:
+        if Path("/proc/self/stat").exists():
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            state, start = fields[0], fields[19]
+        else:
+            asked = ["ps", "-o", "stat=", "-o", "lstart=", "-p", str(pid)]
+            state, _, start = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.partition(" ")
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return None
+    return "" if state[:1] in "ZX" else start.strip()
+
+
+def _job() -> str:
+    """What the processes of a job have in common, as their launcher says; empty where there is none."""
+    torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = torchrun if "MASTER_PORT" in os.environ else slurm
+    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+
+
+def _attempts() -> dict[str, int]:
+    """The jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
+    names = (("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
+    return {
+        f"{job}={os.environ[job]}": int(os.environ.get(restarts) or 0) for job, restarts in names if job in os.environ
+    }
