@@ -83,5 +83,5 @@ def test_a_run_says_it_and_generation_begins_with_one_bos(
         asked = [f"model.path={best}", f"data.path={tmp_path}/prompts.jsonl", f"output={tmp_path}/{number}.jsonl"]
         asked += [f"model.chat_template={template}", "sampling.max_new_tokens=4", "sampling.temperature=0"]
         answer_prompts(compose("generate", [*asked, "trainer.accelerator=cpu"]))
-        answers.append(json.loads((tmp_path / f"{number}.jsonl").read_text())["output"])
+        answers.append(json.loads((tmp_path / f"{number}.jsonl").read_text())["answer"])
     assert answers[0] == answers[1]
