@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready
+READERS := .venv-readers
+READERS_READY := $(READERS)/.ready
 BENCH := outputs/bench
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl clean
+.PHONY: help setup run test quick format bench trl readers clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +43,11 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 
+readers: $(READERS_READY) ## read an exported folder with transformers 4.x, which many vLLM versions bring (.venv-readers)
+	@$(BIN)/pytest tests/training/test_readers.py
+
 clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
-	rm -rf $(VENV) $(TRL) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 # torch goes first: a build that is already at hand (CPU-only, or for this GPU's driver) is then kept by what follows.
 # -qq: pip says nothing about package indexes that lack a package; its errors still show.
@@ -56,10 +61,18 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,notebooks]' && \
 		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
 
-# TRL stays out of the project's own environment. The folder ignores itself, for git and for ruff.
-$(TRL_READY): $(READY)
-	@echo "setting up $(TRL) ..."
-	@$(BIN)/python -m venv $(TRL) && echo '*' > $(TRL)/.gitignore && \
+# What has other versions than ours or is no dependency stays out of the project's own environment: $(1) is a folder with
+# the same torch and what pip is told by $(2). The folder ignores itself, for git and for ruff.
+define beside
+	@echo "setting up $(1) ..."
+	@$(BIN)/python -m venv $(1) && echo '*' > $(1)/.gitignore && \
 		torch=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch').partition('+')[0])") && \
-		$(TRL)/bin/python -m pip install -qq -c constraints.txt "torch==$$torch" && \
-		$(TRL)/bin/python -m pip install -qq -c constraints.txt trl==1.16.0 && touch $@
+		$(1)/bin/python -m pip install -qq -c constraints.txt "torch==$$torch" && \
+		$(1)/bin/python -m pip install -qq $(2) && touch $@
+endef
+
+$(TRL_READY): $(READY)
+	$(call beside,$(TRL),-c constraints.txt trl==1.16.0)
+
+$(READERS_READY): $(READY)
+	$(call beside,$(READERS),transformers==4.54.1)

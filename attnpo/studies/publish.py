@@ -14,7 +14,8 @@ from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig
 
 from attnpo.config import build, plain
-from attnpo.models.loading import weights_fingerprint
+from attnpo.models.loading import text_config, weights_fingerprint
+from attnpo.models.older_readers import warning_for
 from attnpo.studies.account import example_statistics, versions
 from attnpo.studies.folders import store_root
 from attnpo.studies.inputs import Inputs
@@ -36,6 +37,10 @@ WEIGHT_NUMBERS = ("coverage", "effective_share", "unmatched_share")
 PRIVATE = ("name", "output", "store", "resume", "logger")
 OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder
 DROPPED = "dropped: "  # how events of dropped pairs begin in a tally
+BOS_WRITTEN = (
+    "training puts the tokenizer's BOS in front of a prompt and the base's chat template writes none, so the exported "
+    "chat template writes it"
+)
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -156,12 +161,23 @@ def _table(table: Table) -> Any:
 def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
     """The exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model card.
 
-    ``card`` false spares the facts, since the digest of a large base's weights takes a while: for runs that keep no
-    checkpoint and for processes that write nothing.
+    Logs what users of the folder must know, which the card tells too. ``card`` false spares facts and log, since the
+    digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
+    nothing.
     """
     ground = inputs.ground
-    facts = card_facts(inputs) if card else None
-    return Exporter(ground.tokenizer, tuple(sorted(ground.chat.end_ids)), dtype, facts)
+    ends, template = tuple(sorted(ground.chat.end_ids)), ground.chat.inference_template()
+    if not card:
+        return Exporter(ground.tokenizer, ends, dtype, chat_template=template)
+    notes = []
+    if template != ground.chat.chat_template:
+        notes.append(BOS_WRITTEN)
+        log.info("checkpoints: %s", BOS_WRITTEN)
+    older = warning_for(text_config(ground.model.path, ground.model.revision))
+    if older is not None:
+        notes.append(older)
+        log.warning("checkpoints: %s", older)
+    return Exporter(ground.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
 
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:

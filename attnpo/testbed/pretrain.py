@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from attnpo.models.older_readers import open_to_readers
 from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.recipes import BaseRecipe
 from attnpo.testbed.sampling import batches_by_length, evaluating, sample_answers
@@ -114,6 +115,7 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    open_to_readers(folder)
     return BaseReport(
         seed=seed,
         steps=done,

@@ -109,8 +109,8 @@ class ChatFormat:
 
     # ------------------------------------------------------------------------------------------ text and ids
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        """The conversation as text.
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
+        """The conversation as text; ``template`` is used in place of the format's own.
 
         Raises UserError with the template's own words when it refuses the messages, and when it runs away: after
         RENDERING seconds the first time, at once from then on.
@@ -122,7 +122,7 @@ class ChatFormat:
             with deadline(RENDERING):
                 text = self.tokenizer.apply_chat_template(
                     turns,
-                    chat_template=self.chat_template,
+                    chat_template=template or self.chat_template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                 )
@@ -173,6 +173,28 @@ class ChatFormat:
         Raises UserError when the template refuses the messages or the text cannot be encoded.
         """
         return list(self._prompt(self.render(prompt, add_generation_prompt=True))[0])
+
+    def inference_template(self) -> str:
+        """The chat template whose text alone gives ``prompt_ids``: with a BOS where training puts one in front.
+
+        Libraries for generation tokenise what the template renders and add no special token. Where no template with or
+        without a BOS gives the ids of training, which is logged, it is the format's own.
+        """
+        probes = []
+        for roles in (["user"], ["system", "user"]):
+            turns = [Message(role=role, content="a") for role in roles]
+            try:
+                probes.append((turns, self.prompt_ids(turns)))
+            except UserError as problem:
+                log.debug("no prompt of the roles %s: %s", roles, problem)
+        for start in ("", "{{ bos_token }}", "{{ bos_token }} "):
+            template = start + self.chat_template
+            texts = [self.render(turns, add_generation_prompt=True, template=template) for turns, _ in probes]
+            plain = [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
+            if plain == [ids for _, ids in probes]:
+                return template
+        log.warning("libraries that generate begin a prompt with other tokens than training does; check the template")
+        return self.chat_template
 
     def _prompt(self, text: str) -> tuple[list[int], list[Range]]:
         if self._last_prompt is None or self._last_prompt[0] != text:  # both responses of a pair share it

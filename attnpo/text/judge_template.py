@@ -87,17 +87,25 @@ class JudgeTemplate:
             parts += [values[name], literal]
         return Rendered("".join(parts), spans)
 
-    def blanks_after(self, name: str) -> int | None:
-        """Blank characters between a placeholder and the next visible template character; None when none follows."""
+    def closing(self, name: str, text: str | None) -> int | None:
+        """How many characters behind a placeholder ``text`` begins, or None where it does not follow.
+
+        Without a ``text``: the next visible template character.
+        """
         literal = self.literals[self.order.index(name) + 1]
-        return len(literal) - len(literal.lstrip()) if literal.strip() else None
+        if text is None:
+            return len(literal) - len(literal.lstrip()) if literal.strip() else None
+        place = literal.find(text)
+        return place if place >= 0 else None
 
 
 @dataclass(frozen=True)
 class JudgeRules:
     """How the judge is asked.
 
-    template_file: text file with the wording. assembly, span: see the enums. max_length: a prompt of this many tokens
+    template_file: text file with the wording. assembly, span: see the enums. span_closing, span_drop: a reference span
+    ends so many tokens before the first token of this text, which follows both answers in the wording (None: before the
+    first visible character there). max_length: a prompt of this many tokens
     or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
     answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
     chat: the text is one user message of the chat template; otherwise it is the whole prompt.
@@ -106,6 +114,8 @@ class JudgeRules:
     template_file: str
     assembly: Assembly = Assembly.TEXT
     span: SpanMode = SpanMode.TOUCH
+    span_closing: str | None = None
+    span_drop: int = 2
     max_length: int = 2048
     max_response_length: int = 768
     labels: tuple[str, str] = ("A", "B")
@@ -116,6 +126,10 @@ class JudgeRules:
         for name in ("max_length", "max_response_length"):
             if getattr(self, name) < 1:
                 raise UserError(f"judge.{name} must be at least 1, got {getattr(self, name)}")
+        if self.span_drop < 0:
+            raise UserError(f"judge.span_drop must be at least 0, got {self.span_drop}")
+        if self.span_closing == "":
+            raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
         if self.labels[0] == self.labels[1]:
             raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
 
@@ -177,11 +191,12 @@ class JudgePrompts:
         self.counts: Counter[str] = Counter()
         self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
         self._parts: dict[str, tuple[list[int], list[Range]]] = {}
-        self._gaps = {name: self.template.blanks_after(name) for name in ANSWERS}
+        self._gaps = {name: self.template.closing(name, rules.span_closing) for name in ANSWERS}
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
+            wanted = "visible template text" if rules.span_closing is None else repr(rules.span_closing)
             raise UserError(
-                "judge.span: reference needs visible template text behind both answers, since spans end before it: "
-                "change judge.template_file or take judge.span: touch"
+                f"judge.span: reference needs {wanted} behind both answers, since spans end before it: change "
+                "judge.span_closing or judge.template_file, or take judge.span: touch"
             )
         blank = _Shown(" ", 0, True, self._blank_tokens())
         bare = max(len(placed.ids) for placed in self._place_both(" ", {side: blank for side in SIDES}))
@@ -196,10 +211,11 @@ class JudgePrompts:
     def fingerprint(self) -> dict[str, Any]:
         """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
         rules = self.rules
+        reference = rules.span is SpanMode.REFERENCE
         return {
             "template": digest(self.template.text),
             "assembly": rules.assembly.value,
-            "span": rules.span.value,
+            "span": [rules.span.value, rules.span_closing, rules.span_drop] if reference else rules.span.value,
             "max_length": rules.max_length,
             "max_response_length": rules.max_response_length,
             "labels": list(rules.labels),
@@ -301,7 +317,7 @@ class JudgePrompts:
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
             if self.rules.span is SpanMode.REFERENCE:
-                last = _reference_end(
+                last = self._reference_end(
                     first, last, bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
                 )
             spans[name] = (first, last)
@@ -329,13 +345,17 @@ class JudgePrompts:
                 last = first + len(answer)
                 if self.rules.span is SpanMode.REFERENCE:
                     behind = last + bisect_left(places, self._gaps[name] or 0, key=itemgetter(0))
-                    last = _reference_end(first, last, behind)
+                    last = self._reference_end(first, last, behind)
                 placed.ids.extend(answer)
                 placed.ids.extend(ids)
                 placed.spans[name] = (first, last)
                 placed.offsets[name] = offsets[: last - first]
             rounds.append(placed)
         return rounds
+
+    def _reference_end(self, first: int, last: int, closing: int) -> int:
+        """End of the official code's span: so many tokens before the closing text's first one, at least one token."""
+        return min(last, max(closing - self.rules.span_drop, first + 1))
 
     def _part(self, text: str) -> tuple[list[int], list[Range]]:
         if text in self._parts:
@@ -395,8 +415,3 @@ class JudgePrompts:
 
 
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
-
-
-def _reference_end(first: int, last: int, behind: int) -> int:
-    """End of the official code's span: two tokens before the first one of the closing delimiter, at least one token."""
-    return min(last, max(behind - 2, first + 1))

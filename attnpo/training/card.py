@@ -41,8 +41,18 @@ LIMITS = (
 )
 
 
-def model_card(facts: Facts, metrics: Mapping[str, float], *, step: int | None = None, dtype: str = "float32") -> str:
-    """The text of README.md. ``metrics``: those of validation at ``step`` (others are passed over)."""
+def model_card(
+    facts: Facts,
+    metrics: Mapping[str, float],
+    *,
+    step: int | None = None,
+    dtype: str = "float32",
+    notes: Sequence[str] = (),
+) -> str:
+    """The text of README.md. ``metrics``: those of validation at ``step`` (others are passed over).
+
+    ``notes`` are remarks for the section on use.
+    """
     method = facts.get("method", {})
     base = facts.get("base", {})
     title = f"{base.get('name', 'A base model')}, trained with {_name(method.get('objective'))}"
@@ -50,7 +60,7 @@ def model_card(facts: Facts, metrics: Mapping[str, float], *, step: int | None =
         front_matter(facts),
         f"# {one_line(title)}",
         _summary(facts, step, dtype),
-        _section("Use", _use()),
+        _section("Use", _use(notes)),
         _section("Base model", _base(base)),
         _section("Data", _data(facts.get("data", {}))),
         _section("Method", _method(method)),
@@ -94,8 +104,8 @@ def _summary(facts: Facts, step: int | None, dtype: str) -> str:
     )
 
 
-def _use() -> str:
-    return (
+def _use(notes: Sequence[str]) -> str:
+    use = (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
@@ -103,6 +113,7 @@ def _use() -> str:
         "names the tokens that end a turn. A `state.ckpt`, if there is one, is for resuming the training; leave it out "
         "when you pass the model on."
     )
+    return "\n\n".join([use, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
 
 
 def _base(base: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import has_adapters, merged_state
+from attnpo.models.older_readers import open_to_readers
 from attnpo.schema import UserError
 from attnpo.training.card import model_card
 
@@ -96,6 +97,8 @@ class Exporter:
 
     Args:
         tokenizer: with the chat template in use.
+        chat_template: written in place of the tokenizer's, which stays; None writes that.
+        notes: what the model card tells about using the folder.
         end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
         dtype: number format of the exported weights (float32, bfloat16, ...); None leaves them as they are trained.
         facts: what the model card tells (``studies/publish.py`` gathers it); None writes no card.
@@ -107,6 +110,8 @@ class Exporter:
     dtype: str | None = None
     facts: Mapping[str, Any] | None = None
     max_shard_size: str = "5GB"
+    chat_template: str | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in DTYPES:
@@ -135,8 +140,10 @@ class Exporter:
         empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
         empty.save_pretrained(folder, state_dict=cast(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
+        open_to_readers(folder)
         if self.facts is not None:
-            card = model_card(self.facts, metrics or {}, step=step, dtype=str(dtype).removeprefix("torch."))
+            name = str(dtype).removeprefix("torch.")
+            card = model_card(self.facts, metrics or {}, step=step, dtype=name, notes=self.notes)
             (folder / CARD).write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
 
@@ -145,7 +152,10 @@ class Exporter:
         if backend is not None:  # it remembers, and would save, what its last caller asked for
             backend.no_truncation()
             backend.no_padding()
-        self.tokenizer.save_pretrained(folder)
+        saved = copy.copy(self.tokenizer)
+        if self.chat_template is not None:
+            saved.chat_template = self.chat_template
+        saved.save_pretrained(folder)
 
 
 def cast(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:

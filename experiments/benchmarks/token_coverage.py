@@ -107,7 +107,8 @@ def judge_options() -> dict[str, JudgeRules]:
         rules = build(compose("fit", [f"judge={option}"]).judge).rules()
         rules = replace(rules, max_length=UNLIMITED, max_response_length=UNLIMITED, assembly=Assembly.TEXT)
         wording = Path(rules.template_file).read_text(encoding="utf-8")
-        named.setdefault((wording, replace(rules, template_file="")), ([], rules))[0].append(option)
+        same = replace(rules, template_file="", span_closing=None)  # where a reference span ends: none is measured
+        named.setdefault((wording, same), ([], rules))[0].append(option)
     return {", ".join(names): rules for names, rules in named.values()}
 
 

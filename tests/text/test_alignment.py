@@ -90,6 +90,16 @@ def test_levenshtein_takes_tensors_as_it_takes_lists() -> None:
         assert found.source_coverage == 3 / 4
 
 
+@pytest.mark.parametrize(
+    ("source", "target", "place"),
+    [([1, 2, 1], [2, 2, 2, 3], 2), ([1, 2, 3], [2, 3, 3, 1], 2), ([1, 2, 1], [3, 2, 2, 3], 2)],
+)
+def test_ties_go_as_in_the_reference(source: list[int], target: list[int], place: int) -> None:
+    """Of several best alignments, the one of edit_distance 1.0.9 with the completion first (recorded from it)."""
+    found = align(source, places(3), torch.tensor([0.2, 0.3, 0.5]), target, places(4))
+    assert found.matched.nonzero().flatten().tolist() == [place]
+
+
 def test_characters_by_hand() -> None:
     """Text "abcdef". Source: ab (.2) | cde (.6) | f (.2). Target: ab | c | de | f under another id | end.
 

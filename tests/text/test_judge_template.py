@@ -246,11 +246,26 @@ def test_reference_spans_end_early_but_keep_one_token(formats: Formats, rules: J
         assert short.spans["rejected"] == full.spans["rejected"]
 
 
-def test_reference_spans_need_text_behind_the_answers(formats: Formats, tmp_path: Path) -> None:
+@pytest.mark.parametrize("assembly", list(Assembly))
+@pytest.mark.parametrize(("closing", "drop", "kept"), [("\n###", 2, 1), ("##", 0, 3), ("\n", 1, 2), (None, 3, 1)])
+def test_where_reference_spans_end(
+    formats: Formats, rules: JudgeRules, assembly: Assembly, closing: str | None, drop: int, kept: int
+) -> None:
+    """Tokens behind the three of "one two three": a newline and "###". The span ends ``drop`` before ``closing``."""
+    asked = replace(rules, assembly=assembly, span=SpanMode.REFERENCE, span_closing=closing, span_drop=drop)
+    rounds = JudgePrompts(asked, formats("gpt2_plain"))
+    for prompt in rounds.build(pair_of("Why?", "one two three", "one")):
+        assert len(prompt.offsets["chosen"]) == kept == prompt.spans["chosen"][1] - prompt.spans["chosen"][0]
+
+
+@pytest.mark.parametrize(("text", "closing"), [("{question} {answer_a} or {answer_b}\n", None), (SMALL, "### Second")])
+def test_reference_spans_need_text_behind_the_answers(
+    formats: Formats, tmp_path: Path, text: str, closing: str | None
+) -> None:
     path = tmp_path / "t.txt"
-    path.write_text("{question} {answer_a} or {answer_b}\n")
+    path.write_text(text)
     with pytest.raises(UserError, match=r"judge\.span"):
-        JudgePrompts(JudgeRules(str(path), span=SpanMode.REFERENCE), formats("golden"))
+        JudgePrompts(JudgeRules(str(path), span=SpanMode.REFERENCE, span_closing=closing), formats("golden"))
 
 
 def test_answers_at_the_edges_of_a_trimming_template(formats: Formats, tmp_path: Path) -> None:
@@ -418,10 +433,14 @@ def test_every_rule_changes_the_fingerprint(formats: Formats, rules: JudgeRules,
         "strip": False,
         "chat": False,
     }
-    assert set(changes) == set(JudgeRules.__dataclass_fields__)
+    reference = {"span_closing": "\n###", "span_drop": 1}  # without a reference span they change nothing
+    assert set(changes) | set(reference) == set(JudgeRules.__dataclass_fields__)
     chat = formats("golden")
     prints = [JudgePrompts(rules, chat).fingerprint()]
     prints += [JudgePrompts(replace(rules, **{key: value}), chat).fingerprint() for key, value in changes.items()]
+    spans = replace(rules, span=SpanMode.REFERENCE)
+    prints += [JudgePrompts(replace(spans, **{key: value}), chat).fingerprint() for key, value in reference.items()]
     prints += [JudgePrompts(rules, formats("golden", PLAIN)).fingerprint()]
     assert len({json.dumps(value, sort_keys=True) for value in prints}) == len(prints)
     assert JudgePrompts(replace(rules, template_file=str(same)), chat).fingerprint() == prints[0]
+    assert JudgePrompts(replace(rules, **reference), chat).fingerprint() == prints[0]

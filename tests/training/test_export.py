@@ -93,6 +93,44 @@ def test_the_template_given_by_hand_is_the_one_exported(tokenizer: PreTrainedTok
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 
 
+# ------------------------------------------------------------------------------------------------ other readers
+
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "merged"])
+def test_keys_of_transformers_4_stand_beside_the_newer_ones(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, lora: bool
+) -> None:
+    """Without them 4.x knows no tokenizer class and takes 10000 as the base for positions without a word."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|done|>"]})
+    model = small(tokenizer, rope_parameters=dict(LLAMA3))
+    if lora:
+        add_lora(model, LoraSpec(rank=2, alpha=8.0))
+    Exporter(tokenizer, dtype="bfloat16").export(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_parameters"] == LLAMA3 and config["rope_theta"] == 500000.0
+    assert config["rope_scaling"] == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
+    named = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert named["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert named["additional_special_tokens"] == ["<|done|>"] and "extra_special_tokens" not in named
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
+    assert loaded.config.rope_parameters == LLAMA3
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.all_special_tokens == tokenizer.all_special_tokens and again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_the_umask_rules_the_files(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    Exporter(tokenizer, max_shard_size="20KB").export(small(tokenizer), tmp_path)
+    (tmp_path / "plain").write_text("")
+    wanted = (tmp_path / "plain").stat().st_mode
+    assert {file.name: file.stat().st_mode for file in tmp_path.iterdir() if file.stat().st_mode != wanted} == {}
+
+
 # ------------------------------------------------------------------------------------------------ generation
 
 

@@ -19,6 +19,7 @@ from attnpo.studies.conformance.folder import ROUNDS, GivenCuts, Golden, Recorde
 from attnpo.studies.conformance.records import PRODUCT_ERRORS, Absent, Check, Comparison, Item, built, has_option
 from attnpo.studies.conformance.weights import (
     attention_source,
+    is_tied,
     moved,
     on_training_tokens,
     rollout_source,
@@ -44,7 +45,9 @@ NOT_REBUILT = "the texts it shows could not be rebuilt, so only its tokens are r
 # The reference's rule for long prompts (its README): responses keep this many tokens, the question what is left of
 # the limit less an allowance for the template.
 REFERENCE_RESPONSE, REFERENCE_LIMIT, REFERENCE_ALLOWANCE = 768, 2048, 300
-EDITED = "{} of 2 completions edited by the reference (lone judge token put in front); ours checked on the unedited ids"
+EDITED = "{} of 2 completions edited by the reference (lone judge token put in front); weights compared on its ids"
+ALONE = "the reference tokenises completions alone, ours in the conversation; weights compared on its ids"
+TIED = "several edit alignments are best and the reference's library takes another; both checked to cost the same"
 
 Judged = tuple[PairWeights, list[JudgeReading]]  # both rounds of one pair
 
@@ -95,7 +98,8 @@ class Extraction:
 
     def _room(self, span: str) -> JudgeRoom:
         choices = ["judge=pairwise"]
-        judge = built("judge", choices, template_file=str(self.golden.path / "template.txt"), span=span)
+        rules = {"template_file": str(self.golden.path / "template.txt"), **self.golden.span_rules}
+        judge = built("judge", choices, span=span, **rules)
         model = built("model", choices, path=str(self.golden.path / "model"), chat_template=None)
         return JudgeRoom(judge, model, self.chat)
 
@@ -272,19 +276,32 @@ class Extraction:
 
     def training_ids(self, pair: dict[str, Any], found: Comparison) -> None:
         """Nothing; compares the training ids: the reference's, less what it puts in front and its own EOS."""
-        known = preference(pair)
         for side in SIDES:
             ids, plain = pair["training"][side]["completion_ids"], self.unedited(pair, side)
             found.require(ids[len(ids) - len(plain) :] == plain, f"{side}: the ids do not end with those of the text")
-            if ids != plain:
-                found.variant = EDITED.format(self._edited(pair))
-                added = ids[: len(ids) - len(plain)]
-                found.same(f"{side}: ids put in front", added, pair[f"{side}_tokens"][: len(added)])
-            ours = self.chat.encode(known.prompt, known.response(side)).response_ids
-            found.same(f"{side}/completion_ids", ours, plain[:-1])
+            added = ids[: len(ids) - len(plain)]
+            found.same(f"{side}: ids put in front", added, pair[f"{side}_tokens"][: len(added)])
+            ours = self._trained(pair, side)
+            if self.golden.completions_alone and ours != plain[:-1]:
+                texts = [str(self.chat.tokenizer.decode(row)).strip() for row in (ours, plain[:-1])]
+                found.same(f"{side}: the text of the ids", *texts)
+            else:
+                found.same(f"{side}/completion_ids", ours, plain[:-1])
+        self._note_ids(pair, found)
 
-    def _edited(self, pair: dict[str, Any]) -> int:
-        return sum(pair["training"][side]["completion_ids"] != self.unedited(pair, side) for side in SIDES)
+    def _trained(self, pair: dict[str, Any], side: str) -> list[int]:
+        known = preference(pair)
+        return self.chat.encode(known.prompt, known.response(side)).response_ids
+
+    def _note_ids(self, pair: dict[str, Any], found: Comparison) -> None:
+        """Notes how the reference's training ids differ from ours on purpose, if they do."""
+        plain = {side: self.unedited(pair, side) for side in SIDES}
+        edited = sum(pair["training"][side]["completion_ids"] != plain[side] for side in SIDES)
+        alone = any(self._trained(pair, side) != plain[side][:-1] for side in SIDES)
+        if edited:
+            found.vary(EDITED.format(edited))
+        if alone and self.golden.completions_alone:
+            found.vary(ALONE)
 
     # ------------------------------------------------------------------------------------------ numbers
 
@@ -359,24 +376,24 @@ class Extraction:
                 found.numbers(key, getattr(ours, side), self.golden.value(pair, key), atol=WEIGHT_TOLERANCE)
 
     def aligned(self, pair: dict[str, Any], found: Comparison) -> None:
-        """Nothing; compares the last layer's weights on the completion's ids, times the judge's token count."""
+        """Compares the last layer's weights on the reference's completion ids, times the judge's token count."""
         captured, _ = self.judged[pair["index"]]
-        ids = {side: self.unedited(pair, side) for side in SIDES}
-        edited = self._edited(pair)
-        if edited:
-            found.variant = EDITED.format(edited)
+        ids = {side: pair["training"][side]["completion_ids"] for side in SIDES}
+        self._note_ids(pair, found)
         ours = on_training_tokens(self.source("last", 1), captured, ids, self.layers)
         for side, length in zip(SIDES, ours.lengths, strict=True):
-            target = self.golden.value(pair, f"aligned/{side}")
-            added = max(0, len(pair["training"][side]["completion_ids"]) - len(ids[side]))
-            # Both sides are multiplied by the count, and so is the tolerance.
-            tolerance = WEIGHT_TOLERANCE * length
-            found.numbers(f"aligned/{side}", getattr(ours, side) * length, target[added:], atol=tolerance)
+            target = self.golden.value(pair, f"aligned/{side}").double()
             # The alignment alone, without the judge: the reference's own weights on the same ids.
             fixed = self.golden.value(pair, f"{self._last}/fixed/{side}").double()
-            alone = moved(pair[f"{side}_tokens"], fixed, ids[side])
-            found.numbers(f"aligned/{side}, moved alone", alone, target[added:], rtol=FLOAT32, atol=FLOAT32)
-            found.numbers(f"aligned/{side}, in front", target[:added], fixed[:added] * length, rtol=FLOAT32)
+            judge_ids = pair[f"{side}_tokens"]
+            alone = moved(judge_ids, fixed, ids[side])
+            if is_tied(alone, target, judge_ids, fixed, ids[side], FLOAT32):
+                found.vary(TIED)
+                target = alone
+            # Both sides are multiplied by the count, and so is the tolerance.
+            tolerance = WEIGHT_TOLERANCE * length
+            found.numbers(f"aligned/{side}", getattr(ours, side) * length, target, atol=tolerance)
+            found.numbers(f"aligned/{side}, moved alone", alone, target, rtol=FLOAT32, atol=FLOAT32)
 
 
 @dataclass(frozen=True)

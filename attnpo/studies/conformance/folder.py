@@ -26,7 +26,7 @@ def is_folder(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class Golden:
-    """The files of one folder as they are."""
+    """The files of one folder as they are; ``reference_span`` tells how the reference ends a span, if it is there."""
 
     path: Path
     sources: list[str]
@@ -34,6 +34,7 @@ class Golden:
     expected: dict[str, Tensor]
     span_cases: list[dict[str, Any]]
     unit_cases: dict[str, Any]
+    reference_span: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> "Golden":
@@ -48,7 +49,8 @@ class Golden:
             parsed = {name: json.loads((path / name).read_text(encoding="utf-8")) for name in FILES if "json" in name}
             pairs, units = parsed["pairs.json"], parsed["unit_cases.json"]
             expected = load_file(path / "expected.safetensors")
-            return cls(path, pairs["sources"], pairs["pairs"], expected, parsed["span_cases.json"], units)
+            span = dict(pairs.get("reference_span", {}))
+            return cls(path, pairs["sources"], pairs["pairs"], expected, parsed["span_cases.json"], units, span)
         except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
             raise UserError(
                 f"{path}: cannot read golden extraction records ({error}); copy the folder again"
@@ -57,6 +59,17 @@ class Golden:
     def value(self, pair: dict[str, Any], key: str) -> Tensor:
         """One expected tensor of a pair."""
         return self.expected[f"{pair['index']:02d}/{key}"]
+
+    @property
+    def span_rules(self) -> dict[str, Any]:
+        """The judge's options that end a span where the reference ends it."""
+        names = {"closing_text": "span_closing", "drop_tokens_before": "span_drop"}
+        return {names[key]: value for key, value in self.reference_span.items() if key in names}
+
+    @property
+    def completions_alone(self) -> bool:
+        """Whether the reference tokenised completions without what stands before them in the conversation."""
+        return self.reference_span.get("completion_tokenised") == "alone"
 
     @property
     def layers(self) -> list[int]:

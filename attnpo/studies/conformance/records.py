@@ -105,6 +105,10 @@ class Comparison:
         if not holds:
             self.mismatch(problem)
 
+    def vary(self, why: str) -> None:
+        """Notes a documented difference beside those noted before."""
+        self.variant = f"{self.variant}; {why}" if self.variant else why
+
     def mismatch(self, problem: str) -> None:
         """Nothing; notes a difference that has no size."""
         self.absolute = self.relative = torch.inf
