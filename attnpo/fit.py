@@ -1,16 +1,18 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from attnpo.console import hear_signals
 
-from attnpo.config import run_entry
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 
-def main(cfg: DictConfig) -> int:
+def main(cfg: "DictConfig") -> int:
     """0 when everything ran; 1 when a point, a world or an analysis of a study failed.
 
     Raises:
@@ -43,4 +45,7 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
+    hear_signals()
+    from attnpo.config import run_entry
+
     sys.exit(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))
