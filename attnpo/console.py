@@ -100,6 +100,7 @@ def _log_warning(
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # A shell and a launcher both pass one Ctrl-C on, milliseconds apart: what comes within so many seconds is the same one.
 REPEAT = 1.0
+STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
 
 
 class Stopped(KeyboardInterrupt):
@@ -132,11 +133,26 @@ def hear_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
 
     Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
-    again. A signal that the caller of this process has it ignore (nohup) stays ignored.
+    again. A signal that the caller of this process has it ignore (nohup) stays ignored. A process that another command
+    of this kind started (Lightning's further ranks) also ends when that one is gone.
     """
+    starter, os.environ[STARTER] = os.environ.get(STARTER), str(os.getpid())
+    if starter == str(os.getppid()):
+        threading.Thread(target=_outlast, args=(os.getppid(),), name="ends with the first rank", daemon=True).start()
+    _listen()
+
+
+def _listen() -> None:
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
+
+
+def _outlast(parent: int) -> None:
+    """Ends this process when ``parent`` is its parent no more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -165,13 +181,13 @@ def _importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """A context in which signals are heard (``hear_signals``); training puts its own handlers in place."""
+    """A context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     _state.training, _state.asked = False, None
-    hear_signals()
+    _listen()
     try:
         yield
     finally:

@@ -280,6 +280,54 @@ def test_a_signal_during_imports_ends_a_command_with_one_line(
     assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == lines[0]
 
 
+# The first rank starts others by their own command line, as Lightning does, and is killed.
+RANKS = """
+import os, signal, subprocess, sys, time
+from attnpo.console import hear_signals
+hear_signals()
+if len(sys.argv) > 1:
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    time.sleep(60)
+else:
+    second = subprocess.Popen([sys.executable, "-c", os.environ["RANKS"], "second"], stdout=subprocess.PIPE)
+    second.stdout.readline()
+    sys.stdout.write(f"{second.pid}\\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_rank_ends_with_the_one_that_started_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS],
+        cwd=ROOT,
+        env={**os.environ, "RANKS": RANKS},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    second = int(done.stdout)
+    deadline = time.monotonic() + 15
+    while running(second) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = running(second)
+    if left:
+        os.kill(second, signal.SIGKILL)
+    assert not left
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there; one that is over but not waited for is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 def test_golden_records_are_verified_without_a_bar(shared: Path) -> None:
     done = start("attnpo.verify", str(shared / "golden" / "losses.json"), "--only", "no such record")
     assert (done.returncode, done.stderr) == (1, "")
