@@ -49,6 +49,14 @@ class Signal(L.Callback):
             self.numbers = ()
 
 
+class Late(L.Callback):
+    """Sends SIGTERM to the second process once the last step is saved."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: Path | None = None) -> Rows:
     """The rows of the run's metrics; raises Interrupted when a signal ended it."""
     plan = BatchPlan(8, 2)
@@ -144,6 +152,12 @@ def main(folder: Path) -> None:
         assert (stop.signum, stop.step) == (signal.SIGTERM, 2)
     else:
         raise AssertionError("not interrupted")
+    try:
+        train(folder / "late", devices=2, blow=Late())
+    except Interrupted as stop:
+        assert (stop.signum, stop.step, stop.saved) == (signal.SIGTERM, STEPS, folder / "late" / "last")
+    else:
+        raise AssertionError("the first process must hear of it too")
     train(folder / "one first", devices=2, resume=folder / "one first" / "last" / STATE)
     torch.distributed.destroy_process_group()
 
