@@ -10,11 +10,13 @@ import re
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import metadata
-from multiprocessing import active_children
+from multiprocessing import active_children, parent_process
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -115,48 +117,142 @@ def _log_warning(
 # --------------------------------------------------------------------------------------------- how a command ends
 
 
+# Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: what comes within so many seconds is the same one.
+REPEAT = 1.0
+STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
+
+
 class Stopped(KeyboardInterrupt):
-    """SIGTERM, met by the same ways out as Ctrl-C."""
+    """A signal outside training, met by the same ways out as Ctrl-C."""
 
-    exit_status = 128 + signal.SIGTERM
+    def __init__(self, number: int) -> None:
+        when = "" if _state.training else " before training"
+        super().__init__(f"stopped by {signal.Signals(number).name}{when}; what was stored stays")
+        self.exit_status = 128 + number
 
 
-_training = [False]
+@dataclass
+class _State:
+    """What a signal means at this moment: ``asked`` is when the first one came."""
+
+    training: bool = False
+    raises: bool = False
+    asked: float | None = None
+
+
+_state = _State()
 
 
 def training_began() -> None:
-    """Nothing; from here on SIGTERM is not said to have come before training."""
-    _training[0] = True
+    """Nothing; from here on signals are not said to have come before training."""
+    _state.training = True
+
+
+def hear_signals() -> None:
+    """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
+
+    Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
+    again. A signal that the caller of this process has it ignore (nohup) stays ignored. A process that another command
+    of this kind started (Lightning's further ranks) also ends when that one is gone.
+    """
+    starter, os.environ[STARTER] = os.environ.get(STARTER), str(os.getpid())
+    if starter == str(os.getppid()):
+        threading.Thread(target=_outlast, args=(os.getppid(),), name="ends with the first rank", daemon=True).start()
+    _listen()
+
+
+def _listen() -> None:
+    for number in SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+
+
+def _outlast(parent: int) -> None:
+    """Ends this process when ``parent`` is its parent no more."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    first, now = _state.asked is None, time.monotonic()
+    if _state.asked is not None and now - _state.asked < REPEAT:
+        return
+    _state.asked = now
+    for child in active_children():
+        child.terminate()
+    stop = Stopped(number)
+    if first and _state.raises and not _importing(frame):
+        raise stop
+    if leads():
+        os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
+    os._exit(stop.exit_status)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported: an exception there may be swallowed, or become another one."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """A context in which SIGTERM ends this process and those it started; training puts its own handler in place."""
+    """A context in which signals are heard as ``hear_signals`` says; training puts its own handlers in place."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        for child in active_children():
-            child.terminate()
-        raise Stopped(f"stopped by SIGTERM{'' if _training[0] else ' before training'}; what was stored stays")
-
-    _training[0] = False
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _state.training, _state.asked = False, None
+    _listen()
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _raising() -> Iterator[None]:
+    """A context in which a signal is an exception."""
+    before, _state.raises = _state.raises, True
+    try:
+        yield
+    finally:
+        _state.raises = before
+
+
+def end_with_parent() -> None:
+    """Makes this process, one that multiprocessing started, end as soon as the one that started it is gone.
+
+    Ctrl-C in a terminal reaches both: it is left to the parent, which ends its processes.
+    """
+    parent = parent_process()
+    if parent is None:
+        raise RuntimeError("this process was not started by multiprocessing")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="ends with the parent", daemon=True).start()
 
 
 def guarded(command: Callable[[], int]) -> int:
     """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
 
-    2 for an error the user can mend (UserError, a package that is not installed), 130 for Ctrl-C, and the
+    2 for an error the user can mend (UserError, a package that is not installed), 128 + n for signal n, and the
     ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
     """
     try:
-        return command()
+        with _raising():
+            return command()
     except BaseException as error:
         ending = ending_of(error)
         if ending is None:

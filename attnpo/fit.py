@@ -1,25 +1,27 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from attnpo.console import hear_signals, leads
 
-from attnpo.config import run_entry
-from attnpo.console import leads
-from attnpo.locks import locked
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from omegaconf import DictConfig
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 
-def main(cfg: DictConfig) -> int:
+def main(cfg: "DictConfig") -> int:
     """0 when everything ran; 1 when a point, a world or an analysis of a study failed.
 
     Raises:
         Interrupted: a signal ended training; what there is is saved.
         UserError: another job works in the folder, or something is not as it must be.
     """
+    from attnpo.locks import locked
     from attnpo.studies.folders import make_folder, run_folder
     from attnpo.studies.startup import announce
 
@@ -31,7 +33,7 @@ def main(cfg: DictConfig) -> int:
         return _work(cfg, folder)
 
 
-def _work(cfg: DictConfig, folder: Path) -> int:
+def _work(cfg: "DictConfig", folder: "Path") -> int:
     from attnpo.studies.publish import publish_study
     from attnpo.studies.resume import refuse_taken
     from attnpo.studies.run import run
@@ -54,4 +56,7 @@ def _work(cfg: DictConfig, folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    hear_signals()
+    from attnpo.config import run_entry
+
     sys.exit(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))

@@ -4,16 +4,18 @@ Any number of processes may work on one file: under torchrun or SLURM every proc
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from attnpo.console import hear_signals
 
-from attnpo.config import run_entry
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/ or last/, a hub name) into a JSONL file; resumable."
 EXAMPLE = "python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl sampling.temperature=0"
 
 
-def main(cfg: DictConfig) -> int:
+def main(cfg: "DictConfig") -> int:
     """0; the path of the answers is printed."""
     from attnpo.studies.answering import answer_prompts
 
@@ -22,4 +24,7 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
+    hear_signals()
+    from attnpo.config import run_entry
+
     sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: True))

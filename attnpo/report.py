@@ -1,10 +1,12 @@
 """``python -m attnpo.report WHAT ...``: statistics of token weights; tables of finished studies and runs."""
 
 import sys
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from attnpo.console import hear_signals
 
-from attnpo.config import run_entry
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts a paper's numbers of the same model below ours.
@@ -16,7 +18,7 @@ Tables from the store and from finished folders; printed=FILE.csv puts a paper's
 EXAMPLE = "python -m attnpo.report weights layers=[1,2,3,4]"
 
 
-def main(cfg: DictConfig) -> int:
+def main(cfg: "DictConfig") -> int:
     """0; tables are printed, and written into a folder under ``output``."""
     from attnpo.studies.reporting import report
 
@@ -24,10 +26,13 @@ def main(cfg: DictConfig) -> int:
     return 0
 
 
-def complete(cfg: DictConfig) -> bool:
+def complete(cfg: "DictConfig") -> bool:
     """Whether nothing may be open any more: statistics of weights need a model and data."""
     return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
 
 
 if __name__ == "__main__":
+    hear_signals()
+    from attnpo.config import run_entry
+
     sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLE, positional="what", complete=complete))

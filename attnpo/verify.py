@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attnpo.console import guarded, reporting
+from attnpo.console import guarded, hear_signals, reporting
 
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
 EPILOG = """\
@@ -45,4 +45,5 @@ def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    hear_signals()
     sys.exit(main())

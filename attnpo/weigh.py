@@ -4,16 +4,18 @@ Any number of processes may fill one store: under torchrun or SLURM every proces
 """
 
 import sys
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
+from attnpo.console import hear_signals
 
-from attnpo.config import run_entry
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 DESCRIPTION = "Capture judge weights (and with reference=cached the reference's log-probs) into the store; resumable."
 EXAMPLE = "torchrun --nproc-per-node 2 -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS"
 
 
-def main(cfg: DictConfig) -> int:
+def main(cfg: "DictConfig") -> int:
     """0; what was found and what was computed is logged."""
     from attnpo.studies.startup import announce
 
@@ -25,4 +27,7 @@ def main(cfg: DictConfig) -> int:
 
 
 if __name__ == "__main__":
+    hear_signals()
+    from attnpo.config import run_entry
+
     sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))

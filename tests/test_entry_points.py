@@ -216,17 +216,116 @@ sys.exit(run_entry(main, "fit", [], "Waits.", "python -m attnpo.fit"))
     ("number", "status", "last"),
     [
         (signal.SIGTERM, 143, "stopped by SIGTERM before training; what was stored stays\n"),
-        (signal.SIGINT, 130, "interrupted\n"),
+        (signal.SIGINT, 130, "stopped by SIGINT before training; what was stored stays\n"),
+        (signal.SIGUSR1, 138, "stopped by SIGUSR1 before training; what was stored stays\n"),
     ],
 )
 def test_a_signal_ends_a_command_with_one_line(number: signal.Signals, status: int, last: str) -> None:
+    """Also when it is delivered a second time at once."""
     with subprocess.Popen(
         [sys.executable, "-c", WAITS], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout is not None and running.stdout.readline() == "ready\n"
         running.send_signal(number)
+        running.send_signal(number)
         errors = running.communicate(timeout=60)[1]
     assert (running.returncode, errors) == (status, last)
+
+
+# A module that is imported meets a signal, and an exception that comes of it goes the way of any that libraries catch.
+IMPORTS = """
+import os, runpy, signal, sys
+class Meets:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            try:
+                os.kill(os.getpid(), int(number))
+            except BaseException:
+                pass
+number, module, entry = sys.argv[1:]
+sys.argv = ["-m"]
+sys.meta_path.insert(0, Meets())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module(entry, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "module", "entry"),
+    [
+        (signal.SIGTERM, "hydra", "attnpo.fit"),
+        (signal.SIGINT, "hydra", "attnpo.weigh"),
+        (signal.SIGUSR1, "attnpo.config", "attnpo.generate"),
+        (signal.SIGINT, "torch", "attnpo.fit"),
+    ],
+)
+def test_a_signal_during_imports_ends_a_command_with_one_line(
+    number: signal.Signals, module: str, entry: str, tmp_path: Path
+) -> None:
+    """The last one meets it within the command, where it is otherwise an exception."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS, str(int(number)), module, entry],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ATTNPO_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = [line for line in done.stderr.splitlines() if line.startswith("stopped by ")]
+    assert (done.returncode, lines) == (
+        128 + number,
+        [f"stopped by {number.name} before training; what was stored stays"],
+    )
+    assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == lines[0]
+
+
+# The first rank starts others by their own command line, as Lightning does, and is killed.
+RANKS = """
+import os, signal, subprocess, sys, time
+from attnpo.console import hear_signals
+hear_signals()
+if len(sys.argv) > 1:
+    sys.stdout.write("ready\\n")
+    sys.stdout.flush()
+    time.sleep(60)
+else:
+    second = subprocess.Popen([sys.executable, "-c", os.environ["RANKS"], "second"], stdout=subprocess.PIPE)
+    second.stdout.readline()
+    sys.stdout.write(f"{second.pid}\\n")
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_rank_ends_with_the_one_that_started_it() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RANKS],
+        cwd=ROOT,
+        env={**os.environ, "RANKS": RANKS},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    second = int(done.stdout)
+    deadline = time.monotonic() + 15
+    while running(second) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = running(second)
+    if left:
+        os.kill(second, signal.SIGKILL)
+    assert not left
+
+
+def running(pid: int) -> bool:
+    """Whether a process is there; one that is over but not waited for is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_golden_records_are_verified_without_a_bar(shared: Path) -> None:

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": DATA | {"hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},
-    "training": TRAINING,
+    "training": TRAINING | {"console"},
     "analysis": WEIGHTS | {"models"},
     "testbed": TEXT | {"models"},
     "evaluation": TEXT | {"models"},

@@ -24,6 +24,7 @@ from attnpo.studies.weighing import SPLITS
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.readings import AnswerStatistics
+from attnpo.weights.verdicts import JudgeStatistics, judge_warning
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,9 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out[CHOICE] = inputs.ground.prepared[CHOICE]
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
+        warning = judge_warning(weighed.verdicts)
+        if warning is not None:
+            out["judge"]["warning"] = warning
     return out
 
 
@@ -139,16 +143,7 @@ def log_inputs(inputs: Inputs) -> None:
             log.info("%s", line)
     if statistics.get("judge_prompts", {}).get("cut"):
         log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
-    verdicts = inputs.weighed.verdicts
-    if verdicts is not None and verdicts.pairs:
-        log.info(
-            "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
-            "agree in %.1f %%; %.1f %% of the verdicts are neither label",
-            100 * verdicts.agreement,
-            100 * verdicts.pair_accuracy,
-            100 * verdicts.consistency,
-            100 * verdicts.other_tokens,
-        )
+    log_verdicts(inputs.weighed.verdicts)
     if inputs.weighed.answers is not None:
         for line in answer_lines(inputs.weighed.answers):
             log.info("%s", line)
@@ -159,6 +154,23 @@ def log_inputs(inputs: Inputs) -> None:
         log.info("%s", line)
     for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
         log.info("%s", line)
+
+
+def log_verdicts(verdicts: JudgeStatistics | None) -> None:
+    """Nothing; logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
+    if verdicts is None or not verdicts.pairs:
+        return
+    log.info(
+        "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
+        "agree in %.1f %%; %.1f %% of the verdicts are neither label",
+        100 * verdicts.agreement,
+        100 * verdicts.pair_accuracy,
+        100 * verdicts.consistency,
+        100 * verdicts.other_tokens,
+    )
+    warning = judge_warning(verdicts)
+    if warning is not None:
+        log.warning("warning: %s", warning)
 
 
 def _require_examples(inputs: Inputs, split: str) -> None:

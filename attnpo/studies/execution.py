@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import compose
+from attnpo.console import end_with_parent
 from attnpo.schema import UserError
 from attnpo.studies.inputs import forget, remembering
 from attnpo.studies.run import run
@@ -67,7 +68,7 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
     at_work: dict[Future[tuple[dict[str, Any], str | None]], int] = {}
     killed: list[int] = []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         try:
             while (left or at_work) and not killed:
                 # No more than are worked on: what only waits for a process is not lost with it.

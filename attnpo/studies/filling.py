@@ -8,7 +8,7 @@ from attnpo.config import build
 from attnpo.console import process
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
-from attnpo.studies.account import answer_lines
+from attnpo.studies.account import answer_lines, log_verdicts
 from attnpo.studies.budget import log_budget
 from attnpo.studies.ground import lay_ground
 from attnpo.studies.inputs import encode, read_pairs
@@ -32,6 +32,7 @@ def fill_store(cfg: DictConfig) -> None:
     shard = process()
     if build(cfg.weights).requires:
         weighed = weigh(ground, encoded, shard=shard)
+        log_verdicts(weighed.verdicts)
         if weighed.answers is not None:
             for line in answer_lines(weighed.answers):
                 log.info("%s", line)

@@ -270,6 +270,13 @@ def run_row(folder: Path) -> dict[str, Cell]:
     return {**row, "s/run": seconds}
 
 
+def run_warnings(folder: Path) -> list[str]:
+    """What a finished run says of its judge, where its verdicts tell nothing of preference."""
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    warning = result["inputs"].get("judge", {}).get("warning")
+    return [] if warning is None else [f"WARNING: {folder.resolve().name}: {warning}"]
+
+
 def settings_in(path: Path) -> dict[str, Cell]:
     """What tells runs apart, from a saved configuration; nothing without one."""
     cfg = config_in(path)

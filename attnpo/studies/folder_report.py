@@ -14,6 +14,7 @@ from attnpo.studies.finished import (
     kind_in,
     read_study,
     run_row,
+    run_warnings,
     runs_table,
     setting_in,
     side_by_side,
@@ -53,6 +54,7 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
         rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
         told.append([runs_table(rows)])
         notes += unchecked(runs)
+        notes += [line for folder in runs for line in run_warnings(folder)]
     settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
     ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
     for path in printed:

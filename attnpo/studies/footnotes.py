@@ -1,6 +1,7 @@
 """What a reader must know of a study beside its numbers: warnings above the table, footnotes below it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from attnpo.studies.arms import key_of
 from attnpo.studies.execution import last_line
@@ -32,7 +33,7 @@ def warnings(outcome: Outcome) -> list[str]:
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
-    return [*out, *outcome.warnings]
+    return [*out, *outcome.warnings, *_poor_judges(outcome)]
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
@@ -107,7 +108,25 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
 
 def _judges(outcome: Outcome) -> Iterator[str]:
     """A line per world, seed and judge on how good it is; judges are told apart by how they judge."""
-    judged: dict[tuple[str, int], list[tuple[dict[str, float], list[str]]]] = {}
+    for where, judge in _judged(outcome):
+        yield (
+            f"{where}, on the study's pairs: "
+            f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
+            f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in "
+            f"{100 * judge['consistency']:.1f} %, {100 * judge['other_tokens']:.1f} % of verdicts are neither label"
+        )
+
+
+def _poor_judges(outcome: Outcome) -> Iterator[str]:
+    """A line per judge whose verdicts tell nothing of preference."""
+    for where, judge in _judged(outcome):
+        if "warning" in judge:
+            yield f"WARNING: {where}: {judge['warning']}"
+
+
+def _judged(outcome: Outcome) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each judge in words (of which arms, world, seed) with the account of its verdicts."""
+    judged: dict[tuple[str, int], list[tuple[Mapping[str, Any], list[str]]]] = {}
     for point, result in outcome.points:
         if "judge" not in result["inputs"]:
             continue
@@ -121,12 +140,7 @@ def _judges(outcome: Outcome) -> Iterator[str]:
     for (world, seed), found in sorted(judged.items(), key=lambda item: (worlds[item[0][0]], item[0][1])):
         for judge, arms in found:
             whose = f" of {', '.join(arms)}" if len(found) > 1 else ""
-            yield (
-                f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}, on the study's pairs: "
-                f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
-                f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in "
-                f"{100 * judge['consistency']:.1f} %, {100 * judge['other_tokens']:.1f} % of verdicts are neither label"
-            )
+            yield f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}", judge
 
 
 def _costs(outcome: Outcome) -> Iterator[str]:

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from attnpo.analysis.figures import FrontierPoint, LayerPoint, frontier, layer_curve, training_curves
 from attnpo.analysis.heat import HeatRow, heat_row
 from attnpo.analysis.heatmap import heatmap_html
-from attnpo.analysis.page import Fragment, Image, KeyValues, Preformatted, Section, TableBlock, report_page
+from attnpo.analysis.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.analysis.tables import Cell
 from attnpo.config import plain
 from attnpo.studies.account import row_lines
@@ -56,8 +56,10 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
 def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackSettings, folder: Path) -> None:
     """Nothing; writes ``curves.png`` and ``report.html`` of one run."""
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
+    warning = result["inputs"].get("judge", {}).get("warning")
     blocks: list[Section] = [
-        Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")])
+        *([Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)])] if warning else []),
+        Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
     ]
     if result["truth"]:
         scores = result["truth"]["scores"]

@@ -47,6 +47,7 @@ from attnpo.studies.weighing import Weighed, weigh
 from attnpo.weights.base import WeightSource
 from attnpo.weights.layers import HeadRow, distinct_layers
 from attnpo.weights.pipeline import finished_weights
+from attnpo.weights.verdicts import judge_warning
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,9 @@ def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1,
         "coverage": round(coverage, 5),
         **dict(examples.tally.counts),
     }
+    warning = None if made.weighed.verdicts is None else judge_warning(made.weighed.verdicts)
+    if warning is not None:
+        account["warning"] = warning
     sink = summarize(list(shares_before_sink(made.weighed, encoded["train"], kept)))
     return Measured(label, sides, sink, tokens, most, account, heat_rows(made, heat_maps) if heat_maps else [])
 
@@ -308,6 +312,7 @@ def notes_on(ground: Ground, measured: Sequence[Measured], cfg: DictConfig) -> l
         "alignment and truncation); mean_length is |y|, the source's count",
         "sink: on the source's own tokens before the sink rule, transforms and alignment; both sides together",
     ]
+    lines += dict.fromkeys(f"WARNING: {one.account['warning']}" for one in measured if "warning" in one.account)
     most = max(one.most for one in measured)
     if most < cfg.min_count:
         lines.append(f"no token occurs {cfg.min_count} times on one side (most: {most}); lower min_count")

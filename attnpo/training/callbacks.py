@@ -7,6 +7,8 @@ from typing import Any
 
 import lightning as L
 
+from attnpo.training.finite import check_validation, check_weights
+
 log = logging.getLogger(__name__)
 
 
@@ -77,6 +79,9 @@ def _steps_per_epoch(trainer: L.Trainer) -> int:
 class FinalValidation(L.Callback):
     """Validates behind the last optimiser step, wherever the validation interval falls, and ends training there.
 
+    A run that ends there ends well only with finite weights and a finite validation, which are asked for before
+    anything of the last step is saved. A validation before training that is not finite ends the run at once.
+
     ``total_steps`` ends it earlier than the trainer's own ``max_epochs`` or ``max_steps``.
     """
 
@@ -86,8 +91,14 @@ class FinalValidation(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Nothing; asks Lightning to stop, which makes it validate first."""
+        """Asks Lightning to stop, which makes it validate first; ``UserError`` for weights that are not finite."""
         limits = [limit for limit in (self.total_steps, trainer.max_steps) if limit is not None and limit >= 0]
         over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
         if over or any(trainer.global_step >= limit for limit in limits):
+            check_weights(trainer)
             trainer.should_stop = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Raises ``UserError`` when the first or the last validation is not finite."""
+        if trainer.state.fn == "validate" or trainer.should_stop:
+            check_validation(trainer)

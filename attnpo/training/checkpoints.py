@@ -19,6 +19,7 @@ from attnpo.files import seal
 from attnpo.schema import UserError
 from attnpo.training.continuation import KEY
 from attnpo.training.export import Exporter
+from attnpo.training.finite import check_weights
 from attnpo.training.folders import STATE, newest, read_account, replaced, write_account
 from attnpo.training.interruption import validation_follows
 from attnpo.training.metrics_file import METRICS, merge_metrics
@@ -98,8 +99,10 @@ class CheckpointFolder(L.Callback):
         fails, the others wait for it in a collective until the launcher ends them or the connection to it is lost.
 
         Raises:
-            UserError: (first rank) the folder cannot be written; it holds what it held before.
+            UserError: the weights are not finite, or (first rank) the folder cannot be written; it holds what it held
+                before.
         """
+        check_weights(trainer)
         try:
             self._save(trainer, export, trainer.callback_metrics if metrics is None else metrics, state, facts)
         except DISK_ERRORS as problem:

@@ -1,4 +1,4 @@
-"""Losses that are no numbers: what is kept of a step to tell its pairs, the file that holds it, the words of the error.
+"""Numbers that are none: what is kept of a step to tell its pairs, the file that holds it, weights and validations.
 
 Nothing here looks at a value before it is asked to: on a GPU every look waits for the device.
 """
@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
-from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.training.folders import newest
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 
@@ -142,6 +145,71 @@ def message(trouble: Trouble, step: int, norm: float, lr: float, precision: str)
         f"{what}. Training stopped before this step, the weights are those of step {step - 1}; {where}. "
         f"Look at these pairs, or try {', '.join(advice)}"
     )
+
+
+def unsound_weights(model: nn.Module, processes: int) -> tuple[list[str], int]:
+    """The trained parameters that hold a value which is not finite, and how many are trained.
+
+    Reads every trained weight once and makes no copy. Shards are read where they lie (a collective: every rank must
+    call it); the names are in the model's order.
+    """
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    shards = {
+        name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
+    }
+    held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
+    # The largest magnitude is NaN where a value is; one look at the device for all parameters.
+    peaks = [torch.linalg.vector_norm(shards[name].detach(), float("inf")).float() for name in held]
+    fine = torch.stack(peaks).isfinite().tolist() if peaks else []
+    own = [name for name, good in zip(held, fine, strict=True) if not good]
+    bad = {name for share in everywhere(own, processes) for name in share}
+    return [name for name in trained if name in bad], len(trained)
+
+
+def check_weights(trainer: L.Trainer) -> None:
+    """Raises ``UserError`` on every rank unless all trained weights are finite (a collective: every rank must call it).
+
+    Asked where weights are about to leave the run: after the last optimiser step and before each checkpoint.
+    """
+    module: Any = trainer.lightning_module
+    bad, trained = unsound_weights(module.policy.model, trainer.world_size)
+    if bad:
+        raise UserError(
+            f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {trained} trained "
+            f"parameters (first: {bad[0]}); {_what_stands(trainer)}"
+        )
+
+
+def check_validation(trainer: L.Trainer) -> None:
+    """Raises ``UserError`` unless every ``val/*`` metric at hand is finite; they are those of all ranks."""
+    bad = [
+        f"{name} {float(value):g}"
+        for name, value in trainer.callback_metrics.items()
+        if name.startswith("val/") and not bool(value.isfinite())
+    ]
+    if not bad:
+        return
+    listed = ", ".join(bad[:SHOWN]) + (f" and {len(bad) - SHOWN} more" if len(bad) > SHOWN else "")
+    if trainer.state.fn == "validate":
+        raise UserError(
+            f"the validation before the first step is not finite ({listed}), so no run can end well: look at the "
+            "validation pairs that are named above, their weights and the reference's log-probs"
+        )
+    raise UserError(
+        f"the validation after optimiser step {trainer.global_step} is not finite ({listed}), so this is no result; "
+        f"{_what_stands(trainer)}"
+    )
+
+
+def _what_stands(trainer: L.Trainer) -> str:
+    """What is saved of a run that ends with weights that are no use, and what to try."""
+    module: Any = trainer.lightning_module
+    saved = newest(Path(trainer.default_root_dir), ("last", "best"))
+    stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
+    advice = [f"a smaller optimizer.lr (now {module.recipe.lr:g})", "a smaller trainer.gradient_clip_val"]
+    if not str(trainer.precision).startswith("32"):
+        advice.append(f"trainer.precision=32-true (now {trainer.precision})")
+    return f"{stands}. Try {', '.join(advice)}"
 
 
 def named(pair_ids: Sequence[str]) -> str:

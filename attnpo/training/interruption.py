@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +11,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from attnpo.console import REPEAT, SIGNALS
+from attnpo.training.folders import whole
 
 log = logging.getLogger(__name__)
-
-# Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -45,50 +45,46 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interruption(L.Callback):
-    """Ends training behind the optimiser step in which SIGINT, SIGTERM or SIGUSR1 came, on all ranks alike.
+    """Ends training after the optimiser step in which SIGINT, SIGTERM or SIGUSR1 came, on all ranks alike.
 
-    A validation that is due behind that step, or running, is finished first: a resumed run will not repeat it. The
-    same signal again does what it did before training (by default: ends the process at once). ``signum`` is the signal
-    that ended training, None while there is none.
+    A validation that is due after that step, or running, is finished first: a resumed run will not repeat it. The
+    same signal again, ``REPEAT`` seconds later or more, does what it did before training (by default: ends the process
+    at once). ``signum`` is the signal that ended training, None while there is none.
     """
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self._noted: int | None = None
+        self._heard: dict[int, float] = {}
         self._before: dict[int, Any] = {}
         self._step = 0
 
     # ------------------------------------------------------------------------------------------- handlers
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Nothing; remembers the handlers from before Lightning sets its own."""
+    def _listen(self, trainer: L.Trainer) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        # Lightning's own for SIGTERM would leave the epoch within an optimiser step, and wait for other ranks in it.
+        trainer._signal_connector.register_signal_handlers = _no_handlers  # type: ignore[method-assign]
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
-
-    def _listen(self) -> None:
-        # Lightning's own for SIGTERM would leave the epoch within an optimiser step.
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                signal.signal(number, self._note)
+        for number in SIGNALS:
+            signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if number in self._heard and now - self._heard[number] >= REPEAT:
+            signal.signal(number, self._before.get(number) or signal.SIG_DFL)
+            signal.raise_signal(number)
+            return
+        self._heard.setdefault(number, now)
         if self._noted is None:
             self._noted = number
-        signal.signal(number, self._before.get(number) or signal.SIG_DFL)
-        log.warning("%s: ending behind this step; the same again ends at once", signal.Signals(number).name)
+            log.warning("%s: ending after this step; the same again ends at once", signal.Signals(number).name)
 
     def _restore(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._before.items():
-                if handler is not None:
-                    signal.signal(number, handler)
+        for number, handler in self._before.items():
+            if handler is not None:
+                signal.signal(number, handler)
         self._before = {}
-
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Nothing; restores the handlers."""
-        self._restore()
-
-    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Nothing; restores the handlers."""
-        self._restore()
 
     # ------------------------------------------------------------------------------------------- obeying
     def _agreed(self, trainer: L.Trainer) -> bool:
@@ -101,8 +97,9 @@ class Interruption(L.Callback):
         return self.signum is not None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; listens from here on."""
-        self._listen()
+        """Leaves training before its first step if a signal came: nothing of it needs saving."""
+        if self._agreed(trainer):
+            raise KeyboardInterrupt
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -118,11 +115,6 @@ class Interruption(L.Callback):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
         trainer.should_stop = True
-
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; listens during the validation before training too."""
-        if trainer.state.fn == "validate":
-            self._listen()
 
     def on_validation_batch_end(
         self,
@@ -142,26 +134,36 @@ class Interruption(L.Callback):
         if trainer.state.fn == "fit" and self._agreed(trainer):
             trainer.should_stop = True
 
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Notes on every rank a signal that came too late for a step: while the last of them was saved."""
+        self._agreed(trainer)
+
     @contextmanager
     def reported(self, trainer: L.Trainer, total: int, saved: Path | None) -> Iterator[None]:
-        """A context for validating and fitting.
+        """A context for validating and fitting, in which signals are noted from beginning to end.
 
         Raises:
             Interrupted: a signal ended them; ``saved`` is the folder that holds the state then.
-            KeyboardInterrupt: what the handlers from before raised, while Lightning was setting up or the second time.
+            KeyboardInterrupt: what the handlers from before raised, the second time.
         """
+        self._listen(trainer)
         try:
             yield
-        except SIGTERMException:  # came while Lightning was setting up
-            raise Interrupted(signal.SIGTERM, trainer.global_step, total) from None
         except SystemExit as end:
             if not isinstance(end.__context__, KeyboardInterrupt):  # Lightning's way to take Ctrl-C
                 raise
-            if self.signum is not None:
-                raise Interrupted(self.signum, trainer.global_step, total) from None
-            raise end.__context__ from None
-        if self.signum is not None:
-            raise Interrupted(self.signum, trainer.global_step, total, saved)
+            if self.signum is None:
+                raise end.__context__ from None
+        finally:
+            self._restore()
+        number = self.signum or self._noted  # the latter came after the ranks agreed for the last time
+        if number is not None:
+            there = saved if saved is not None and whole(saved).exists() else None
+            raise Interrupted(number, trainer.global_step, total, there)
+
+
+def _no_handlers() -> None:
+    """Stands for a registration of handlers that must not be."""
 
 
 def validation_follows(trainer: L.Trainer) -> bool:

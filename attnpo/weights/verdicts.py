@@ -1,10 +1,13 @@
-"""How good and how steady the judge's verdicts are, from the logits stored beside the weights."""
+"""How good and steady the judge's verdicts are, from the logits stored beside the weights; when they say nothing."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnpo.schema import PairWeights, Round
+
+ENOUGH = 20  # pairs: with fewer, the interval of a judge that is right four times of five may hold one half
+Z95 = 1.959964  # standard deviations on either side of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,36 @@ def judge_statistics(captured: Sequence[PairWeights], label_ids: tuple[int, int]
         other_tokens=_mean([float(token not in label_ids) for token in tokens]),
         pairs=len(read),
     )
+
+
+def judge_warning(found: JudgeStatistics) -> str | None:
+    """What is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
+
+    It does not know which answer is better where the 95 % interval of its accuracy (both orders averaged) holds one
+    half: that of Wilson, which holds it exactly where a test of size 5 % cannot tell the judge from a coin. It does not
+    answer where more than half of its verdicts name no label. How often the orders agree is no criterion of its own: a
+    judge drawn to one place may be right in every pair in which it is not. Accuracy over fewer than 20 pairs is not
+    judged.
+    """
+    unlabelled = f"{100 * found.other_tokens:.0f} % of its verdicts name no label"
+    silent = found.other_tokens > 0.5  # false where no verdict has a token
+    advice = "choose another judge or wording (judge=...)"
+    low, high = wilson(found.pair_accuracy, found.pairs) if found.pairs >= ENOUGH else (1.0, 1.0)
+    if low <= 0.5 <= high:
+        told = f"{100 * found.pair_accuracy:.0f} % right of {found.pairs} pairs"
+        told += f", 95 % interval {100 * low:.0f} to {100 * high:.0f}" + (f"; {unlabelled}" if silent else "")
+        what = f"the judge does not know which answer is better ({told})"
+        return f"{what}: its weights say nothing about preference; {advice}"
+    if silent:
+        return f"the judge does not answer as it is asked to: {unlabelled}; {advice}"
+    return None
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share observed over ``count`` cases."""
+    spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    middle, scale = share + Z95**2 / (2 * count), 1 + Z95**2 / count
+    return (middle - spread) / scale, (middle + spread) / scale
 
 
 def _margin(item: Round) -> float:

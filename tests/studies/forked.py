@@ -2,7 +2,8 @@
 
 Started by the tests as ``python forked.py``. Each line of its input is a JSON object with ``overrides``, ``log`` (a
 file for the run's output) and, to send a signal, ``signal`` with ``delay`` (seconds from the start of training, then
-``wait`` seconds into the next of the moments ``upon``) or ``at`` (moment, optimiser steps done, micro-batch). For each
+``wait`` seconds into the next of the moments ``upon``) or ``at`` (moment, optimiser steps done, micro-batch). With
+``own`` (place, signals, seconds between them) the run sends them to itself at a named place. For each
 it answers with a line: the process's exit status (negative: killed by that signal), what the signal ``met`` (null: the
 run was over), the optimiser steps done, how long training took.
 """
@@ -30,6 +31,7 @@ MOMENTS = (
 )
 BEFORE, FIRST, STEP, BETWEEN, LAST, BEST, VALIDATING, AFTER = range(len(MOMENTS))
 HELD: list[int] = []  # in a run: the moment at which it waits for its signal
+OWN: list[Any] = []  # in a run: the place at which it sends signals to itself, these, and seconds between them
 HOLD = 0.5  # seconds; longer than a busy machine keeps the process that sends it from looking
 FORM = "iiidd"  # moment, optimiser steps done, micro-batch, start and end of training
 
@@ -49,6 +51,16 @@ class Board:
         self.memory[:] = struct.pack(FORM, *values.values())
 
 
+def reach(place: str) -> None:
+    """Sends the signals that are meant for ``place``, once."""
+    if OWN and OWN[0] == place:
+        numbers, between = OWN[1:]
+        OWN.clear()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(between)
+
+
 def trace(board: Board) -> None:
     """Makes every run of this process keep ``board``."""
     import lightning as L
@@ -57,11 +69,18 @@ def trace(board: Board) -> None:
     from attnpo.training import checkpoints
 
     class Trace(L.Callback):
+        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            reach("fit begins")
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            reach("training ends")
+
         def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             board.write(moment=STEP, step=trainer.global_step, began=time.monotonic())
 
         def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
             board.write(moment=STEP, step=trainer.global_step, micro=rest[-1])
+            reach("in a step")
             if [STEP, trainer.global_step, rest[-1]] == HELD:
                 time.sleep(HOLD)
 
@@ -87,6 +106,8 @@ def trace(board: Board) -> None:
     def traced_save(self: Any, *arguments: Any, **named: Any) -> None:
         before = board.read()[0]
         board.write(moment=LAST if self.folder.name == "last" else BEST)
+        if named.get("export") and self.folder.name == "last":
+            reach("final save")
         save(self, *arguments, **named)
         board.write(moment=before)
 
@@ -102,6 +123,8 @@ def child(order: dict[str, Any]) -> int:
     os.dup2(output, 1)
     os.dup2(output, 2)
     HELD.extend(order.get("at", []))
+    OWN.extend(order.get("own", []))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     return run_entry(main, "fit", order["overrides"], DESCRIPTION, EXAMPLE)
 
 

@@ -1,6 +1,10 @@
 """Points in processes of their own: one that is killed costs no other; where a GPU is used there is one at a time."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,58 @@ def test_a_last_point_that_is_killed_does_not_take_the_study_with_it(
 def test_points_on_a_gpu_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(["third", "fourth"], tmp_path, monkeypatch, here=True)
     assert {(tmp_path / name).read_text() for name in ("third", "fourth")} == {f"{os.getpid()}\n"}
+
+
+STUDY = """
+import os, sys
+from pathlib import Path
+from attnpo.studies import execution
+from tests.studies.fragile import fragile
+if __name__ == "__main__":
+    execution.run_point = fragile
+    os.cpu_count = lambda: 2
+    list(execution.execute([(["beside"], Path(place)) for place in sys.argv[1:]], 2, None, None))
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is over but not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_the_processes_of_a_study_end_with_it(tmp_path: Path) -> None:
+    """SIGKILL, which leaves no time to end them."""
+    places = [tmp_path / "one", tmp_path / "two"]
+    for place in places:
+        place.mkdir()
+    script = tmp_path / "study.py"
+    script.write_text(STUDY)
+    study = subprocess.Popen(
+        [sys.executable, script, *places], env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    )
+    files = [place / "beside" for place in places]
+    try:
+        for _ in range(1200):
+            if all(file.exists() and file.read_text().endswith("\n") for file in files):
+                break
+            assert study.poll() is None
+            time.sleep(0.1)
+        workers = [int(file.read_text()) for file in files]
+        assert all(map(alive, workers))
+    finally:
+        study.kill()
+        study.wait()
+    deadline = time.monotonic() + 15
+    while any(map(alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    left = [pid for pid in workers if alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 @pytest.mark.parametrize(

@@ -196,3 +196,59 @@ def test_a_signal_before_the_first_step_ends_without_a_trace(runs: Runs, unbroke
     assert runs.said(folder).splitlines()[-1] == f"stopped by {name} at step 0 of 12, nothing saved"
     assert "Traceback" not in runs.said(folder)
     assert not (runs.output / folder / "last").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("final save", "SIGTERM"), ("final save", "SIGINT"), ("final save", "SIGUSR1"), ("training ends", "SIGTERM")],
+)
+def test_a_signal_after_the_last_step_is_not_forgotten(runs: Runs, unbroken: float, place: str, name: str) -> None:
+    """What was trained is saved; the result is left to the next start."""
+    number, run = int(signal.Signals[name]), f"late {place} {name}".replace(" ", "-")
+    done = runs.start(run, own=[place, [number], 0])
+    folder = runs.output / run
+    assert done["status"] == 128 + number, runs.said(run)[-3000:]
+    last = runs.said(run).splitlines()[-1]
+    assert last == f"stopped by {name} at step 12 of 12, saved {folder / 'last'}; go on with name={run} resume=auto"
+    assert "Traceback" not in runs.said(run) and not (folder / "result.json").exists()
+    if place == "final save" and name == "SIGTERM":
+        assert runs.start(run, "resume=auto")["status"] == 0, runs.said(run)[-3000:]
+        assert_same_end(runs, run)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_while_training_is_set_up_ends_before_its_first_step(runs: Runs, unbroken: float, name: str) -> None:
+    number, run = int(signal.Signals[name]), f"setup{name}"
+    done = runs.start(run, own=["fit begins", [number], 0])
+    assert done["status"] == 128 + number, runs.said(run)[-3000:]
+    assert runs.said(run).splitlines()[-1] == f"stopped by {name} at step 0 of 12, nothing saved"
+    assert "Traceback" not in runs.said(run) and done["step"] == 0
+
+
+def test_a_signal_while_a_resumed_training_is_set_up_tells_what_is_saved(runs: Runs, unbroken: float) -> None:
+    run = "setup-resumed"
+    assert runs.start(run, signal=int(signal.SIGTERM), at=[STEP, 6, 1])["status"] == 143
+    assert runs.start(run, "resume=auto", own=["fit begins", [int(signal.SIGINT)], 0])["status"] == 130
+    last = runs.said(run).splitlines()[-1]
+    assert last.startswith(f"stopped by SIGINT at step 7 of 12, saved {runs.output / run / 'last'}; go on with")
+    assert runs.start(run, "resume=auto")["status"] == 0, runs.said(run)[-3000:]
+    assert_same_end(runs, run)
+
+
+@pytest.mark.parametrize("place", ["in a step", "fit begins"])
+def test_one_ctrl_c_that_arrives_twice_is_one(runs: Runs, unbroken: float, place: str) -> None:
+    """From the terminal and from the launcher, milliseconds apart; with a SIGTERM among them."""
+    run = f"twice {place}".replace(" ", "-")
+    both = [int(signal.SIGINT), int(signal.SIGTERM), int(signal.SIGINT), int(signal.SIGTERM)]
+    done = runs.start(run, own=[place, both, 0.003])
+    assert done["status"] == 130, runs.said(run)[-3000:]
+    step = 1 if place == "in a step" else 0
+    assert runs.said(run).splitlines()[-1].startswith(f"stopped by SIGINT at step {step} of 12, ")
+    assert (runs.output / run / "last").exists() == bool(step) and "Traceback" not in runs.said(run)
+
+
+def test_the_same_signal_later_ends_at_once(runs: Runs, unbroken: float) -> None:
+    done = runs.start("again", own=["in a step", [int(signal.SIGTERM)] * 2, 1.2])
+    assert done["status"] == 143, runs.said("again")[-3000:]
+    assert runs.said("again").splitlines()[-1] == "stopped by SIGTERM; what was stored stays"
+    assert not (runs.output / "again" / "last").exists() and "Traceback" not in runs.said("again")

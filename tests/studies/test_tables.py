@@ -260,6 +260,15 @@ def test_every_judge_has_its_line() -> None:
     assert [line.partition(" on")[0] for line in alone] == ["judge, seed 0,", "judge, seed 1,"]
 
 
+def test_a_judge_that_knows_nothing_is_a_warning_above_the_table() -> None:
+    points = [judged(point, made, 0.9) for point, made in POINTS]
+    for point, made in points:
+        if point.seed == 1 and point.arm == ATTENTION:
+            made["inputs"]["judge"]["warning"] = "the judge does not know"
+    found = [line for line in warnings(tuned(points)) if "judge" in line]
+    assert found == ["WARNING: judge of attention, seed 1: the judge does not know"]
+
+
 def test_every_run_is_a_row_of_the_file() -> None:
     lines = all_points(gather(POINTS)).splitlines()
     assert len(lines) == 5

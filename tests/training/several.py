@@ -8,9 +8,11 @@ the error of every process in ``error<rank>.txt``.
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from torch.distributed.tensor import DTensor
 
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
@@ -39,8 +41,8 @@ class Case:
     """One training run of two epochs in steps of 8.
 
     ``resumes`` names the case whose copy at STOP it continues. ``part`` trains the second layer alone. ``bad`` gives
-    the second process's share of step 2 a pair whose loss is not finite. ``tokens`` is a budget
-    instead of ``micro``.
+    the second process's share of step 2 a pair whose loss is not finite. ``poison`` leaves no number in the second
+    process's share of the weights after step 2. ``tokens`` is a budget instead of ``micro``.
     """
 
     strategy: str
@@ -50,6 +52,7 @@ class Case:
     resumes: str | None = None
     part: bool = False
     bad: bool = False
+    poison: bool = False
     tokens: int | None = None
 
 
@@ -67,6 +70,7 @@ CASES = {
     "fsdp, a budget of tokens": Case("fsdp", 1, pairs=21, tokens=50),
     "ddp, a bad pair": Case("ddp", 2, bad=True),
     "fsdp, a bad pair": Case("fsdp", 2, bad=True),
+    "fsdp, poisoned": Case("fsdp", 2, checkpoints=True, poison=True),
 }
 
 
@@ -79,6 +83,16 @@ class Keep(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn == "fit" and trainer.global_step == STOP:
             trainer.save_checkpoint(self.path)
+
+
+class Poison(L.Callback):
+    """Leaves a NaN in the second process's share of the last trained weight, after step STOP."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any) -> None:
+        if trainer.global_step == STOP and trainer.global_rank == 1:
+            weight = list(pl_module.parameters())[-1]
+            with torch.no_grad():
+                (weight.to_local() if isinstance(weight, DTensor) else weight).view(-1)[0] = float("nan")
 
 
 def make(
@@ -121,6 +135,8 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
         exporter = Exporter(build_tokenizer(Grammar()))
         callbacks += [BestCheckpoint(place / "best", exporter), LastCheckpoint(place / "last", exporter)]
         callbacks.append(Keep(place / "stop.ckpt"))
+    if case.poison:
+        callbacks.insert(0, Poison())
     module, data = make(case, plan, settings, devices)
     resume = None if case.resumes is None else folder / case.resumes / "stop.ckpt"
     with quiet_lightning():
@@ -131,7 +147,7 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
         try:
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)
         except UserError as error:
-            if not case.bad:
+            if not (case.bad or case.poison):
                 raise
             (place / f"error{trainer.global_rank}.txt").write_text(str(error))
             return []

@@ -19,6 +19,7 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats, UserError
 from attnpo.training.finite import Scored, message, named, save_step
 from attnpo.training.metrics import pair_values, read_tokens
+from attnpo.training.metrics_file import merge_metrics
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module
 
@@ -139,14 +140,28 @@ def test_infinities_off_the_response_are_no_trouble(fit: Fit) -> None:
         assert {name: after.get(name) for name in names} == {name: before.get(name) for name in names}
 
 
-def test_a_bad_validation_pair_is_warned_of_once_and_counted(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
-    examples = stored_reference(make_examples(20))
-    data = stored_data(examples, PLAN)
-    data.val_batches.examples = [spoil(e, NAN) if i in (1, 3) else e for i, e in enumerate(examples[:5])]
-    with caplog.at_level(logging.WARNING, logger="attnpo"):
-        rows = fit(make_module(3, live=False), data, steps=3, epochs=1, validate_every=1)
+class Spoil(L.Callback):
+    """Spoils two validation pairs once training has begun."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        batches = trainer.datamodule.val_batches  # type: ignore[attr-defined]
+        batches.examples = [spoil(e, NAN) if i in (1, 3) else e for i, e in enumerate(batches.examples)]
+
+
+def test_bad_validation_pairs_are_warned_of_once_counted_and_refused_at_the_end(
+    fit: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = stored_data(stored_reference(make_examples(20)), PLAN)
+    data.val_batches.examples = stored_reference(make_examples(5))
+    module = make_module(3, live=False)
+    with (
+        caplog.at_level(logging.WARNING, logger="attnpo"),
+        pytest.raises(UserError, match=r"validation after optimiser step 3 is not finite \(val/loss nan"),
+    ):
+        fit(module, data, steps=3, epochs=1, validate_every=1, callbacks=(Spoil(),), folder=tmp_path)
+    rows = merge_metrics(tmp_path)
     validated = [row for row in rows if "val/nonfinite_pairs" in row]
-    assert [row["val/nonfinite_pairs"] for row in validated] == [2.0] * 4
+    assert [row["val/nonfinite_pairs"] for row in validated] == [2.0] * 3
     assert all(math.isnan(row["val/loss"]) for row in validated)
     assert sum("train/loss" in row for row in rows) == 3, "training goes on"
     (told,) = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnpo.data.rules import BatchPlan
+from attnpo.training.folders import read_account
 from attnpo.training.metrics_file import read_metrics
 from tests.training.processes import in_two_processes
 from tests.training.several import CASES, STOP, Case, bad_pair, run_case
@@ -51,7 +52,11 @@ COMPARED = (
     "train/lr",
     "val/loss",
 )
-UNBROKEN = [name for name, case in CASES.items() if case.resumes is None and case.pairs != 17 and not case.bad]
+UNBROKEN = [
+    name
+    for name, case in CASES.items()
+    if case.resumes is None and case.pairs != 17 and not case.bad and not case.poison
+]
 RESUMED = [name for name, case in CASES.items() if case.resumes is not None]
 
 
@@ -116,6 +121,17 @@ def test_every_process_stops_and_names_the_pair_that_one_has(folder: Path, name:
     step = [f"pair{i}" for i in epoch_order(case.pairs, BatchPlan(8, case.micro))[8:16]]
     assert ids == [step[:4], step[4:]] and f"pair{bad}" in ids[1] and saved["pairs"] == [f"pair{bad}"]
     assert [list(names) != [] for names in saved["gradients"]] == [True, True], "the gradient is of both processes"
+
+
+@pytest.mark.slow
+def test_every_process_stops_for_weights_that_one_holds(folder: Path) -> None:
+    """Before the checkpoint of that step takes the place of the one before."""
+    place = folder / "fsdp, poisoned"
+    texts = [(place / f"error{rank}.txt").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    assert f"the weights are not finite after optimiser step {STOP}: 1 of " in texts[0] and "lm_head" in texts[0]
+    assert read_account(place / "last")["step"] == STOP - 1
+    assert f"saved last is step {STOP - 1}, in {place / 'last'}" in texts[0]
 
 
 @pytest.mark.slow

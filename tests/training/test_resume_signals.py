@@ -14,15 +14,17 @@ import lightning as L
 import pytest
 import torch
 
+from attnpo.console import SIGNALS
 from attnpo.data.rules import BatchPlan
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.training import interruption
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoints import LastCheckpoint
 from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
 from attnpo.training.folders import STATE, read_account
-from attnpo.training.interruption import SIGNALS, Interrupted, Interruption
+from attnpo.training.interruption import Interrupted, Interruption
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics, read_metrics
 from attnpo.training.settings import LoggerSettings, TrainerSettings
@@ -47,18 +49,26 @@ class Signal(L.Callback):
             self.numbers = ()
 
 
+class Late(L.Callback):
+    """Sends SIGTERM to the second process once the last step is saved."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(place: Path, *, devices: int, blow: L.Callback | None = None, resume: Path | None = None) -> Rows:
     """The rows of the run's metrics; raises Interrupted when a signal ended it."""
     plan = BatchPlan(8, 2)
     settings = TrainerSettings(max_epochs=2, accelerator="cpu", devices=str(devices), validate_every=4)
-    interruption = Interruption()
+    signals = Interruption()
     last = LastCheckpoint(place / "last", Exporter(build_tokenizer(Grammar())))
-    callbacks = [FinalValidation(), Continuation(), interruption, last, *([blow] if blow else [])]
+    callbacks = [FinalValidation(), Continuation(), signals, last, *([blow] if blow else [])]
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
         trainer.accumulate_grad_batches = plan.accumulation(trainer.world_size)
         module, data = make_module(STEPS), make_data(make_examples(20), plan)
-        with interruption.reported(trainer, STEPS, place / "last"):
+        with signals.reported(trainer, STEPS, place / "last"):
             trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     return merge_metrics(place) if trainer.is_global_zero else []
 
@@ -91,7 +101,13 @@ def test_training_ends_behind_the_step_and_the_handlers_come_back(tmp_path: Path
     assert heard == [] and signal.getsignal(number) is record
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same signal counts as another one however soon it comes."""
+    monkeypatch.setattr(interruption, "REPEAT", 0.0)
+
+
+@pytest.mark.usefixtures("handlers", "no_pause")
 def test_the_same_signal_again_does_what_it_did_before(tmp_path: Path) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGUSR1, lambda got, frame: heard.append(got))
@@ -100,7 +116,7 @@ def test_the_same_signal_again_does_what_it_did_before(tmp_path: Path) -> None:
     assert heard == [signal.SIGUSR1]
 
 
-@pytest.mark.usefixtures("handlers")
+@pytest.mark.usefixtures("handlers", "no_pause")
 def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
     """As KeyboardInterrupt; Lightning alone would end the process with status 1."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -136,6 +152,12 @@ def main(folder: Path) -> None:
         assert (stop.signum, stop.step) == (signal.SIGTERM, 2)
     else:
         raise AssertionError("not interrupted")
+    try:
+        train(folder / "late", devices=2, blow=Late())
+    except Interrupted as stop:
+        assert (stop.signum, stop.step, stop.saved) == (signal.SIGTERM, STEPS, folder / "late" / "last")
+    else:
+        raise AssertionError("the first process must hear of it too")
     train(folder / "one first", devices=2, resume=folder / "one first" / "last" / STATE)
     torch.distributed.destroy_process_group()
 

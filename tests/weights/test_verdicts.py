@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnpo.schema import PairWeights, Round, TokenWeights
-from attnpo.weights.verdicts import judge_statistics
+from attnpo.weights.verdicts import JudgeStatistics, judge_statistics, judge_warning, wilson
 
 A, B, OTHER = 5, 6, 7
 EMPTY = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
@@ -45,3 +45,46 @@ def test_pairs_without_verdicts_are_left_out() -> None:
     nothing = judge_statistics([silent], (A, B))
     assert nothing.pairs == 0
     assert all(math.isnan(value) for value in (nothing.agreement, nothing.pair_accuracy, nothing.consistency))
+
+
+def told(accuracy: float, pairs: int, other: float = 0.0, consistency: float = 0.5) -> str | None:
+    return judge_warning(JudgeStatistics(accuracy, accuracy, consistency, other, pairs))
+
+
+def test_the_interval_is_wilsons() -> None:
+    """Newcombe (1998), table I: 81 of 263, 15 of 148 and 0 of 20 by method 3."""
+    for right, count, expected in ((81, 263, (0.2553, 0.3662)), (15, 148, (0.0624, 0.1605)), (0, 20, (0.0, 0.1611))):
+        assert wilson(right / count, count) == pytest.approx(expected, abs=5e-5)
+
+
+def test_a_judge_that_a_coin_might_be_is_warned_of() -> None:
+    """Of 400 verdicts of a coin, 95 % are right in 181 to 219: one half and 1.96 half-standard errors, 9.8 each."""
+    assert told(0.51, 400) == (
+        "the judge does not know which answer is better (51 % right of 400 pairs, 95 % interval 46 to 56): its weights "
+        "say nothing about preference; choose another judge or wording (judge=...)"
+    )
+    assert "100 % of its verdicts name no label): its weights" in str(told(0.51, 400, other=1.0))
+    assert told(219.5 / 400, 400) is not None and told(220 / 400, 400) is None
+    assert told(180.5 / 400, 400) is not None and told(180 / 400, 400) is None, "wrong on purpose is knowing too"
+
+
+def test_few_pairs_tell_nothing_of_accuracy() -> None:
+    assert told(0.5, 19) is None and told(0.5, 20) is not None and told(0.93, 20) is None
+
+
+def test_most_verdicts_without_a_label_are_told_whatever_the_accuracy() -> None:
+    assert told(0.9, 400, other=0.5) is None
+    for pairs in (5, 400):
+        assert told(0.9, pairs, other=0.51) == (
+            "the judge does not answer as it is asked to: 51 % of its verdicts name no label; choose another judge or "
+            "wording (judge=...)"
+        )
+
+
+def test_a_judge_drawn_to_one_place_may_know() -> None:
+    """Right where it is not: the orders agree in half of the pairs, and both together are right in most."""
+    assert told(0.8, 400, consistency=0.5) is None
+
+
+def test_nothing_is_said_of_a_judge_without_verdicts() -> None:
+    assert judge_warning(judge_statistics([], (A, B))) is None
