@@ -64,10 +64,19 @@ class Probe:
         self.rows: dict[int, Tensor] = {}
         self.kept: dict[int, LayerAttention] = {}
         self.trimming = False
+        self._seen: set[int] = set()
         self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
-        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed."""
+        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed.
+
+        Raises ``UserError`` for a layer that is run a second time.
+        """
+        if layer in self._seen:
+            raise UserError(
+                f"layer {layer + 1} is run more than once in a forward, so it has no one row"
+            )
+        self._seen.add(layer)
         rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
             self.rows[layer] = rows if self.per_head else rows.mean(1)
@@ -206,7 +215,12 @@ def _attend(
         output = attention_probe.end()
         if output is not None:
             return output, None
-        attention_probe.see(int(module.layer_idx), attention, value)  # type: ignore[arg-type]
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer < 0:
+            raise UserError(
+                "attention rows cannot be read from a model whose attention has no layer of its own"
+            )
+        attention_probe.see(layer, attention, value)
     fused = not in_blocks and softcap is None and s_aux is None
     if segment_plan is not None:
         plan = segment_plan

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,17 +33,31 @@ def log_budget(ground: Ground) -> None:
         )
     config = config_of(spec.path, spec.revision)
     capacity = capacity_of(cfg)
-    found = training_estimate(cfg, spec, config)
-    others = {}
-    if capacity is not None and not found.fits(capacity):
-        others = dict(alternatives(cfg, spec, config))
-    log_memory(found.lines(capacity, others))
+    with _estimating(spec.path):
+        found = training_estimate(cfg, spec, config)
+        others = {}
+        if capacity is not None and not found.fits(capacity):
+            others = dict(alternatives(cfg, spec, config))
+        log_memory(found.lines(capacity, others))
     if "judge" in build(cfg.weights).requires:
         judge = build(cfg.judge)
         own = judge.path is None
         of = config if own else config_of(judge.path, judge.revision)
         tokens = max(judge.token_budget, judge.max_length)
-        log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+        with _estimating(spec.path if own else judge.path):
+            log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+
+
+@contextmanager
+def _estimating(path: str) -> Iterator[None]:
+    """A context in which an estimate that fails is a warning: configs of some kinds say less, or say it otherwise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        words = " ".join(str(error).split())[:200]
+        log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
 
 
 def config_of(path: str, revision: str | None) -> PretrainedConfig:
