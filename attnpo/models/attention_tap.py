@@ -213,9 +213,7 @@ def _attend(
     if attention_probe is not None:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer < 0:
-            raise UserError(
-                "attention rows cannot be read from a model whose attention has no layer of its own"
-            )
+            raise UserError("attention rows cannot be read from a model whose attention has no layer of its own")
         attention_probe.see(layer, attention, value)
     fused = not in_blocks and softcap is None and s_aux is None
     if segment_plan is not None:

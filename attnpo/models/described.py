@@ -63,8 +63,9 @@ def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTraine
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal LM that gives hidden states; the model itself where it has none."""
     found: object = model.get_decoder()  # type: ignore[no-untyped-call]
-    # A vocabulary head may stand under the library's name for a decoder.
-    return found if isinstance(found, PreTrainedModel) else model.base_model
+    if not isinstance(found, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
+        found = model.base_model
+    return found if isinstance(found, PreTrainedModel) else model
 
 
 def widest(config: PretrainedConfig, name: str) -> int | None:
@@ -112,9 +113,9 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
     found = exact_length(config)
     if found is not None and length > found[0]:
         raise UserError(
-            f"{key}={length}: beyond {found[0]} tokens the rotary positions of {path} (rope type {found[1]}) follow the "
-            "longest sequence of a batch, so a row's numbers would change with what is beside it; expected at most "
-            f"{found[0]}: set {key}={found[0]} or lower, or take another model"
+            f"{key}={length}: beyond {found[0]} tokens the rotary positions of {path} (rope type {found[1]}) follow "
+            "the longest sequence of a batch, so a row's numbers would change with what is beside it; set "
+            f"{key}={found[0]} or lower, or take another model"
         )
 
 

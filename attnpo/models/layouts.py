@@ -240,16 +240,16 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
     except Exception as error:  # of any model
         words = " ".join(str(error).split())[:200]
         raise UserError(
-            f"model.path: {what} cannot be run on a batch of padded rows ({type(error).__name__}: {words}); take another "
-            "model"
+            f"model.path: {what} cannot be run on a batch of padded rows ({type(error).__name__}: {words}); take "
+            "another model"
         ) from error
     assert found.hidden is not None
     gap, bound = max(gaps), probe_bound(found.logps.to(found.hidden.dtype))
     if gap <= bound:
         return
     message = (
-        f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding allows "
-        f"{bound:.3g}), so a pair's loss would depend on its batch; take another model"
+        f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
+        f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
     )
     if found.hidden.dtype in (torch.float32, torch.float64):
         raise UserError(message)

@@ -55,7 +55,7 @@ def _estimating(path: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # configs of any model; the run does not need the estimate
         words = " ".join(str(error).split())[:200]
         log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
 

@@ -22,6 +22,7 @@ class Depth(int):
     attending: tuple[int, ...]
 
     def __new__(cls, layers: int, attending: Sequence[int] | None = None) -> "Depth":
+        """The depth; without ``attending`` every layer has attention."""
         made = super().__new__(cls, layers)
         made.attending = tuple(range(1, layers + 1) if attending is None else attending)
         return made

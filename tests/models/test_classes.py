@@ -100,7 +100,7 @@ def test_an_attention_that_a_class_lacks_is_not_told_as_a_missing_folder(tmp_pat
     assert str(caught.value).startswith("model.attn_implementation=flex_attentive: Gemma2ForCausalLM cannot run with")
     assert "set model.attn_implementation=sdpa" in str(caught.value) and "\n" not in str(caught.value)
     (folder / "model.safetensors").write_bytes(b"cut")
-    with pytest.raises(UserError, match="could not load the model .*copy or export the folder again"):
+    with pytest.raises(UserError, match=r"could not load the model .*copy or export the folder again"):
         load_model(folder, attn_implementation="eager")
 
 
@@ -152,7 +152,9 @@ def test_hybrids_are_known_by_the_layers_that_have_attention(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "electra"])
 def test_a_model_that_sees_later_tokens_is_refused(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"is not causal: another last token moves the logits .*is_decoder=true") as found:
+    with pytest.raises(
+        UserError, match=r"is not causal: another last token moves the logits .*is_decoder=true"
+    ) as found:
         load_model(tiny_folder(kind, tmp_path / "both"))
     assert "\n" not in str(found.value) and str(tmp_path) in str(found.value)
     load_model(tiny_folder(kind, tmp_path / "decoder", is_decoder=True))

@@ -20,10 +20,10 @@ STORE_LAYERS = ("all", "selected")
 class Attention:
     """Attention of the last prompt token (the one that predicts the verdict).
 
-    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: when not empty, the mean of these
-    layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
-    ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected" only the
-    wanted ones.
+    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: when not empty, the mean
+    of these layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
+    ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected"
+    only the wanted ones.
     ``heads``: the query heads (from 1) whose mean is taken in each of these layers; empty for all of them. With heads
     given the rows of every head are stored, in a table of their own: any other choice is a re-read.
     """
