@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from attnpo.models.segments import FAR
+from attnpo.models.segments import FAR, whole
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -34,6 +34,10 @@ class MaskRule:
     local_size: int | None
     causal: bool
     rows: int = 1
+
+    def __getitem__(self, index: object) -> "MaskRule":
+        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        return whole(self, index)
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
         """Half-open range of keys that queries start..stop-1 can see."""

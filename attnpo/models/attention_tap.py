@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -67,10 +68,16 @@ class Probe:
         self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
-        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed."""
+        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed.
+
+        A layer may attend twice with the same queries and keys (to parts of the values). Raises ``UserError`` for a
+        layer that does so with others: it has no one row.
+        """
         rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
-            self.rows[layer] = rows if self.per_head else rows.mean(1)
+            kept = rows if self.per_head else rows.mean(1)
+            if not torch.equal(self.rows.setdefault(layer, kept), kept):
+                raise UserError(f"layer {layer + 1} attends more than once in a forward, so it has no one row")
         if self.keep:
             self.kept[layer] = attention
         if rows is not None and self.trimming:
@@ -98,7 +105,8 @@ class Probe:
         if silent:
             raise UserError(
                 f"layer {silent[0]} gave no softmax attention: the model's attention does not go through transformers' "
-                "AttentionInterface, or the layer has another kind of mixing; choose another layer or judge"
+                "AttentionInterface, or does not pass on what it is called with, or the layer has another kind of "
+                "mixing; choose another layer or judge"
             )
 
 
@@ -188,11 +196,11 @@ def _attend(
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """Attention output [batch T H d]; the probe, when there is one, sees the layer first."""
+    output = None if attention_probe is None else attention_probe.end()
+    if output is not None:
+        return output, None
     if isinstance(attention_mask, Tensor) or position_bias is not None or key.shape[2] != query.shape[2]:
-        raise UserError(
-            "attention rows cannot be read from a model that builds its own mask, adds position biases or runs with a "
-            "key cache; use another judge"
-        )
+        raise UserError("it builds its own mask, adds position biases or has other keys than one for each token")
     attention = LayerAttention(
         query=query,
         key=key,
@@ -203,10 +211,10 @@ def _attend(
         branches=None if attention_probe is None else attention_probe.branches,
     )
     if attention_probe is not None:
-        output = attention_probe.end()
-        if output is not None:
-            return output, None
-        attention_probe.see(int(module.layer_idx), attention, value)  # type: ignore[arg-type]
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer < 0:
+            raise UserError("attention rows cannot be read from a model whose attention has no layer of its own")
+        attention_probe.see(layer, attention, value)
     fused = not in_blocks and softcap is None and s_aux is None
     if segment_plan is not None:
         plan = segment_plan

@@ -27,6 +27,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attnpo.models.described import exact_length
 from attnpo.models.parts import eval_mode, require_causal_lm
 from attnpo.schema import Message, Sampling, UserError, digest
 
@@ -149,7 +150,13 @@ class HFGenerator:
 
 
 def context_length(config: PretrainedConfig) -> int | None:
-    """The number of positions a model's config states, or None where it states none."""
+    """The number of positions a model's config states, or None where it states none.
+
+    No more than the model's exact length (``described.exact_length``): beyond it an answer would depend on its batch.
+    """
+    exact = exact_length(config)
+    if exact is not None:
+        return exact[0]
     stated = getattr(config.get_text_config(), "max_position_embeddings", None)
     return stated if isinstance(stated, int) else None
 

@@ -8,7 +8,8 @@ same numbers, more work. Which of the two it can take is found by trying.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
+from attnpo.models.described import backbone_of, widest
 from attnpo.models.logps import project
-from attnpo.models.parts import Parts, eval_mode, find_parts, parts_agree, probe_bound, require_causal_lm
+from attnpo.models.parts import Parts, eval_mode, find_parts, layer_stack, parts_agree, probe_bound, require_causal_lm
 from attnpo.models.prefixes import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
 
@@ -26,8 +28,16 @@ log = logging.getLogger(__name__)
 ROW_BYTES = 16 << 20
 """The widest activations of a row on a CPU: larger ones leave its caches, and the system clears their pages anew."""
 
+LOW_PRECISION_SLACK = 10
+"""Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
+
 KERNEL = "sdpa"
 """The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
+
+
+def kernel_for(attention: str) -> str:
+    """The kernel family for a model with ``attention``: blocks where torch's fused kernel cannot do it (soft-caps)."""
+    return KERNEL if attention == KERNEL else "blocks"
 
 
 class CausalJudge:
@@ -59,6 +69,7 @@ class CausalJudge:
         self.weights = dict(weights or {})
         self._split: bool | None = None
         self._follows: bool | None = None
+        self._readable = False
 
     @property
     def num_layers(self) -> int:
@@ -86,10 +97,12 @@ class CausalJudge:
 
         ``layers`` are 1-based and give the rows in the order asked. ``verdict`` runs the full depth and reads the arg
         max token and, when ``label_ids`` are given, their two logits; without it (and without rollout) the forward
-        stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty prompt, and
-        ``per_head`` of layers that differ in their number of heads.
+        stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty prompt, ``per_head``
+        of layers that differ in their number of heads, and a model whose attention is more than the one that is read.
         """
         self._check(prompts, layers)
+        if prompts:
+            self._require_readable()
         readings: dict[int, JudgeReading] = {}
         asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
         with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
@@ -118,14 +131,13 @@ class CausalJudge:
         if self.model.device.type != "cpu":
             return self.token_budget
         config = self.model.config.get_text_config()
-        widest = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-        near = ROW_BYTES // (widest * self.model.dtype.itemsize)
+        inner = widest(config, "intermediate_size") or 4 * (widest(config, "hidden_size") or 1)
+        near = ROW_BYTES // (inner * self.model.dtype.itemsize)
         return min(self.token_budget, max(near, 2 * max(map(len, prompts), default=0)))
 
     @property
     def _backbone(self) -> PreTrainedModel:
-        backbone: PreTrainedModel = self.model.get_decoder()  # type: ignore[no-untyped-call]
-        return backbone
+        return backbone_of(self.model)
 
     def _parts(self) -> Parts | None:
         if self._split is None:
@@ -206,10 +218,50 @@ class CausalJudge:
                 log.info("judge: %s; prompts are padded instead: the same numbers, more work", reason)
         return self._follows
 
+    @torch.inference_mode()
+    def _require_readable(self) -> None:
+        """Raises ``UserError`` unless the model gives its own numbers with its attention read; tried once.
+
+        On a few short prompts. Attention that chooses its keys itself, or adds what is not handed over, is found here.
+        """
+        if self._readable:
+            return
+        kind = type(self.model).__name__
+        prompts, at = self._probe_prompts(), Blocks(self._backbone)
+        ids, last = _right_padded(prompts, self.model.device)
+        with eval_mode(self.model), at.watched():
+            rows = torch.arange(len(prompts), device=last.device)
+            expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
+            own = at.outputs.copy()
+            try:
+                with tapped(self._backbone, self.kernel):
+                    found = self._run(*self._laid(prompts, range(1, self.num_layers + 1), False), verdict=True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                words = " ".join(str(error).split())[:200]
+                reason = words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
+                raise UserError(
+                    f"judge: layer {at.number} of {kind} has attention that cannot be read ({reason}): it is more than "
+                    "a softmax over the keys in view; name another model as judge.path"
+                ) from error
+        assert found is not None
+        if _differ(found, expected):
+            layer = next((number for number, states in own.items() if _differ(at.outputs[number], states)), at.number)
+            raise UserError(
+                f"judge: layer {layer} of {kind} gives other numbers when its attention is read (logits differ by "
+                f"{float((found - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
+                "name another model as judge.path"
+            )
+        self._readable = True
+
+    def _probe_prompts(self) -> list[list[int]]:
+        table: object = self.model.get_input_embeddings()
+        return _probe_prompts(int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2)
+
     def _reason_against_rows(self) -> str | None:
         kind = type(self.model).__name__
-        table: object = self.model.get_input_embeddings()
-        prompts = _probe_prompts(int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2)
+        prompts = self._probe_prompts()
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:
@@ -223,6 +275,42 @@ class CausalJudge:
         if not gap <= bound:  # NaN is no match either
             return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
         return None
+
+
+class Blocks:
+    """Which block a forward has come to, and what each block gave, by its number from 1."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self.blocks = layer_stack(backbone)
+        self.number = 1
+        self.outputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which forwards are followed."""
+        handles = []
+        for number, block in enumerate(self.blocks, 1):
+            handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
+            handles.append(block.register_forward_hook(partial(self._leave, number)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, number: int, module: nn.Module, inputs: Any) -> None:
+        self.number = number
+
+    def _leave(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if isinstance(states, Tensor):
+            self.outputs[number] = states
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    """Whether numbers differ by more than two kernels do: in a short format those are far apart."""
+    slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
+    return not float((found - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
 def _probe_prompts(words: int) -> list[list[int]]:

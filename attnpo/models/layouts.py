@@ -111,10 +111,13 @@ def choose(
         device: where the models are trained.
 
     Raises:
-        UserError: a name that is not known.
+        UserError: a name that is not known, or a model whose numbers change with what is padded beside a row.
     """
     if name not in NAMES:
         raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
+    for model in models:
+        if is_materialised(model.model):
+            _require_padding_without_effect(model)
     order = [name, "padded"]
     if name == "auto":
         order = ["shared_prefix", "packed", "padded"]
@@ -223,6 +226,36 @@ PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
 RATES = ("attention_dropout", "dropout")
 
 
+def _require_padding_without_effect(model: ScoredLM) -> None:
+    """Raises ``UserError`` unless rows have the numbers that each has alone; short formats are warned of only."""
+    what = type(model.model).__name__
+    try:
+        found = _probed(model, padded)
+        gaps = [
+            float((_probed(model, padded, row).logps[0] - found.logps[row, :count]).abs().max())
+            for row, count in enumerate(found.logps.ne(0).sum(1).tolist())
+        ]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any model
+        words = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"model.path: {what} cannot be run on a batch of padded rows ({type(error).__name__}: {words}); take "
+            "another model"
+        ) from error
+    assert found.hidden is not None
+    gap, bound = max(gaps), probe_bound(found.logps.to(found.hidden.dtype))
+    if gap <= bound:
+        return
+    message = (
+        f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
+        f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
+    )
+    if found.hidden.dtype in (torch.float32, torch.float64):
+        raise UserError(message)
+    log.warning("%s", message)
+
+
 def _reason_against(
     wanted: str, models: Sequence[ScoredLM], requests: Collection[str], device: torch.device
 ) -> str | None:
@@ -303,7 +336,8 @@ def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = No
 
 
 @torch.no_grad()
-def _probed(model: ScoredLM, layout: Layout) -> TokenStats:
+def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenStats:
+    """Statistics of the probe's rows, or of one of them alone."""
     device = next(model.model.parameters()).device
     table: object = model.model.get_input_embeddings()
     words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
@@ -315,7 +349,8 @@ def _probed(model: ScoredLM, layout: Layout) -> TokenStats:
         cut = start + prompt
         chosen.append((ids[start:cut], ids[cut : cut + first]))
         rejected.append((ids[start:cut], ids[cut + first : end]))
-    inputs, response_ids, mask = layout([*chosen, *rejected], 0)
+    rows = [*chosen, *rejected]
+    inputs, response_ids, mask = layout(rows if only is None else rows[only : only + 1], 0)
     with eval_mode(model.model):
         stats: TokenStats = model(
             inputs.to(device), response_ids.to(device), mask.to(device), frozenset({"logps", "hidden"})

@@ -28,6 +28,8 @@ from transformers.utils import logging as library
 
 from attnpo.files import SEAL, changed, file_digest, is_sealed
 from attnpo.hub import hub, out_of_reach
+from attnpo.models.described import Described, describe, on_meta, per_layer
+from attnpo.models.parts import require_causal
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -58,9 +60,11 @@ def load_model(
 
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
+    ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.
     Raises ``UserError`` when nothing is there, when a folder lacks its config or weights, when weights do not fill the
-    model or have other shapes, when the hub cannot be reached, or without bitsandbytes where it is needed. Weights
-    without a place in the model are left out, which is logged.
+    model or have other shapes, when the hub cannot be reached, without bitsandbytes where it is needed, for an
+    attention that the class does not have, and for a model whose tokens see later ones. Weights without a place in the
+    model are left out, which is logged.
     """
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
@@ -68,17 +72,22 @@ def load_model(
     if isinstance(source, Path):
         _check_folder(source)
     more = {} if quantize is None else _four_bits(quantize, DTYPES[dtype], device)
-    with _loading("model", path, revision):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=DTYPES[dtype],
-            attn_implementation=attn_implementation,
-            revision=revision or "main",
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, with their names
-            **more,
-        )
+    try:
+        with _loading("model", path, revision):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=DTYPES[dtype],
+                # None: sdpa, else eager; by name, sdpa is an error where the class has none.
+                attn_implementation=None if attn_implementation == "sdpa" else attn_implementation,
+                revision=revision or "main",
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
+                **more,
+            )
+    except UserError:
+        _require_attention(path, revision, attn_implementation)
+        raise
     model: PreTrainedModel = loaded[0]
     for part in model.modules():
         if hasattr(part, CPU_REPACKING):
@@ -86,7 +95,30 @@ def load_model(
     _check_loaded(path, model, loaded[1])
     check_rotary(model)
     model.train(False)
+    require_causal(model, str(path))
     return model
+
+
+def attention_of(path: str | Path, revision: str | None, asked: str) -> str:
+    """The attention implementation that ``load_model`` gives a model, read from its config: "sdpa", "eager", ..."""
+    return described(path, revision).attention if asked == "sdpa" else asked
+
+
+def _require_attention(path: str | Path, revision: str | None, attention: str) -> None:
+    """Raises ``UserError`` for an attention that the class of a model, which can otherwise be made, does not have."""
+    if attention in ("sdpa", "eager"):
+        return
+    config = load_config(path, revision)
+    found = describe(config)
+    try:
+        on_meta(config, attention)
+    except UserError as error:
+        reason = error.__cause__ or error
+        words = shorten(str(reason) or type(reason).__name__, 200, placeholder=" ...").rstrip(".")
+        raise UserError(
+            f"model.attn_implementation={attention}: {found.name} cannot run with it here ({words}); set "
+            "model.attn_implementation=sdpa, which is eager where a class has no other"
+        ) from error
 
 
 def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, Any]:
@@ -168,7 +200,10 @@ def load_tokenizer(
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
     """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
-    return int(text_config(path, revision).num_hidden_layers)
+    found = getattr(text_config(path, revision), "num_hidden_layers", None)
+    if not isinstance(found, int):
+        raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")
+    return found
 
 
 def model_heads(path: str | Path, revision: str | None = None) -> int:
@@ -177,14 +212,16 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
     Raises ``UserError`` when there is none to read, and when layers differ in it.
     """
     config = text_config(path, revision)
-    counts = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads]
+    counts = per_layer(config, "num_attention_heads_per_layer") or per_layer(config, "num_attention_heads")
     if len(set(counts)) > 1:
         raise UserError(
             f"weights.heads: the layers of {path} differ in their number of query heads "
             f"({', '.join(map(str, counts))}), so a head has no fixed meaning; set weights.heads=[] (the mean over the "
             "heads of each layer) or take another judge"
         )
-    return int(counts[0])
+    if not counts:
+        raise UserError(f"weights.heads: the config of {path} states no number of heads; set weights.heads=[]")
+    return counts[0]
 
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
@@ -192,8 +229,16 @@ def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
     return load_config(path, revision).get_text_config()
 
 
+def described(path: str | Path, revision: str | None = None) -> Described:
+    """The class of a model, its attention and the layers that have any, read from its config alone.
+
+    Raises ``UserError`` when there is none to read, or it describes no causal LM.
+    """
+    return describe(load_config(path, revision))
+
+
 def load_config(path: str | Path, revision: str | None = None) -> PretrainedConfig:
-    """A model's config, its weights untouched.
+    """A model's config with all its parts, its weights untouched.
 
     Raises ``UserError`` for a folder that holds none, for a model that brings code of its own, and for a hub that is
     out of reach.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from attnpo.models.described import backbone_of
 from attnpo.models.logps import Head, project
 from attnpo.schema import UserError
 
@@ -46,11 +47,11 @@ def find_parts(model: PreTrainedModel) -> Parts | None:
     ``final_logit_softcapping`` (cap), ``logits_scaling`` (divides) and ``logit_scale`` (multiplies) are read from
     the text config.
     """
-    backbone: object = model.get_decoder()  # type: ignore[no-untyped-call]
+    backbone = backbone_of(model)
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(head, nn.Linear) or list(head.children()) or not head.weight.is_floating_point():
         return None
-    if backbone is model or not isinstance(backbone, nn.Module):
+    if backbone is model:
         return None
     fields = model.config.get_text_config().to_dict()
     softcap, divide, multiply = (fields.get(k) for k in ("final_logit_softcapping", "logits_scaling", "logit_scale"))
@@ -115,6 +116,39 @@ def probe_bound(expected: Tensor) -> float:
     """How far numbers of a probe may lie from ``expected`` by rounding alone."""
     tolerance = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION)
     return tolerance * max(1.0, float(expected.abs().max()))
+
+
+@torch.no_grad()
+def require_causal(model: PreTrainedModel, path: str) -> None:
+    """Refuses a model in which a token's numbers change with a later token, found by trying six tokens.
+
+    Raises:
+        UserError: for such a model, and for one that cannot be run on token ids alone.
+    """
+    ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
+    ids[1:, -1] += torch.arange(1, 4, device=model.device)
+    table: object = model.get_input_embeddings()
+    ids %= int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any model
+        if model.device.type == "cpu" and torch.cuda.is_available():
+            return  # kernels that a GPU alone has; it is moved there before it is used
+        words = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: {_kind(model)} cannot be run on token ids alone ({type(error).__name__}: {words}); take a causal "
+            "language model of text"
+        ) from error
+    # The least of three changes: rounding may differ where tokens are grouped by expert, and once in a while flip one.
+    change, bound = float((logits[1:] - logits[:1]).abs().amax((1, 2)).min()), probe_bound(logits)
+    if change > bound:
+        raise UserError(
+            f"{path}: {_kind(model)} is not causal: another last token moves the logits of the tokens before it by "
+            f"{change:.3g} (rounding allows {bound:.3g}), so they are no log-probabilities of a text; take a causal "
+            "model (of BERT's kind: one trained as a decoder, with is_decoder=true in its config.json)"
+        )
 
 
 @contextmanager

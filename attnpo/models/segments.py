@@ -13,7 +13,7 @@ finds both; there is no state outside a call. Calls without a plan get what the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -177,6 +177,17 @@ def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[
     return bucket, step < count
 
 
+AnyRule = TypeVar("AnyRule")
+
+
+def whole(rule: AnyRule, index: object) -> AnyRule:
+    """``rule`` if ``index`` takes all of the mask it stands for; ``UserError`` for a part, which a rule has not."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
+        raise UserError("its own code takes the mask apart, as sparse attention does that chooses its keys itself")
+    return rule
+
+
 class Rule:
     """A layer's mask as transformers describes it, made into a tensor only where one is needed.
 
@@ -187,6 +198,10 @@ class Rule:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def __getitem__(self, index: object) -> "Rule":
+        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        return whole(self, index)
 
     def whole(self, skip: bool) -> Tensor | None:
         """The mask of the whole batch; None for a causal one if ``skip`` allows."""

@@ -213,12 +213,15 @@ def _open_model(cfg: DictConfig) -> tuple[ModelSpec, "ChatFormat"]:
 
 def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | None:
     """The longest sequence: answers.max_length, or the model's positions."""
+    from attnpo.models.described import require_exact
     from attnpo.models.generate import context_length
     from attnpo.models.loading import load_config
 
+    config = load_config(model.path, model.revision)
     if rules.max_length is not None:
+        require_exact(config, model.path, "answers.max_length", rules.max_length)
         return rules.max_length
-    limit = context_length(load_config(model.path, model.revision))
+    limit = context_length(config)
     if limit is not None and sampling.max_new_tokens >= limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
@@ -229,12 +232,12 @@ def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | No
 
 def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, Any]:
     """What decides the answer to a given prompt."""
-    from attnpo.models.loading import weights_fingerprint
+    from attnpo.models.loading import attention_of, weights_fingerprint
 
     return {
         "model": weights_fingerprint(model.path, model.revision),
         "model.dtype": model.dtype,
-        "model.attn_implementation": model.attn_implementation,
+        "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
         "sampling": asdict(sampling),
         "chat": chat.fingerprint(),
     }

@@ -262,9 +262,10 @@ def layer_rankings(
     from attnpo.studies.ground import judge_room
     from attnpo.studies.weighing import weigh
     from attnpo.weights.base import resolve_layer
+    from attnpo.weights.layers import attending
 
     depth = judge_room(ground).num_layers
-    every = sorted({resolve_layer(layer, depth) for layer in layers or range(1, depth + 1)})
+    every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
     weighed = weigh(at_layers(ground, 1, every), sample_of(encoded, sample))
     return {
         layer: rankings(

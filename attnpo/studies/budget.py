@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,17 +35,31 @@ def log_budget(ground: Ground) -> None:
         )
     config = load_config(spec.path, spec.revision)
     capacity = capacity_of(cfg)
-    found = training_estimate(cfg, spec, config)
-    others = {}
-    if capacity is not None and not found.fits(capacity):
-        others = dict(alternatives(cfg, spec, config))
-    log_memory(found.lines(capacity, others))
+    with _estimating(spec.path):
+        found = training_estimate(cfg, spec, config)
+        others = {}
+        if capacity is not None and not found.fits(capacity):
+            others = dict(alternatives(cfg, spec, config))
+        log_memory(found.lines(capacity, others))
     if "judge" in build(cfg.weights).requires:
         judge = build(cfg.judge)
         own = judge.path is None
         of = config if own else load_config(judge.path, judge.revision)
         tokens = max(judge.token_budget, judge.max_length)
-        log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+        with _estimating(spec.path if own else judge.path):
+            log_memory(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+
+
+@contextmanager
+def _estimating(path: str) -> Iterator[None]:
+    """A context in which an estimate that fails is a warning: configs of some kinds say less, or say it otherwise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  # configs of any model; the run does not need the estimate
+        words = " ".join(str(error).split())[:200]
+        log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
 
 
 def capacity_of(cfg: DictConfig) -> int | None:

@@ -14,14 +14,15 @@ from transformers.utils import logging as quiet
 from attnpo.config import build
 from attnpo.console import local_rank
 from attnpo.models.compiled import require_backend
-from attnpo.models.loading import load_tokenizer, weights_fingerprint
+from attnpo.models.described import require_exact
+from attnpo.models.loading import attention_of, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import wants_auto
 from attnpo.studies.folders import store_root
 from attnpo.studies.judging import JudgeRoom, read_template
 from attnpo.studies.root import require_reader
-from attnpo.studies.startup import log_model
+from attnpo.studies.startup import log_model, once
 from attnpo.studies.verbalizing import VerbalizerRoom
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
@@ -117,6 +118,7 @@ def lay_ground(cfg: DictConfig) -> Ground:
         require_backend(model.compile)
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
+    require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
     ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
     source: WeightSource = build(cfg.weights)
     require_reader(source, build(cfg.objective))
@@ -124,14 +126,19 @@ def lay_ground(cfg: DictConfig) -> Ground:
         verbalizer_room(ground)
     if "judge" in source.requires:
         room = judge_room(ground)
+        depth = room.num_layers
+        if len(depth.attending) < depth:
+            layers = ", ".join(map(str, depth.attending))
+            once([f"judge: {room.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
         if not wants_auto(cfg):
-            source.resolve(room.num_layers)
+            source.resolve(depth)
     return ground
 
 
 def judge_room(ground: Ground) -> JudgeRoom:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
     room = JudgeRoom(build(settle_judge(ground.cfg)[0].judge), ground.model, ground.chat)
+    require_exact(text_config(room.path, room.revision), room.path, "judge.max_length", room.judge.max_length)
     check_tokenizers(ground, room)
     return room
 
@@ -169,7 +176,7 @@ def reference_fingerprint(ground: Ground) -> dict[str, Any]:
     return {
         "weights": weights_fingerprint(ground.model.path, ground.model.revision),
         "dtype": ground.model.dtype,
-        "kernel": ground.model.attn_implementation,
+        "kernel": attention_of(ground.model.path, ground.model.revision, ground.model.attn_implementation),
         "precision": ground.cfg.trainer.precision,
         **({} if ground.model.quantize is None else {"quantize": ground.model.quantize}),
     }

@@ -13,6 +13,7 @@ from attnpo.studies.files import find_file
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgePrompts, JudgeRules
 from attnpo.weights.base import Tools
+from attnpo.weights.layers import Depth
 
 if TYPE_CHECKING:
     import torch
@@ -110,11 +111,20 @@ class JudgeRoom:
         self.prompts = JudgePrompts(judge.rules(), chat)
 
     @property
-    def num_layers(self) -> int:
-        """Depth of the judge, read from its config alone."""
-        from attnpo.models.loading import model_depth
+    def num_layers(self) -> Depth:
+        """Depth of the judge, with the layers that have attention, read from its config alone.
 
-        return model_depth(self.path, self.revision)
+        UserError when there is none to read.
+        """
+        from attnpo.models.loading import described, model_depth
+
+        found, depth = described(self.path, self.revision), model_depth(self.path, self.revision)
+        if not found.layers:
+            raise UserError(
+                f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read, since none "
+                "goes through transformers' AttentionInterface; name another model as judge.path"
+            )
+        return Depth(depth, found.layers)
 
     @property
     def num_heads(self) -> int:
@@ -125,23 +135,24 @@ class JudgeRoom:
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the judge's numbers: weights, number format, attention kernel family."""
-        from attnpo.models.judge import KERNEL
-        from attnpo.models.loading import weights_fingerprint
+        from attnpo.models.judge import kernel_for
+        from attnpo.models.loading import described, weights_fingerprint
 
         return {
             "weights": weights_fingerprint(self.path, self.revision),
             "dtype": self.judge.dtype,
-            "kernel": KERNEL,
+            "kernel": kernel_for(described(self.path, self.revision).attention),
         }
 
     def tools(self, device: "torch.device") -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``."""
-        from attnpo.models.judge import CausalJudge
-        from attnpo.models.loading import load_model
+        from attnpo.models.judge import CausalJudge, kernel_for
+        from attnpo.models.loading import described, load_model
 
         model = load_model(self.path, dtype=self.judge.dtype, revision=self.revision)
         model.to(device)  # type: ignore[arg-type]
-        judge = CausalJudge(model, token_budget=self.judge.token_budget)
+        kernel = kernel_for(described(self.path, self.revision).attention)
+        judge = CausalJudge(model, token_budget=self.judge.token_budget, kernel=kernel)
         return Tools(judge=judge, prompts=self.prompts, verdict=self.judge.verdict)
 
 

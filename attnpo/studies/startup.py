@@ -150,15 +150,17 @@ def log_memory(lines: Iterable[str]) -> None:
 
 def log_model(spec: "ModelSpec") -> None:
     """Nothing; logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
-    from attnpo.models.loading import load_config, model_depth
-    from attnpo.training.memory import Shape
+    from attnpo.models.loading import attention_of, load_config, model_depth
+    from attnpo.training.memory import count_parameters
 
     layers = model_depth(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
-    shape = Shape.of(config, spec.lora)
+    parameters, adapters = count_parameters(config, spec.lora)
     name = (config.architectures or [type(config).__name__])[0]
-    trained = f" ({shape.adapters:,} more in adapters, which alone are trained)" if shape.adapters else ""
-    once([f"model: {spec.path}, {name}, {shape.parameters:,} parameters{trained}, {spec.dtype}, {layers} layers"])
+    trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
+    attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
+    instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
+    once([f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"])
 
 
 def log_store(what: str, total: int, lacking: int, difference: str | None, size: int) -> None:

@@ -134,12 +134,16 @@ class VerbalizerRoom:
 
     def _prompt_room(self) -> int | None:
         """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
+        from attnpo.models.described import require_exact
         from attnpo.models.generate import context_length
         from attnpo.models.loading import text_config
 
+        config = text_config(self.path, self.revision)
         limit = self.verbalizer.max_length
         if limit is None:
-            limit = context_length(text_config(self.path, self.revision))
+            limit = context_length(config)
+        else:
+            require_exact(config, self.path, "verbalizer.max_length", limit)
         new = self.verbalizer.sampling.max_new_tokens
         if limit is not None and limit <= new:
             source = "verbalizer.max_length" if self.verbalizer.max_length is not None else f"positions of {self.path}"

@@ -45,7 +45,7 @@ from attnpo.studies.reporting import files, mark_of
 from attnpo.studies.startup import versions
 from attnpo.studies.weighing import Weighed, weigh
 from attnpo.weights.base import WeightSource
-from attnpo.weights.layers import HeadRow, distinct_layers
+from attnpo.weights.layers import HeadRow, attending, distinct_layers
 from attnpo.weights.pipeline import finished_weights
 from attnpo.weights.verdicts import judge_warning
 
@@ -132,7 +132,7 @@ def asked_layers(ground: Ground, layers: Sequence[int | str] | str) -> list[int 
     if "layer" not in ground.cfg.weights:
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
     depth = judge_room(ground).num_layers
-    return list(range(1, depth + 1) if layers == "all" else distinct_layers(layers, depth, "layers"))
+    return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
 
 def each_weights(

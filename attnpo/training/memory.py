@@ -10,15 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from attnpo.models.described import backbone_of, on_meta, widest
 from attnpo.models.loading import DTYPES
 from attnpo.models.parts import layer_stack
 from attnpo.models.spec import ALL_LINEAR, LoraSpec, ModelSpec
-from attnpo.schema import UserError
 from attnpo.training.optimizer import Optimizer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -132,21 +131,17 @@ class Shape:
 
     @classmethod
     def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
-        """The shape of the causal LM that ``config`` describes. Raises UserError when it describes none."""
-        try:
-            with torch.device("meta"):
-                model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-            stack = layer_stack(model)
-        except Exception as error:  # the library raises anything from ValueError to KeyError here
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                f"model.path: {config.model_type or type(config).__name__} is no causal language model to lay out "
-                f"({first}); give one that AutoModelForCausalLM can make"
-            ) from error
+        """The shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
+
+        Raises UserError when it describes none.
+        """
+        model = on_meta(config)
+        stack = layer_stack(backbone_of(model))
         text = config.get_text_config()
-        heads = int(getattr(text, "num_attention_heads", None) or 1)
-        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+        hidden = widest(text, "hidden_size") or 1
+        heads = widest(text, "num_attention_heads") or 1
+        width = widest(text, "head_dim") or hidden // heads
+        inner = widest(text, "intermediate_size") or 4 * hidden
         return cls(
             parameters=_count(model),
             blocks=_count(stack),
@@ -156,12 +151,12 @@ class Shape:
             largest=max(parameter.numel() for parameter in model.parameters()),
             adapters=0 if lora is None else _adapters(model, lora),
             layers=len(stack),
-            hidden=int(text.hidden_size),
-            inner=inner * int(getattr(text, "num_experts_per_tok", None) or 1),
+            hidden=hidden,
+            inner=inner * (widest(text, "num_experts_per_tok") or 1),
             queries=heads * width,
-            keys=int(getattr(text, "num_key_value_heads", None) or heads) * width,
+            keys=(widest(text, "num_key_value_heads") or heads) * width,
             heads=heads,
-            vocab=int(text.vocab_size),
+            vocab=widest(text, "vocab_size") or 1,
         )
 
     def saved(self, compute: int, stream: int) -> int:
@@ -178,6 +173,12 @@ class Shape:
     def working(self, compute: int, stream: int) -> int:
         """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
         return 3 * compute * self.inner + (2 * stream + compute) * self.hidden
+
+
+def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
+    """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
+    model = on_meta(config)
+    return _count(model), 0 if lora is None else _adapters(model, lora)
 
 
 def estimate_training(

@@ -13,6 +13,26 @@ from attnpo.schema import UserError
 log = logging.getLogger(__name__)
 
 
+class Depth(int):
+    """The number of a judge's layers, which also knows in which of them there is softmax attention to read.
+
+    ``attending``: their numbers, rising. A plain number of layers stands for attention in each of them.
+    """
+
+    attending: tuple[int, ...]
+
+    def __new__(cls, layers: int, attending: Sequence[int] | None = None) -> "Depth":
+        """The depth; without ``attending`` every layer has attention."""
+        made = super().__new__(cls, layers)
+        made.attending = tuple(range(1, layers + 1) if attending is None else attending)
+        return made
+
+
+def attending(num_layers: int) -> tuple[int, ...]:
+    """The numbers of the layers with softmax attention, rising: all of them unless ``num_layers`` is a ``Depth``."""
+    return Depth(num_layers).attending if not isinstance(num_layers, Depth) else num_layers.attending
+
+
 class HeadRow(NamedTuple):
     """The row of one query head of one layer."""
 
@@ -46,21 +66,33 @@ def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer")
     """The 1-based number of ``layer`` in a model of ``num_layers`` layers.
 
     ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
-    of 32 as in the paper). "auto" has been replaced by then (``attnpo.studies.auto_layer``). UserError naming ``key``
-    otherwise.
+    of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
+    been replaced by then (``attnpo.studies.auto_layer``). UserError naming ``key`` otherwise.
     """
-    expected = f'a whole number from 1 to {num_layers}, "last", or a fraction such as "1/4"'
+    known = attending(num_layers)
+    whole = known == tuple(range(1, num_layers + 1))
+    numbers = f"a whole number from 1 to {num_layers}" if whole else in_words(known)
+    expected = f'{numbers}, "last", or a fraction such as "1/4"'
     if isinstance(layer, bool) or not isinstance(layer, int | str):
         raise UserError(f"{key}: expected {expected}, got {layer!r}")
     if isinstance(layer, str):
-        number = _named_layer(layer.strip().lower(), num_layers)
+        number = _named_layer(layer.strip().lower(), known)
         if number is None:
             hint = "; auto is for weights.layer of a run alone" if layer.strip().lower() == "auto" else ""
             raise UserError(f"{key}: expected {expected}, got {layer!r}{hint}")
         layer = number
     if not 1 <= layer <= num_layers:
         raise UserError(f"{key}: expected {expected} (layers are counted from 1), got {layer}")
+    if layer not in known:
+        raise UserError(
+            f"{key}={layer}: this layer of the judge has no softmax attention that can be read; expected {expected}"
+        )
     return layer
+
+
+def in_words(layers: Sequence[int]) -> str:
+    """Numbers of layers for readers: "one of the layers 4, 8, 12 that have attention"."""
+    return f"one of the layers {', '.join(map(str, layers))} that have attention"
 
 
 def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> dict[int, list[str]]:
@@ -84,13 +116,14 @@ def distinct_layers(layers: Sequence[int | str], num_layers: int, key: str) -> d
     return dict(sorted(named.items()))
 
 
-def _named_layer(name: str, num_layers: int) -> int | None:
+def _named_layer(name: str, layers: Sequence[int]) -> int | None:
+    """The number meant by a name; fractions are of ``layers``, those with attention."""
     if name == "last":
-        return num_layers
+        return layers[-1]
     if re.fullmatch(r"-?\d+", name):
         return int(name)
     match = _FRACTION.match(name)
     if match is None:
         return None
     part, whole = int(match.group(1)), int(match.group(2))
-    return max(1, num_layers * part // whole) if 0 < part <= whole else None
+    return layers[max(1, len(layers) * part // whole) - 1] if 0 < part <= whole else None

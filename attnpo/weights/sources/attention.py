@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnpo.schema import JudgeReading, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.weights.base import Tools
-from attnpo.weights.layers import HeadRow, Row, distinct_layers, layer_column, resolve_layer
+from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.spans import cut_round
 
@@ -20,10 +20,10 @@ STORE_LAYERS = ("all", "selected")
 class Attention:
     """Attention of the last prompt token (the one that predicts the verdict).
 
-    ``layer``: 1-based number, "last", or a fraction of the depth. ``layers``: when not empty, the mean of these
-    layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
-    ``store_layers``: "all" stores every layer, so that a layer study needs one judge pass; "selected" only the
-    wanted ones.
+    ``layer``: 1-based number, "last", or a fraction of the layers with attention. ``layers``: when not empty, the mean
+    of these layers instead (Differs from the authors' "mean" sources: they add the layers up, which scales beta).
+    ``store_layers``: "all" stores every layer with attention, so that a layer study needs one judge pass; "selected"
+    only the wanted ones.
     ``heads``: the query heads (from 1) whose mean is taken in each of these layers; empty for all of them. With heads
     given the rows of every head are stored, in a table of their own: any other choice is a re-read.
     """
@@ -66,9 +66,9 @@ class Attention:
         return tuple(layers)
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """All layers of the judge, or only the wanted ones under ``store_layers: selected``."""
+        """All layers of the judge with attention, or only the wanted ones under ``store_layers: selected``."""
         if self.store_layers == "all":
-            return tuple(range(1, num_layers + 1))
+            return attending(num_layers)
         means = replace(self, heads=()).resolve(num_layers)
         return tuple(row for row in means.wanted() if isinstance(row, int))
 

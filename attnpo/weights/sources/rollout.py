@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools
-from attnpo.weights.layers import Row
+from attnpo.weights.layers import Row, attending
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.spans import cut_round
 
@@ -28,7 +28,14 @@ class Rollout:
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def resolve(self, num_layers: int) -> "Rollout":
-        """Itself: all layers take part."""
+        """Itself: all layers take part. UserError for a judge that has layers without softmax attention."""
+        known = attending(num_layers)
+        if len(known) < num_layers:
+            raise UserError(
+                f"weights=rollout multiplies the attention of every layer, and this judge has attention in "
+                f"{len(known)} of {int(num_layers)} layers only ({', '.join(map(str, known))}): set weights=attention, "
+                "or take another judge"
+            )
         return self
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
