@@ -73,6 +73,12 @@ def _is_role(hint: Any) -> bool:
     )
 
 
+def _is_frozen(target: type) -> bool:
+    """Whether a class is a frozen dataclass."""
+    settings = getattr(target, "__dataclass_params__", None)
+    return settings is not None and bool(settings.frozen)
+
+
 def _members(role: type) -> set[str]:
     """The names that an object must have to be of a role."""
     parents = [parent for parent in role.__mro__ if getattr(parent, "_is_protocol", False) and parent is not Protocol]
@@ -299,11 +305,7 @@ class Reader:
         wanted = tuple(item for item in members if inspect.isclass(item) and dataclasses.is_dataclass(item))
         roles = [item for item in members if _is_role(item)]
         expected = _describe(hint) if wanted else f"a {_describe(hint) if roles else 'component'}"
-        if (
-            not inspect.isclass(target)
-            or not dataclasses.is_dataclass(target)
-            or not target.__dataclass_params__.frozen
-        ):
+        if not inspect.isclass(target) or not _is_frozen(target):
             return self.refuse(f"{key}: expected {expected}, got {dotted}, which is no frozen dataclass")
         if (wanted and not issubclass(target, wanted)) or (roles and not any(_can_be(target, role) for role in roles)):
             return self.refuse(f"{key}: expected {expected}, got {dotted}")

@@ -633,7 +633,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
             "weights._target_: expected a WeightSource, got attnpo.data.rules.AlignRules",
         ),
         (["seed=abc"], "seed: expected int, got 'abc' (str)"),
-        (["seed=-1"], "seed: expected 0 or more, got -1"),
+        (["seed=-1"], "seed: expected a whole number from 0 to 4294967295, got -1"),
         (["seeds=0"], "seeds: expected at least 1, or null"),
         (["name=[1]"], "name: expected str, got [1] (list)"),
         (["grid.lr=[a]"], "grid.lr.0: expected float, got 'a' (str)"),

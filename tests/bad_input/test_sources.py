@@ -137,7 +137,7 @@ def test_a_study_in_several_processes(
 class Spoilt(Attention):
     """Attention with other numbers on the chosen response of one pair."""
 
-    value: float = 0.0
+    value: str = "0.0"
     pair: str = ""
 
     def capture(self, pairs: Any, tools: Tools, layers: Any) -> list[PairWeights]:
@@ -149,7 +149,7 @@ class Spoilt(Attention):
             return found
         return replace(
             found,
-            rounds=tuple(replace(item, chosen=_filled(item.chosen, self.value)) for item in found.rounds),
+            rounds=tuple(replace(item, chosen=_filled(item.chosen, float(self.value))) for item in found.rounds),
         )
 
 
@@ -161,7 +161,7 @@ def _filled(row: TokenWeights, value: float) -> TokenWeights:
 class Native:
     """Weights of the training tokens, the same number on each of them in the chosen response of one pair."""
 
-    value: float = 0.0
+    value: str = "0.0"
     pair: str = ""
 
     kind = Attention.kind
@@ -199,7 +199,7 @@ class Native:
         """1/|y|, or the number."""
         count = len(encoded.response_ids)
         spoilt = pair.pair_id.startswith(self.pair) and side == SIDES[0]
-        return torch.full((count,), self.value if spoilt else 1 / count)
+        return torch.full((count,), float(self.value) if spoilt else 1 / count)
 
 
 NONE = {"nan": "got nan", "-0.5": "got -0.5", "0.0": "all"}
