@@ -305,7 +305,7 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
     if resume is None:
         return
     account, rows = read_account(resume.parent), resume.parent.parent / METRICS
-    if (resume.parent / METRICS).is_file():
+    if METRICS in sealed(resume.parent):
         take_metrics(folder, resume.parent / METRICS)
     elif "step" in account:  # of a version that kept them beside the checkpoints alone
         if forked(folder, resume) and rows.is_file():
