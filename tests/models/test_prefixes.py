@@ -214,7 +214,7 @@ def test_a_model_that_mixes_tokens_elsewhere_gets_padded_prompts(tiny: Build, ca
 def test_a_model_whose_last_layer_takes_no_probe_gets_padded_prompts(
     tiny: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, prompts = tiny("llama", "eager"), judged(1)
+    model, prompts = tiny("llama"), judged(1)
     with torch.no_grad():
         expected = [int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax()) for prompt in prompts]
     model.model.layers[3] = Wrapped(model.model.layers[3])

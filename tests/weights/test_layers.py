@@ -1,9 +1,22 @@
 """Names of layers and of stored rows."""
 
+import pickle
+
 import pytest
 
 from attnpo.schema import UserError
-from attnpo.weights.layers import HeadRow, Row, distinct_layers, layer_column, resolve_layer, rows_in_words
+from attnpo.weights.layers import (
+    Depth,
+    HeadRow,
+    Row,
+    attending,
+    distinct_layers,
+    layer_column,
+    resolve_layer,
+    rows_in_words,
+)
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.rollout import Rollout
 
 PAPER_LAYERS = [(1, 1), ("1/4", 8), ("1/2", 16), ("3/4", 24), ("last", 32), ("12", 12), (32, 32), ("1/1", 32)]
 
@@ -43,3 +56,23 @@ def test_distinct_layers_keep_every_name_and_rise() -> None:
 def test_rows_have_columns_and_words(rows: tuple[Row, ...], columns: list[str], words: str) -> None:
     assert [layer_column(row) for row in rows] == columns
     assert rows_in_words(rows) == words
+
+
+def test_hybrids_count_layers_with_attention() -> None:
+    depth = Depth(12, (4, 8, 12))
+    assert attending(depth) == (4, 8, 12) and attending(3) == (1, 2, 3) and attending(Depth(2)) == (1, 2)
+    assert [resolve_layer(name, depth) for name in ("1/4", "1/3", "2/3", "last", 8)] == [4, 4, 8, 12, 8]
+    assert resolve_layer("last", Depth(12, (4, 8))) == 8
+    assert max(Depth(4), depth) is depth and attending(pickle.loads(pickle.dumps(depth))) == (4, 8, 12)
+    with pytest.raises(UserError, match=r"weights\.layer=5: .* has no softmax attention .*one of the layers 4, 8, 12"):
+        resolve_layer(5, depth)
+    with pytest.raises(UserError, match="expected one of the layers 4, 8, 12 that have attention"):
+        resolve_layer(13, depth)
+
+
+def test_all_stored_layers_and_rollout_go_by_the_layers_with_attention() -> None:
+    depth = Depth(4, (2, 4))
+    assert Attention().capture_layers(depth) == (2, 4) and Attention("last").resolve(depth).layer == 4
+    assert Rollout().resolve(4) == Rollout()
+    with pytest.raises(UserError, match=r"weights=rollout .* in 2 of 4 layers only \(2, 4\)"):
+        Rollout().resolve(depth)
