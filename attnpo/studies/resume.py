@@ -34,9 +34,10 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def contents_of(inputs: Inputs) -> dict[str, str]:
-    """Digests of what the paths of a config hold: policy weights, pairs, captured weights."""
+    """Digests of what the paths of a config hold: policy weights, tokenizer and chat format, pairs, captured weights."""
     ground = inputs.ground
     found = {
+        "tokenizer and chat template": ground.chat.fingerprint(),
         "model.path": weights_fingerprint(ground.model.path, ground.model.revision),
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
@@ -171,12 +172,16 @@ def damage(path: Path) -> str | None:
 
 
 def check_contents(inputs: Inputs, resume: Path) -> None:
-    """Nothing; raises UserError when model, pairs or captured weights are not those of the run to be resumed."""
+    """Raises UserError when model, tokenizer, pairs or captured weights are not those of the run to be resumed.
+
+    What an earlier version did not keep a digest of is not compared.
+    """
     stored = read_account(resume.parent)
     if "config" in stored:
         check_same(stored["config"], numbers_of(inputs.ground.cfg), resume.parent)
     if "contents" in stored:
-        check_same(stored["contents"], contents_of(inputs), resume.parent)
+        asked = {name: value for name, value in contents_of(inputs).items() if name in stored["contents"]}
+        check_same(stored["contents"], asked, resume.parent)
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

@@ -1,11 +1,13 @@
 """What may be resumed: the same run, not yet finished, never overwritten by accident."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from transformers import AutoTokenizer
 
 from attnpo.config import plain
 from attnpo.schema import UserError
@@ -139,6 +141,20 @@ def test_other_contents_under_the_same_settings_are_refused(
         (data / file.name).write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
     cfg = World(world.model, data, world.store).config(*SHORT, f"resume={folder / 'last'}")
     with pytest.raises(UserError, match=r"^resume: data\.path \(train\) was "):
+        run(cfg, tmp_path / "other")
+
+
+def test_another_chat_template_at_the_same_path_is_refused(
+    world: World, done: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Weights, config and pairs are the same; the ids that are trained on would be others."""
+    model = tmp_path / "model"
+    shutil.copytree(world.model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template += "{# other #}"
+    tokenizer.save_pretrained(model)
+    cfg = World(model, world.data, world.store).config(*SHORT, f"resume={done[0] / 'last'}")
+    with pytest.raises(UserError, match=r"^resume: tokenizer and chat template was "):
         run(cfg, tmp_path / "other")
 
 
