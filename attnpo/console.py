@@ -146,7 +146,7 @@ _state = _State()
 
 
 def training_began() -> None:
-    """Nothing; from here on signals are not said to have come before training."""
+    """Makes messages of signals no longer say that they came before training."""
     _state.training = True
 
 
@@ -154,8 +154,9 @@ def hear_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
 
     Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
-    again. A signal that the caller of this process has it ignore (nohup) stays ignored. A process that another command
-    of this kind started (Lightning's further ranks) also ends when that one is gone.
+    again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
+    until training. A process that another command of this kind started (Lightning's further ranks) also ends when that
+    one is gone.
     """
     starter, os.environ[STARTER] = os.environ.get(STARTER), str(os.getpid())
     if starter == str(os.getppid()):

@@ -102,8 +102,8 @@ def locked(
         try:
             _acquire(mark, own, timeout, leading, str(folder / file), instead)
         except OSError as problem:
-            text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be: {problem.strerror}"
-            raise user_error(text) from problem
+            text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
+            raise user_error(f"{text}: {problem.strerror}") from problem
         if leading:
             threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
         yield

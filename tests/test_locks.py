@@ -199,7 +199,9 @@ def test_a_lock_that_cannot_be_read_holds_while_it_is_fresh(tmp_path: Path, cont
 
 def test_something_else_in_the_place_of_the_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
-    assert f"{tmp_path} must be a folder to work in, but its .lock cannot be: Not a directory" in refusal(tmp_path)
+    assert f"{tmp_path} must be a folder to work in, but its .lock cannot be made or read: Not a directory" in refusal(
+        tmp_path
+    )
 
 
 def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def log_inputs(inputs: Inputs) -> None:
 
 
 def log_verdicts(verdicts: JudgeStatistics | None) -> None:
-    """Nothing; logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
+    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
     if verdicts is None or not verdicts.pairs:
         return
     log.info(
