@@ -58,7 +58,7 @@ def test_points_on_a_gpu_run_in_this_process(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of the points are named by the source that the study began with; here by one that was there before."""
+    """The folders of the points are named by the source that the study began with; here by an earlier one."""
     monkeypatch.setattr(execution, "source_digest", lambda: "another")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [(["seed=0"], tmp_path / name) for name in ("one", "two")]
