@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import active_children, parent_process
@@ -143,6 +143,7 @@ class _State:
 
 
 _state = _State()
+_last_acts: list[Callable[[], None]] = []
 
 
 def training_began() -> None:
@@ -189,6 +190,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
         raise stop
     if leads():
         os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
+    for act in _last_acts:
+        with suppress(Exception):
+            act()
     os._exit(stop.exit_status)
 
 
@@ -199,6 +203,16 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
+    """A context in which a signal that ends this process at once, by no exception, has ``act`` called first."""
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
 
 
 @contextmanager

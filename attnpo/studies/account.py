@@ -181,6 +181,12 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
+    pairs, processes = len(made.examples), planned_processes(inputs.ground.cfg)
+    if 0 < pairs < processes:
+        raise UserError(
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
+            f"more (data.{split}_rows), or start fewer processes"
+        )
 
 
 def _require_budgets(inputs: Inputs) -> None:
