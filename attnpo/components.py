@@ -43,6 +43,7 @@ _ACCEPTED: dict[Any, tuple[type, ...]] = {
     Path: (str,),
 }
 LARGEST: dict[Any, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
+BOUNDED: dict[Any, str] = {int: "a whole number of at most 64 bits", float: "a finite number"}
 
 
 def join(path: str, key: object) -> str:
@@ -216,7 +217,7 @@ class Reader:
             if type(value) not in _ACCEPTED[hint]:
                 return self.mismatch(value, _describe(hint), path)
             if hint in LARGEST and not abs(value) <= LARGEST[hint]:  # NaN is not either
-                return self.mismatch(value, f"a finite {_describe(hint)} of at most {LARGEST[hint]}", path)
+                return self.mismatch(value, BOUNDED[hint], path)
             return hint(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import active_children, parent_process
@@ -143,10 +143,11 @@ class _State:
 
 
 _state = _State()
+_last_acts: list[Callable[[], None]] = []
 
 
 def training_began() -> None:
-    """Nothing; from here on signals are not said to have come before training."""
+    """Makes messages of signals no longer say that they came before training."""
     _state.training = True
 
 
@@ -154,8 +155,9 @@ def hear_signals() -> None:
     """Makes SIGINT, SIGTERM and SIGUSR1 end this process and those it started, with one line; called before imports.
 
     Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
-    again. A signal that the caller of this process has it ignore (nohup) stays ignored. A process that another command
-    of this kind started (Lightning's further ranks) also ends when that one is gone.
+    again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
+    until training. A process that another command of this kind started (Lightning's further ranks) also ends when that
+    one is gone.
     """
     starter, os.environ[STARTER] = os.environ.get(STARTER), str(os.getpid())
     if starter == str(os.getppid()):
@@ -188,6 +190,9 @@ def _stop(number: int, frame: FrameType | None) -> None:
         raise stop
     if leads():
         os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
+    for act in _last_acts:
+        with suppress(Exception):
+            act()
     os._exit(stop.exit_status)
 
 
@@ -198,6 +203,16 @@ def _importing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+@contextmanager
+def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
+    """A context in which a signal that ends this process at once, by no exception, has ``act`` called first."""
+    _last_acts.append(act)
+    try:
+        yield
+    finally:
+        _last_acts.remove(act)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from attnpo.console import user_error
+from attnpo.console import before_sudden_end, user_error
 from attnpo.files import share, write_whole
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ BEAT = 10.0  # seconds between two heartbeats, at most
 MISSED = 3  # heartbeats that must be seen to stay away where the clocks say that the last one is old
 POLL = 0.2  # seconds between two looks at a lock
 LATE = 60.0  # seconds for which a process waits for the leading one beyond what that may wait itself
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+UNNAMED = "none"  # torchrun's name for a job that was given none
 HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 
@@ -98,22 +100,27 @@ def locked(
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
     mark, stop, own = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
-    try:
-        try:
-            _acquire(mark, own, timeout, leading, str(folder / file), instead)
-        except OSError as problem:
-            text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be: {problem.strerror}"
-            raise user_error(text) from problem
-        if leading:
-            threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
-        yield
-    finally:
+
+    def release() -> None:
         stop.set()
         if leading:
             with suppress(OSError):
                 mark.unlink(missing_ok=True)
                 lock.rmdir()
                 folder.rmdir()  # where it is empty: a command that was refused leaves no folder
+
+    with before_sudden_end(release):
+        try:
+            try:
+                _acquire(mark, own, timeout, leading, str(folder / file), instead)
+            except OSError as problem:
+                text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
+                raise user_error(f"{text}: {problem.strerror}") from problem
+            if leading:
+                threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
+            yield
+        finally:
+            release()
 
 
 def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
@@ -154,8 +161,11 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
 def _claim(mark: Path, own: Holder) -> bool:
     """Makes the lock this process's, where nobody holds it; returns whether it is."""
     try:
-        with suppress(FileExistsError):  # a file there is met by the next line
+        try:
             mark.parents[1].mkdir(parents=True)
+        except FileExistsError:  # a file there is met by the next line
+            if not mark.parents[1].exists():  # a link to a place that is not there
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
             share(made)
@@ -221,10 +231,11 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
             os.utime(mark)
         except FileNotFoundError:
             found = _read(mark.parent)
-            if found is None or stop.is_set():
+            if stop.is_set():
                 return
             # What this process, suspended for so long that it was taken to be gone, writes now would blend.
-            log.critical("%s is in use by %s, to whom this process seemed dead: ending", mark.parents[1], found[2])
+            who = "was removed, by hand or by a job that is over" if found is None else f"is now that of {found[2]}"
+            log.critical("%s: its lock %s, to whom this process seemed dead: ending", mark.parents[1], who)
             os._exit(1)
         except OSError:  # a file server that is away for a while
             continue
@@ -261,12 +272,16 @@ def _job() -> str:
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm
-    return " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
+    # torchrun calls every job "none" unless it is told, and every machine calls itself localhost.
+    here = socket.gethostname() if os.environ.get("MASTER_ADDR") in LOOPBACK else ""
+    return " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), here]).strip()
 
 
 def _attempts() -> dict[str, int]:
     """The jobs of SLURM and torchrun that this process is part of, each with how often it was restarted."""
     names = (("SLURM_JOB_ID", "SLURM_RESTART_COUNT"), ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"))
     return {
-        f"{job}={os.environ[job]}": int(os.environ.get(restarts) or 0) for job, restarts in names if job in os.environ
+        f"{job}={os.environ[job]}": int(os.environ.get(restarts) or 0)
+        for job, restarts in names
+        if os.environ.get(job, UNNAMED) != UNNAMED
     }

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -199,7 +200,9 @@ def test_a_lock_that_cannot_be_read_holds_while_it_is_fresh(tmp_path: Path, cont
 
 def test_something_else_in_the_place_of_the_lock_is_named(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
-    assert f"{tmp_path} must be a folder to work in, but its .lock cannot be: Not a directory" in refusal(tmp_path)
+    assert f"{tmp_path} must be a folder to work in, but its .lock cannot be made or read: Not a directory" in refusal(
+        tmp_path
+    )
 
 
 def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
@@ -210,6 +213,35 @@ def test_a_process_that_was_taken_for_dead_ends(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 1
         assert process.stderr is not None and "to whom this process seemed dead: ending" in process.stderr.read()
     assert [path.name for path in (tmp_path / ".lock").iterdir()] == ["other"]
+
+
+def test_a_process_whose_lock_is_gone_ends(tmp_path: Path) -> None:
+    """The job that took it to be dead is over already; what this one wrote now would replace its result."""
+    with holding(tmp_path, 0.5) as process:
+        shutil.rmtree(tmp_path / ".lock")
+        assert process.wait(timeout=60) == 1
+        assert process.stderr is not None and "its lock was removed" in process.stderr.read()
+
+
+def test_a_folder_behind_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    assert refusal(tmp_path / "link").endswith("its .lock cannot be made or read: Not a directory")
+
+
+def test_a_sudden_end_frees_the_folder(tmp_path: Path) -> None:
+    """A signal that ends the process by no exception, as one does that comes while a module is imported."""
+    script = """
+import os, signal, sys
+from pathlib import Path
+from attnpo.console import hear_signals
+from attnpo.locks import locked
+hear_signals()
+with locked(Path(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    folder = tmp_path / "x"
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT, check=False, timeout=60)
+    assert (done.returncode, folder.exists()) == (143, False)
 
 
 # ------------------------------------------------------------------------------------------------ requeued jobs
@@ -295,6 +327,27 @@ def test_the_processes_of_a_job_share_its_lock(tmp_path: Path, monkeypatch: pyte
         joined(tmp_path, LONG, done)
         assert done == ["joined"] * 2
         assert len(list((tmp_path / ".lock").iterdir())) == 1
+
+
+def test_torchruns_without_a_name_are_not_attempts_of_one_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their id is "none"; one of them that was restarted follows nobody."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    write_lock(tmp_path, attempts={"TORCHELASTIC_RUN_ID=none": 0})
+    began = time.monotonic()
+    refusal(tmp_path, LONG)
+    assert time.monotonic() - began < LONG / 2
+
+
+def test_jobs_on_two_machines_whose_address_is_localhost_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    here = Holder.this(LONG)
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    there = Holder.this(LONG)
+    assert here.shares(Holder(job=here.job)) and not here.shares(Holder(job=there.job))
 
 
 def test_a_process_of_another_job_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,7 +235,7 @@ class CausalJudge:
             own = at.outputs.copy()
             try:
                 with tapped(self._backbone, self.kernel):
-                    found = self._run(*self._laid(prompts, range(1, self.num_layers + 1), False), verdict=True)
+                    found = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:

@@ -157,7 +157,7 @@ def log_inputs(inputs: Inputs) -> None:
 
 
 def log_verdicts(verdicts: JudgeStatistics | None) -> None:
-    """Nothing; logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
+    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
     if verdicts is None or not verdicts.pairs:
         return
     log.info(
@@ -180,6 +180,12 @@ def _require_examples(inputs: Inputs, split: str) -> None:
         raise UserError(
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
+        )
+    pairs, processes = len(made.examples), planned_processes(inputs.ground.cfg)
+    if 0 < pairs < processes:
+        raise UserError(
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
+            f"more (data.{split}_rows), or start fewer processes"
         )
 
 

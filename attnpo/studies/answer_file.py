@@ -6,12 +6,12 @@ what became of every prompt. Each process of a job appends to a part of its own;
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from attnpo.files import write_whole
 from attnpo.schema import Message, UserError
 
 log = logging.getLogger(__name__)
@@ -135,13 +135,6 @@ class AnswerFile:
     def account(self, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Nothing; writes ``key`` and what became of the prompts beside the file."""
         write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Nothing; a reader of ``path`` sees the old text or the new one, never a part."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _mend(file: Path) -> None:

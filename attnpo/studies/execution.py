@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config import compose
 from attnpo.console import end_with_parent
 from attnpo.schema import UserError
+from attnpo.studies.identity import source_digest
 from attnpo.studies.inputs import forget, remembering
 from attnpo.studies.run import run
 
@@ -24,6 +25,7 @@ Job = tuple[list[str], Path]  # the overrides of a point and its folder
 Done = tuple[int, dict[str, Any], str | None]  # a job's place, its result, its error
 
 KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
+EDITED = "the package's source was changed while the study ran; run the study's command again"
 
 
 def on_gpu(configs: Iterable[DictConfig]) -> bool:
@@ -68,7 +70,9 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
     at_work: dict[Future[tuple[dict[str, Any], str | None]], int] = {}
     killed: list[int] = []
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
+    ) as pool:
         try:
             while (left or at_work) and not killed:
                 # No more than are worked on: what only waits for a process is not lost with it.
@@ -97,6 +101,16 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     return sorted(killed)
 
 
+def _begin(source: str) -> None:
+    """Readies a worker: it ends with its parent, and runs points with that one's ``source`` alone.
+
+    A point's folder is named by the source of the process that began the study; a worker imports what is there now.
+    """
+    end_with_parent()
+    if source_digest() != source:
+        _edited.append(EDITED)
+
+
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[dict[str, Any], str | None]:
@@ -107,6 +121,8 @@ def run_point(
 
     if _ended:
         raise _ended[0]
+    if _edited:
+        return {}, _edited[0]
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,6 +156,7 @@ def run_point(
 
 # In a worker: the signal that ended its point ends the point that is queued to it already.
 _ended: list[KeyboardInterrupt] = []
+_edited: list[str] = []  # in a worker: why it runs no point
 
 
 def last_line(text: str) -> str:

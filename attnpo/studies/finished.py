@@ -14,9 +14,9 @@ from attnpo.analysis.printed import KeyedTable
 from attnpo.analysis.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.files import SEAL, changed, is_sealed
 from attnpo.schema import UserError
+from attnpo.studies.folders import STUDY_FILES
 from attnpo.studies.grid import BETA, LR, short
 
-STUDY_FILES = ("study.json", "results.csv", "table.md")
 RESULT, CONFIG, ANALYSES = "result.json", "config.yaml", "analyses"
 KEYS = ("world", "arm")
 RUNS = ("run",)

@@ -16,6 +16,7 @@ from attnpo.console import world_size
 from attnpo.schema import UserError
 
 STAMP = "ATTNPO_STAMP"
+STUDY_FILES = ("study.json", "results.csv", "table.md")  # what a finished study has beside its page
 
 
 def store_root(cfg: DictConfig) -> Path:

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import CONFIG_DIR, build, plain
 from attnpo.files import file_digest
 from attnpo.schema import UserError
 from attnpo.studies.auto_layer import LAYER
-from attnpo.training.settings import direction
+from attnpo.training.settings import CallbackSettings, direction
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -40,8 +40,10 @@ KEPT = (MONITOR, MODE)
 # Parts that only a weight source reads which requires this.
 NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
+# What only reference spans read.
+SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
-LATER = {"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True}
+LATER = {"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True}
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
@@ -97,14 +99,15 @@ def _unread(cfg: DictConfig) -> list[str]:
     except UserError:
         return []
     replaced = [LAYER] if cfg.weights.get("layers") else []
-    return [*(part for part, needed in NEEDED.items() if needed not in requires), *replaced]
+    spans = [] if str(OmegaConf.select(cfg, "judge.span")).lower() == "reference" else SPANS
+    return [*(part for part, needed in NEEDED.items() if needed not in requires), *replaced, *spans]
 
 
 def _values(cfg: DictConfig) -> dict[str, Any]:
     """Every key with its value; a mode that follows from the metric as what it stands for."""
     values = dict(_flat(plain(cfg), ""))
     if values.get(MODE, "") is None:
-        values[MODE] = direction(str(values[MONITOR]))
+        values[MODE] = direction(str(values.get(MONITOR, CallbackSettings.monitor)))
     return values
 
 

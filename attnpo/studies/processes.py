@@ -49,10 +49,12 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
 
     Raises:
         UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
-            variables say that there are several processes and srun has not started them; there are too few GPUs.
+            variables say that there are several processes and srun has not started them; there are too few GPUs, or
+            (without a launcher) none, or other nodes that nothing was started on.
     """
     started = launched()
     if started is None:
+        _require_possible(settings)
         return settings
     total, nodes = started[0], started[1] or settings.num_nodes
     each, rest = divmod(total, nodes)
@@ -62,8 +64,13 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
             f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
             "put srun before the command, or run it as one process with srun --ntasks=1"
         )
+    if rest:
+        raise UserError(
+            f"{name} started {total} processes on {nodes} nodes, which do not spread evenly: start as many on each "
+            "(srun --ntasks-per-node)"
+        )
     given = None if settings.devices in EVERY else _on_a_node(settings)
-    if rest or given not in (None, each) or settings.num_nodes not in (1, nodes):
+    if given not in (None, each) or settings.num_nodes not in (1, nodes):
         asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
         raise UserError(
             f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, and {asked} ask for "
@@ -77,6 +84,20 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
             "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
         )
     return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
+
+
+def _require_possible(settings: TrainerSettings) -> None:
+    """Refuses what no launcher stands behind: other nodes, whose processes would be waited for, and GPUs on a CPU."""
+    if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs a process on every node, and nothing started some: use "
+            f"torchrun --nnodes {settings.num_nodes} or srun, and leave trainer.num_nodes out"
+        )
+    if not visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
+        raise UserError(
+            f"trainer.devices={settings.devices} names GPUs, and none may be used here: on a CPU it is auto (one "
+            "process) or a number of processes"
+        )
 
 
 def by_slurm() -> bool:

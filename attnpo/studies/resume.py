@@ -34,7 +34,7 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 
 def contents_of(inputs: Inputs) -> dict[str, str]:
-    """Digests of what the paths of a config hold: policy weights, tokenizer and chat format, pairs, captured weights."""
+    """Digests of what the paths of a config hold: policy weights, tokenizer, chat template, pairs, captured weights."""
     ground = inputs.ground
     found = {
         "tokenizer and chat template": ground.chat.fingerprint(),

@@ -10,7 +10,7 @@ from rich.console import Console
 from attnpo.analysis.page import Paragraph, Section, TableBlock
 from attnpo.analysis.tables import Cell, table_csv
 from attnpo.files import changed, is_sealed, seal, write_whole
-from attnpo.studies.finished import STUDY_FILES
+from attnpo.studies.folders import STUDY_FILES
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.runner import Outcome
 from attnpo.studies.sections import markdown, print_sections

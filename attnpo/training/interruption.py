@@ -66,8 +66,9 @@ class Interruption(L.Callback):
         # Lightning's own for SIGTERM would leave the epoch within an optimiser step, and wait for other ranks in it.
         trainer._signal_connector.register_signal_handlers = _no_handlers  # type: ignore[method-assign]
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            signal.signal(number, self._note)
+        for number, handler in self._before.items():
+            if handler is not signal.SIG_IGN:  # as the caller of this process wants it
+                signal.signal(number, self._note)
 
     def _note(self, number: int, frame: object) -> None:
         now = time.monotonic()

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnpo.schema import UserError, check_least
+from attnpo.schema import UserError, check_choice, check_least
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +42,7 @@ class Optimizer:
             raise UserError(f"optimizer.schedule must be cosine or constant, got {self.schedule!r}")
         if not 0 <= self.warmup < math.inf:
             raise UserError(f"optimizer.warmup must be a share of all steps or a number of steps, got {self.warmup}")
-        if self.warmup_from not in WARMUPS:
-            raise UserError(f"optimizer.warmup_from must be one of {', '.join(WARMUPS)}, got {self.warmup_from!r}")
+        check_choice("optimizer.warmup_from", self.warmup_from, WARMUPS)
         for name, value in (("lr", self.lr), ("eps", self.eps)):
             if not 0 < value < math.inf:
                 raise UserError(f"optimizer.{name} must be above 0 and finite, got {value}")
@@ -52,8 +51,7 @@ class Optimizer:
         check_least("optimizer", 0, weight_decay=self.weight_decay)
         if not 0 <= self.final_share <= 1:
             raise UserError(f"optimizer.final_share is a share of lr and must lie in [0, 1], got {self.final_share}")
-        if self.moments not in MOMENTS:
-            raise UserError(f"optimizer.moments must be one of {', '.join(MOMENTS)}, got {self.moments!r}")
+        check_choice("optimizer.moments", self.moments, MOMENTS)
         if self.stochastic_rounding and self.moments != "8bit":
             raise UserError(
                 f"optimizer.stochastic_rounding comes with optimizer.moments=8bit only, got moments={self.moments}; "

@@ -255,7 +255,7 @@ class Table:
             if mark != str(entry.get(KEY)).encode():
                 raise ValueError("its key differs from the one in its entry")
             if entry[KEY] != self._digest:
-                raise _Stranger("they are of another key and belong into the folder of that one alone")
+                raise _Stranger("they are of another key and belong in the folder of that key alone")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
                 raise ValueError("its columns differ from those in its entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:

@@ -121,8 +121,9 @@ def test_attention_that_cannot_be_read_names_layer_and_reason(kind: str, reason:
     assert "\n" not in str(caught.value) and "judge" in str(caught.value)
 
 
+@pytest.mark.parametrize("place", [0, 1])
 def test_attention_with_something_beside_what_is_read_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = judge_of(tiny_folder("llama", tmp_path))
     kernel = judge.model.model.layers[1].self_attn
@@ -130,10 +131,10 @@ def test_attention_with_something_beside_what_is_read_is_refused(
 
     def scaled(self: Any, hidden_states: Tensor, **named: Any) -> Any:
         output, maps = original(self, hidden_states, **named)
-        return output * (1.0 if self.config._attn_implementation == "sdpa" or self.layer_idx != 1 else 0.5), maps
+        return output * (1.0 if self.config._attn_implementation == "sdpa" or self.layer_idx != place else 0.5), maps
 
     monkeypatch.setattr(type(kernel), "forward", scaled)
-    with pytest.raises(UserError, match=r"layer 2 of LlamaForCausalLM gives other numbers when its attention is read"):
+    with pytest.raises(UserError, match=rf"layer {place + 1} of LlamaForCausalLM gives other numbers when its "):
         judge.read(PROMPTS, layers=[1], verdict=False)
 
 

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attnpo.studies import execution
-from attnpo.studies.execution import KILLED, Job, execute, on_gpu
+from attnpo.studies.execution import EDITED, KILLED, Job, execute, on_gpu
 from tests.studies.fragile import fragile
 
 
@@ -55,6 +55,15 @@ def test_a_last_point_that_is_killed_does_not_take_the_study_with_it(
 def test_points_on_a_gpu_run_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes(["third", "fourth"], tmp_path, monkeypatch, here=True)
     assert {(tmp_path / name).read_text() for name in ("third", "fourth")} == {f"{os.getpid()}\n"}
+
+
+def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of the points are named by the source that the study began with; here by an earlier one."""
+    monkeypatch.setattr(execution, "source_digest", lambda: "another")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    jobs: list[Job] = [(["seed=0"], tmp_path / name) for name in ("one", "two")]
+    assert sorted(execute(jobs, 2, None, None)) == [(0, {}, EDITED), (1, {}, EDITED)]
+    assert not list(tmp_path.iterdir())
 
 
 STUDY = """

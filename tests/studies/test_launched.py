@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from attnpo.config import compose, run_entry
 from attnpo.fit import main
@@ -24,6 +25,7 @@ from attnpo.training.folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
+from tests.studies.worlds import World, build_world
 from tests.training.processes import ROOT, of_srun, of_torchrun
 
 KNOWN = (
@@ -33,11 +35,17 @@ KNOWN = (
 )
 
 
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KNOWN:
         monkeypatch.setenv(name, "0")  # so that what the code sets is undone afterwards
         monkeypatch.delenv(name)
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)  # which Lightning's environments set for good
 
 
 def place(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
@@ -65,7 +73,7 @@ def trainer_of(settings: TrainerSettings, folder: Path) -> L.Trainer:
         (of_srun(7, 8, 2), {"devices": "4"}, "4", 2, 8),
         ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {"devices": "2"}, "2", 1, 2),  # Lightning's own second process
         ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}, {"num_nodes": 2}, "2", 2, 4),
-        ({}, {"devices": "3", "num_nodes": 2}, "3", 2, 6),
+        ({"NODE_RANK": "0"}, {"devices": "3", "num_nodes": 2}, "3", 2, 6),
         ({}, {}, "auto", 1, 1),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"devices": "3"}, "3", 1, 3),  # Lightning starts the others
     ],
@@ -114,6 +122,34 @@ def test_a_trainer_that_contradicts_the_launcher_is_refused(
     status = run_entry(main, "fit", [*overrides, "trainer.accelerator=cpu", *given], "", "")
     error = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and re.search(words, error), error
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (TrainerSettings(num_nodes=2, accelerator="cpu"), "trainer.num_nodes=2 needs a process on every node"),
+        (TrainerSettings(devices="-1", accelerator="cpu"), "trainer.devices=-1 names GPUs, and none may be used"),
+        (TrainerSettings(devices="0,1", accelerator="cpu"), "trainer.devices=0,1 names GPUs, and none may be used"),
+    ],
+)
+def test_what_no_launcher_stands_behind_is_refused(settings: TrainerSettings, words: str) -> None:
+    """Lightning waited for the other node for ever, deaf to SIGTERM."""
+    with pytest.raises(UserError) as caught:
+        as_launched(settings)
+    assert str(caught.value).startswith(words)
+
+
+def test_a_split_with_fewer_pairs_than_processes_is_refused(world: World, tmp_path: Path) -> None:
+    given = (
+        "study=none",
+        "weights=uniform",
+        "name=x",
+        f"output={tmp_path}",
+        "data.val_rows='1'",
+        "trainer.devices='2'",
+    )
+    with pytest.raises(UserError, match=r"^val: 1 pair for 2 processes, .*data\.val_rows"):
+        main(world.config(*given))
 
 
 def test_a_trainer_of_another_size_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from attnpo.config import plain
+from attnpo.config import compose, plain
 from attnpo.schema import UserError
 from attnpo.studies.identity import BESIDE, BOOKKEEPING, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.studies.resume import check_same, find_resume, finished, refuse_taken
@@ -116,7 +116,7 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
     """A run saved without these keys goes on, and only as it was."""
     stored = read_account(done[0] / "last")["config"]
     older = {key: value for key, value in stored.items() if key not in LATER}
-    assert len(older) == len(stored) - len(LATER)
+    assert stored.keys() - older.keys() == LATER.keys() - {"judge.span_drop"}  # which reference spans alone read
     check_same(older, numbers_of(world.config(*SHORT)), Path("last"))
     for change, was in (
         ("optimizer.warmup_from=zero", "'first'"),
@@ -127,6 +127,23 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
         for saved in (older, stored):
             with pytest.raises(UserError, match=rf"^resume: {key} was {was} in last and is "):
                 check_same(saved, numbers_of(world.config(*SHORT, change)), Path("last"))
+
+
+def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
+    """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e."""
+    older = json.loads((Path(__file__).parent / "older_run.json").read_text(encoding="utf-8"))
+    asked = numbers_of(compose("fit", ["weights=attention"]))
+    later = {key for key, value in asked.items() if key not in older and value is not None}
+    assert later - LATER.keys() == set()
+    check_same({**asked, **older}, {**asked, **older, **{key: asked[key] for key in later}}, Path("last"))
+
+
+def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:
+    spans = ["judge.span_drop=1", "judge.span_closing=x"]
+    plain_spans = compose("fit", ["weights=attention", *spans])
+    assert numbers_of(plain_spans) == numbers_of(compose("fit", ["weights=attention"]))
+    as_theirs = numbers_of(compose("fit", ["weights=attention", "judge.span=reference", *spans]))
+    assert (as_theirs["judge.span_drop"], as_theirs["judge.span_closing"]) == (1, "x")
 
 
 def test_other_contents_under_the_same_settings_are_refused(

@@ -215,7 +215,7 @@ def sink_case(case: dict[str, Any], found: Comparison) -> None:
 
 
 def alignment_case(case: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares one alignment, or where several are best that the reference's is one of them."""
+    """Compares one alignment; where several are best, asks only that the reference's is one of them."""
     ids, after = [*case["completion_ids"], case["eos_id"]], case["expected_completion_ids"]
     judge_ids, weights, target = case["judge_ids"], as_double(case["weights"]), case["expected_weights"]
     if len(weights) != len(judge_ids):
