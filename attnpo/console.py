@@ -19,7 +19,7 @@ from importlib import metadata
 from multiprocessing import active_children, parent_process
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 FORMAT = "%(asctime)s %(message)s"
 CLOCK = "%H:%M:%S"
@@ -278,6 +278,20 @@ def guarded(command: Callable[[], int]) -> int:
         elif status == 2:  # the first process may have had no trouble
             sys.stderr.write(f"{line} (process {process()[0]})\n")
         return status
+
+
+def leave(status: int) -> NoReturn:
+    """Exits with ``status``; another process than the job's leading one without taking its interpreter down.
+
+    The leading one goes on for a while after the last exchange between them. In the others, a thread of torch's process
+    group that is still at work would meet an interpreter that is gone, and abort the process.
+    """
+    if not leads():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def ending_of(error: BaseException) -> tuple[int, str] | None:

@@ -1,9 +1,8 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
-import sys
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals, leads
+from attnpo.console import hear_signals, leads, leave
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +29,18 @@ def main(cfg: "DictConfig") -> int:
     if leads():
         make_folder(folder)
     with locked(folder, float(cfg.lock_timeout), leading=leads()):
-        return _work(cfg, folder)
+        try:
+            return _work(cfg, folder)
+        finally:
+            _leave_group()
+
+
+def _leave_group() -> None:
+    """Ends this process's part in its job's process group, whose threads may else abort the process at its exit."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def _work(cfg: "DictConfig", folder: "Path") -> int:
@@ -59,4 +69,4 @@ if __name__ == "__main__":
     hear_signals()
     from attnpo.config import run_entry
 
-    sys.exit(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))
+    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))

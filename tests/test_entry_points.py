@@ -203,6 +203,8 @@ def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
 WAITS = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
+from attnpo.console import hear_signals
+hear_signals()
 from attnpo.config import run_entry
 def main(cfg):
     sys.stdout.write("ready\\n")
@@ -385,3 +387,16 @@ def test_a_report_of_weights_prints_tables_and_logs_beside_them(world: World, tm
     assert (
         gone.returncode == 2 and gone.stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in gone.stderr
     )
+
+
+@pytest.mark.parametrize(("rank", "last"), [("0", "out\nlast act\n"), ("1", "out\n")])
+def test_processes_beside_the_leading_one_leave_at_once(rank: str, last: str) -> None:
+    """A thread of theirs that is still at work must not meet an interpreter that is being taken down."""
+    script = (
+        "import atexit; from attnpo.console import leave; atexit.register(print, 'last act'); print('out'); leave(3)"
+    )
+    environment = {**os.environ, "RANK": rank, "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, last)

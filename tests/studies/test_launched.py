@@ -152,6 +152,14 @@ def test_a_split_with_fewer_pairs_than_processes_is_refused(world: World, tmp_pa
         main(world.config(*given))
 
 
+def test_a_command_leaves_the_process_group(world: World, tmp_path: Path) -> None:
+    """Left open, its threads may abort a process at exit."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    given = ("study=none", "weights=uniform", "name=x", f"output={tmp_path}", "trainer.max_steps=1")
+    assert main(world.config(*given)) == 0
+    assert not torch.distributed.is_initialized()
+
+
 def test_a_trainer_of_another_size_is_refused(tmp_path: Path) -> None:
     trainer = trainer_of(TrainerSettings(accelerator="cpu", devices="2"), tmp_path)
     asked = TrainerSettings(accelerator="cpu", num_nodes=3)

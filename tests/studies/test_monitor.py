@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from attnpo import fit
 from attnpo.config import run_entry
+from attnpo.files import seal
 from attnpo.schema import UserError
 from attnpo.studies.identity import numbers_of
 from attnpo.studies.resume import finished
@@ -92,6 +93,7 @@ def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path
     old = world.config("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
     OmegaConf.save(old, tmp_path / "config.yaml")
     (tmp_path / "result.json").write_text('{"inputs": {}}', encoding="utf-8")
+    seal(tmp_path)
     now = ("callbacks=default", "resume=auto", "callbacks.monitor=val/rewards/margins")
     with pytest.raises(UserError, match=r"callbacks\.mode was 'min' in .* and is 'max' now"):
         finished(world.config(*now), tmp_path)
