@@ -1,4 +1,4 @@
-"""Files on disk: written whole or not at all, and folders sealed with digests that tell when a file has changed since.
+"""Files on disk: written whole or not at all, measured, and sealed with digests that tell when one has changed since.
 
 Light: imports the standard library alone.
 """
@@ -164,3 +164,25 @@ def set_aside(path: Path) -> Path:
         aside = path.with_name(f"{path.name}.damaged-{number}")
     path.rename(aside)
     return aside
+
+
+def clean(name: str) -> str:
+    """A name as part of a file's name."""
+    return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below ``folder``; 0 where there is none."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes for readers: ``1.4 GiB``."""
+    if count < 1024:
+        return f"{count} B"
+    size = count / 1024
+    for unit in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -21,8 +21,8 @@ def main(cfg: "DictConfig") -> int:
         UserError: another job works in the folder, or something is not as it must be.
     """
     from attnpo.locks import locked
-    from attnpo.studies.folders import make_folder, run_folder
-    from attnpo.studies.startup import announce
+    from attnpo.runs.folders import make_folder, run_folder
+    from attnpo.runs.startup import announce
 
     folder = run_folder(cfg)
     announce("fit", cfg, folder)
@@ -44,11 +44,10 @@ def _leave_group() -> None:
 
 
 def _work(cfg: "DictConfig", folder: "Path") -> int:
-    from attnpo.studies.publish import publish_study
-    from attnpo.studies.resume import refuse_taken
-    from attnpo.studies.run import run
+    from attnpo.runs.resume import refuse_taken
+    from attnpo.runs.run import run
+    from attnpo.studies.report import finish_study, publish_study
     from attnpo.studies.runner import run_study
-    from attnpo.studies.tables import finish_study
     from attnpo.training.interruption import Interrupted
 
     if cfg.study is None:

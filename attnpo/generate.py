@@ -17,7 +17,7 @@ EXAMPLE = "python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMP
 
 def main(cfg: "DictConfig") -> int:
     """0; the path of the answers is printed."""
-    from attnpo.studies.answering import answer_prompts
+    from attnpo.answers.answering import answer_prompts
 
     sys.stdout.write(f"{answer_prompts(cfg)}\n")
     return 0

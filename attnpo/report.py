@@ -20,7 +20,7 @@ EXAMPLE = "python -m attnpo.report weights layers=[1,2,3,4]"
 
 def main(cfg: "DictConfig") -> int:
     """0; tables are printed, and written into a folder under ``output``."""
-    from attnpo.studies.reporting import report
+    from attnpo.reports.report import report
 
     report(cfg)
     return 0

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
-    from attnpo.studies.conformance import passed, summary, verify
+    from attnpo.conformance import passed, summary, verify
 
     records = []
     for record in verify(paths, only):

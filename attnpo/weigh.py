@@ -17,10 +17,10 @@ EXAMPLE = "torchrun --nproc-per-node 2 -m attnpo.weigh setting=real_smoke model.
 
 def main(cfg: "DictConfig") -> int:
     """0; what was found and what was computed is logged."""
-    from attnpo.studies.startup import announce
+    from attnpo.runs.startup import announce
 
     announce("weigh", cfg, None)
-    from attnpo.studies.filling import fill_store
+    from attnpo.runs.fill_store import fill_store
 
     fill_store(cfg)
     return 0

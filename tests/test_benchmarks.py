@@ -21,8 +21,8 @@ from transformers.utils import logging as library
 from attnpo.config import compose
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
+from attnpo.runs.run import run
 from attnpo.schema import JudgeReading
-from attnpo.studies.run import run
 from experiments.benchmarks import extraction, gpu, harness, pipeline, step
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.shapes import (

@@ -16,8 +16,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import config
+from attnpo.runs import settings
 from attnpo.schema import UserError
-from attnpo.studies import root as run_root
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = __name__
@@ -346,8 +346,8 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
     [
         (
             "objective",
-            "attnpo.studies.run.run",
-            "expected a PreferenceObjective, got attnpo.studies.run.run, which is no frozen dataclass",
+            "attnpo.runs.run.run",
+            "expected a PreferenceObjective, got attnpo.runs.run.run, which is no frozen dataclass",
         ),
         (
             "objective",
@@ -624,7 +624,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+new.key=3"], "new: unknown key of attnpo.studies.root.RunConfig; it has: data, model"),
+        (["+new.key=3"], "new: unknown key of attnpo.studies.fit_config.RunConfig; it has: data, model"),
         (["~seed"], "seed: required by RunConfig"),
         (["~weights"], "weights: required by RunConfig"),
         (["~weights._target_"], "weights: expected a component (keys with _target_) that is a WeightSource, got keys"),
@@ -728,7 +728,7 @@ def composing(group: str, option: str) -> list[tuple[str, str]]:
 
 
 def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_root, "find_spec", lambda package: package)  # peft and torchao are extras
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
     files = [path for path in config.CONFIG_DIR.rglob("*") if path.suffix in (".yaml", ".yml")]
     assert files
     checked = set()

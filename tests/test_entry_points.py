@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.studies.worlds import World, build_world
+from tests.runs.worlds import World, build_world
 
 ROOT = Path(__file__).resolve().parents[1]
 ENTRY_POINTS = sorted(

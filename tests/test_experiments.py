@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from attnpo.config import CONFIG_DIR, build, check, compose, groups
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config
-from attnpo.studies.grid import Study, expand_arms
+from attnpo.studies.study import Study, expand_arms
 
 EXPERIMENTS = groups()["experiment"]
 SETTINGS = groups()["setting"]

@@ -12,7 +12,11 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-STUDIES = TRAINING | {"analysis", "testbed", "evaluation", "config", "console", "hub", "locks", "studies"}
+EDGE = {"config", "config_files", "console", "locks", "machine"}
+ANSWERS = TEXT | EDGE | {"data", "models", "training"}
+RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "hub", "testbed"}
+STUDIES = RUNS | {"runs"}
+REPORTS = STUDIES | {"studies"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
@@ -20,35 +24,44 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": {"schema"},
     "components": {"console", "schema"},
     "config": {"components", "console", "schema"},
+    "config_files": {"config", "schema"},
     "hub": set(),
     "files": set(),
     "locks": {"console", "files"},
+    "machine": {"config", "console", "schema", "training"},
     "text": TEXT,
     "weights": WEIGHTS,
     "data": DATA | {"hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},
     "training": TRAINING | {"console"},
-    "analysis": WEIGHTS | {"models"},
     "testbed": TEXT | {"models"},
     "evaluation": TEXT | {"models"},
+    "analysis": WEIGHTS | {"models"},
+    "display": WEIGHTS | {"analysis"},
+    "theory": {"display", "schema"},
+    "answers": ANSWERS,
+    "runs": RUNS,
     "studies": STUDIES,
-    **{name: STUDIES for name in ENTRY_POINTS},
+    "reports": REPORTS,
+    "conformance": STUDIES,
+    **{name: REPORTS | {"conformance", "reports"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {"config", "components", "console", "files", "hub", "locks"} | ENTRY_POINTS
+LIGHT_FILES = {"config", "config_files", "components", "console", "files", "hub", "locks", "machine"} | ENTRY_POINTS
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:
-    """Absolute dotted names a file imports, the line, and whether the import waits inside a function.
+    """Absolute dotted names a file imports, the line, and whether the import waits in a function or is for types alone.
 
     ``from a import b`` gives ``a.b``, so that ``from attnpo import fit`` is seen.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     lazy: set[ast.AST] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if for_types or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             lazy.update(ast.walk(node))
     folder = path.relative_to(package.parent).parent.parts
     for node in ast.walk(tree):
@@ -110,6 +123,43 @@ def broken_rule(where: str, room: str, dotted: str, lazy: bool, package: str) ->
     return ""
 
 
+def circles(package: Path) -> list[list[str]]:
+    """Files of ``package`` that import each other in a circle, imports in functions and for types counted."""
+    files = sorted(package.rglob("*.py"))
+    of = {".".join(path.relative_to(package.parent).with_suffix("").parts): path for path in files}
+    of |= {name.removesuffix(".__init__"): path for name, path in of.items() if name.endswith(".__init__")}
+    reached: dict[Path, set[Path]] = {}
+    for path in files:
+        names = [dotted for dotted, _, _ in imported_names(path, package)]
+        modules = (name if name in of else name.rpartition(".")[0] for name in names)
+        reached[path] = {of[name] for name in modules if name in of} - {path}
+    for middle in files:  # Warshall's transitive closure
+        for path in files:
+            if middle in reached[path]:
+                reached[path] |= reached[middle]
+    rings = {tuple(other for other in files if other in reached[path] and path in reached[other]) for path in files}
+    return [[path.relative_to(package).as_posix() for path in ring] for ring in sorted(rings) if ring]
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert circles(PACKAGE) == []
+
+
+def test_a_circle_is_seen_through_functions_types_and_packages(tmp_path: Path) -> None:
+    package = tmp_path / "attnpo"
+    for name, text in {
+        "__init__.py": "",
+        "runs/__init__.py": "",
+        "runs/a.py": "from attnpo.runs.b import B\n",
+        "runs/b.py": "def f():\n    from attnpo.runs import c\n",
+        "runs/c.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import A\n",
+        "runs/d.py": "import attnpo.runs.a\n",
+    }.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text, encoding="utf-8")
+    assert circles(package) == [["runs/a.py", "runs/b.py", "runs/c.py"]]
+
+
 def test_the_package_keeps_to_the_design() -> None:
     assert len(list(PACKAGE.rglob("*.py"))) > 20
     assert violations(PACKAGE) == []
@@ -127,7 +177,7 @@ PLANTED = {
     "studies/statistics.py": ("", "studies/statistics.py: named like the standard library's statistics"),
     "extra/thing.py": ("", "extra/thing.py: room extra is not in DESIGN section 2"),
     "fit.py": ("import transformers\n", "fit.py:1: transformers at the top of fit.py"),
-    "analysis/viz.py": ("import experiments.paper\n", "analysis/viz.py:1: imports experiments/"),
+    "display/__init__.py": ("import experiments.paper\n", "display/__init__.py:1: imports experiments/"),
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from attnpo.config import build, check, compose
-from attnpo.studies.folder_report import letters
-from attnpo.studies.grid import expand_arms
+from attnpo.reports.folder_report import letters
+from attnpo.studies.study import expand_arms
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "experiments" / "paper"

@@ -10,10 +10,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import build, check, compose, expand
-from attnpo.studies import root
+from attnpo.runs import settings
+from attnpo.runs.identity import numbers_of
 from attnpo.studies.arms import yaml_value
-from attnpo.studies.grid import Study
-from attnpo.studies.identity import numbers_of
+from attnpo.studies.study import Study
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
 SWEEPS = sorted(FOLDER.glob("*.yaml"))
@@ -68,7 +68,7 @@ def test_the_sweeps_are_these() -> None:
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
 def test_every_run_is_a_sound_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a method's long search the first and the last run are composed: both ends of every axis."""
-    monkeypatch.setattr(root, "find_spec", lambda package: package)  # torchao is an extra
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # torchao is an extra
     commands = expanded(path)
     assert len(commands) == len({tuple(command) for command in commands}) > 1
     for command in [commands[0], commands[-1]] if path.stem in METHODS else commands:

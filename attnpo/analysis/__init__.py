@@ -1,1 +1,1 @@
-"""Looking at weights and results: statistics of weights, heat maps, figures, tables and report pages."""
+"""Measurements: statistics of weights, faithfulness, freedom, intervals."""

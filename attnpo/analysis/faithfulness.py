@@ -14,20 +14,12 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import islice, pairwise
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.schema import (
-    SIDES,
-    EncodedResponse,
-    JudgeModel,
-    JudgePrompt,
-    PairWeights,
-    PreferencePair,
-    UserError,
-)
+from attnpo.schema import SIDES, EncodedResponse, JudgeModel, JudgePrompt, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import PromptBuilder, WeightSource
 from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import finished_weights
@@ -383,3 +375,12 @@ def _built(
                 rounds = prompts.build(PreferencePair.make(pairs[place].prompt, chosen, rejected))
         if rounds is not None:
             yield number, rounds[order]
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def score_of(values: Mapping[str, Any]) -> float:
+    """Faithfulness in one number, as ``weights.layer=auto`` takes it: the mean under removal over pairs and shares."""
+    means = [sum(row) / len(row) for row in values["remove"].values()]
+    return float(sum(means) / len(means))

@@ -10,17 +10,11 @@ overall, so every KL is also shown over the policy's own mean. Intervals resampl
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from attnpo.analysis.axes import SOFT, legend, panel
-from attnpo.analysis.figures import COLOURS, MARKERS, new_figure, save
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError
 
@@ -258,41 +252,3 @@ def _verdict(one: Estimate) -> str:
 
 def _text(one: Estimate) -> str:
     return f"{one.mean:.2f} [{one.low:.2f}, {one.high:.2f}]"
-
-
-def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:
-    """The path of a PNG: relative KL per group and policy and, where there is a control, the ratio to it."""
-    panels = 2 if result.deciles[0].ratio else 1
-    figure = new_figure(5.6 * panels, 4.2)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    names = list(result.claim)
-    _lines(axes[0], [one.relative for one in result.deciles], names)
-    panel(axes[0], title, "weight decile, 1 is the lowest", "KL per token over the policy's mean")
-    if panels == 2:
-        _lines(axes[1], [one.ratio for one in result.deciles], names)
-        panel(axes[1], f"the same over {result.control}", "weight decile, 1 is the lowest", "ratio of relative KL")
-    for one in axes:
-        one.axhline(1.0, color=SOFT, linewidth=0.9)
-        legend(one, loc="best")
-    figure.tight_layout(w_pad=2.0)
-    return save(figure, path)
-
-
-def _lines(axes: Axes, groups: Sequence[Mapping[str, Estimate]], names: Sequence[str]) -> None:
-    """Nothing; draws a line with its interval for every policy that the groups hold."""
-    places = list(range(1, len(groups) + 1))
-    for number, name in enumerate(names):
-        if name not in groups[0]:
-            continue
-        look: dict[str, Any] = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
-        line = [one[name] for one in groups]
-        shift = 0.08 * (number - (len(names) - 1) / 2)
-        for place, one in zip(places, line, strict=True):
-            axes.plot([place + shift] * 2, [one.low, one.high], color=look["color"], linewidth=2, alpha=0.4)
-        xs = [place + shift for place in places]
-        axes.plot(xs, [one.mean for one in line], linewidth=1.5, markersize=5, label=name, **look)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(places)

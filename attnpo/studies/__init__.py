@@ -1,1 +1,1 @@
-"""Runs and studies: everything below put together. A study is a list of normal runs."""
+"""Studies: many runs compared."""

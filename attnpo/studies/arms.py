@@ -9,14 +9,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import compose
+from attnpo.files import clean
+from attnpo.runs.identity import LAYERS, below, files_of, paths_of, result_of
+from attnpo.runs.settings import LAYER, is_auto
 from attnpo.schema import UserError, digest
-from attnpo.studies.auto_layer import LAYER, is_auto
-from attnpo.studies.grid import BETA, LR, ONLY, Arm, Grid, Point, Study, short
-from attnpo.studies.identity import LAYERS, below, files_of, paths_of, result_of
-from attnpo.studies.publish import study_overrides
+from attnpo.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.weights.layers import resolve_layer
 
 log = logging.getLogger(__name__)
+
 
 Composed = tuple[DictConfig, list[str]]  # a config, and the overrides that give it on the command line
 
@@ -223,11 +224,6 @@ def plain_store(cfg: DictConfig) -> str | None:
     return None if cfg.store is None else str(cfg.store)
 
 
-def clean(name: str) -> str:
-    """A name as part of a file's name."""
-    return "".join(letter if letter.isalnum() or letter in "=.-" else "_" for letter in name)
-
-
 def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str, Any]) -> Path:
     """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
 
@@ -244,3 +240,15 @@ def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str
 def counted(cfg: DictConfig) -> dict[str, Any]:
     """What can change a number of an arm, without the seed, which differs between its points."""
     return {key: value for key, value in result_of(cfg).items() if key not in ("seed", "prepare.seed")}
+
+
+# ------------------------------------------------------------------------------------------------ tracker
+
+
+def study_overrides(cfg: DictConfig, study: str) -> list[str]:
+    """Overrides that put the points of a study into one W&B group, unless the user has named a group."""
+    chosen = cfg.logger.get("wandb")
+    if chosen is None or chosen.get("group") is not None:
+        return []
+    quoted = study.replace("\\", "\\\\").replace("'", "\\'")
+    return [f"logger.wandb.group='{quoted}'"]

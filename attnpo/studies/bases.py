@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,33 +12,22 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import plain
 from attnpo.data.prepare import EncodedSet
-from attnpo.files import file_digest, read_record, write_record
+from attnpo.files import clean, file_digest, read_record, write_record
+from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
-from attnpo.schema import UserError, digest
-from attnpo.studies.account import versions
-from attnpo.studies.arms import Composed, arm_config, clean
-from attnpo.studies.auto_layer import settle_layer
-from attnpo.studies.execution import last_line
-from attnpo.studies.grid import ONLY, Arm, Study
-from attnpo.studies.ground import Ground, lay_ground, settle, settle_judge
-from attnpo.studies.identity import files_of, settings_of, source_digest
-from attnpo.studies.inputs import APART, encode, read_pairs
-from attnpo.studies.weighing import Weighed, weigh
+from attnpo.runs.auto_layer import settle_layer
+from attnpo.runs.context import Ground, lay_ground, settle, settle_judge
+from attnpo.runs.identity import files_of, settings_of, source_digest
+from attnpo.runs.inputs import APART, encode, read_pairs
+from attnpo.runs.weighing import Weighed, weigh
+from attnpo.schema import digest
+from attnpo.studies.arms import Composed, arm_config
+from attnpo.studies.study import ONLY, Arm, Cost, Study, last_line, told
 
 log = logging.getLogger(__name__)
 
+
 ANALYSES, COSTS = "analyses", "costs.json"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds that were spent once for all arms; None where nothing is known of it.
-
-    ``judge``: the passes of judge and verbalizer over the pairs, those of all commands together.
-    """
-
-    base: float | None = None
-    judge: float | None = None
 
 
 @dataclass
@@ -60,7 +48,7 @@ class Basis:
     lost: dict[str, str] = field(default_factory=dict)
     measured: dict[str, dict[str, Any]] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
-    cost: Cost = Cost()
+    cost: Cost = field(default_factory=Cost)
     depths: dict[str, int] = field(default_factory=dict)
     gates: dict[str, bool] = field(default_factory=dict)
 
@@ -186,11 +174,6 @@ def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
             continue
         if OmegaConf.is_missing(cfg[name], "path"):
             cfg[name].path = node.path
-
-
-def told(error: Exception) -> str:
-    """An error as it is reported: a user's mistake in its own words, anything else with its traceback."""
-    return str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).strip()
 
 
 # ------------------------------------------------------------------------------------------------ analyses

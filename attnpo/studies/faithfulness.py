@@ -8,26 +8,26 @@ separately, with the trained reward at equal KL; nothing makes the three agree.
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnpo.config import build
+from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, sample_of
 from attnpo.schema import SIDES, UserError, check_least
-from attnpo.studies.auto_layer import calibration_pairs, layer_rankings, sample_of
 
 if TYPE_CHECKING:
     from attnpo.analysis.faithfulness import Ranking, Rankings
-    from attnpo.analysis.page import Section
     from attnpo.data.prepare import EncodedSet
+    from attnpo.display.page import Section
+    from attnpo.runs.context import Ground
     from attnpo.schema import PreferencePair
-    from attnpo.studies.analyses import MeasuredBy
-    from attnpo.studies.ground import Ground
-    from attnpo.studies.runner import Outcome
+    from attnpo.studies.study import MeasuredBy, Outcome
     from attnpo.testbed.grammar import Grammar
 
 log = logging.getLogger(__name__)
+
 
 ROLLOUT, EQUAL, TRUTH = "rollout", "equal weights", "true importance"
 
@@ -65,7 +65,8 @@ class Faithfulness:
         and ``fall``; beside it what the whole responses give, what was read and what it cost.
         """
         from attnpo.analysis.faithfulness import Mode, Removal, measure
-        from attnpo.studies.ground import device_of, judge_room
+        from attnpo.machine import device_of
+        from attnpo.runs.context import judge_room
 
         began = time.perf_counter()
         pool, sample = self._sample(encoded)
@@ -161,7 +162,7 @@ def rollout_rankings(ground: "Ground", pool: "EncodedSet", sample: "list[Prefere
     from omegaconf import OmegaConf
 
     from attnpo.analysis.faithfulness import rankings
-    from attnpo.studies.weighing import weigh
+    from attnpo.runs.weighing import weigh
 
     own = by_layer(ground).cfg.weights.get("postprocess")
     settings = {} if own is None else {"postprocess": OmegaConf.to_container(own, resolve=True)}
@@ -213,27 +214,3 @@ def true_mass(sample: "Sequence[PreferencePair]", rows: "Rankings", grammar: "Gr
 
 def _progress(done: int, total: int) -> None:
     log.info("faithfulness: %d of %d judge prompts", done, total)
-
-
-# ------------------------------------------------------------------------------------------------ numbers
-
-
-def score_of(values: Mapping[str, Any]) -> float:
-    """Faithfulness in one number, as ``weights.layer=auto`` takes it: the mean under removal over pairs and shares."""
-    means = [sum(row) / len(row) for row in values["remove"].values()]
-    return float(sum(means) / len(means))
-
-
-def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
-    import numpy as np
-
-    from attnpo.studies.intervals import tied_ranks
-
-    both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
-    if len(both) < 3:
-        return math.nan
-    one, two = (tied_ranks(np.array(column, dtype=float)) for column in zip(*both, strict=True))
-    if one.std() == 0 or two.std() == 0:
-        return math.nan
-    return float(np.corrcoef(one, two)[0, 1])

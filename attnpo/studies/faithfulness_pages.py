@@ -3,27 +3,47 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.analysis.layer_panels import LayerPanel, layer_panels
-from attnpo.analysis.page import Block, Image, Paragraph, Section, TableBlock
-from attnpo.analysis.tables import Cell
-from attnpo.studies.arms import clean
-from attnpo.studies.faithfulness import Faithfulness, rank_correlation, score_of
+from attnpo.analysis.faithfulness import score_of
+from attnpo.analysis.intervals import Prompts, hierarchical_bootstrap, rank_correlation
+from attnpo.display.layer_panels import LayerPanel, layer_panels
+from attnpo.display.page import Block, Image, Paragraph, Section, TableBlock
+from attnpo.display.tables import Cell
+from attnpo.files import clean
 from attnpo.studies.frontier import at_kl
-from attnpo.studies.intervals import Prompts, hierarchical_bootstrap
-from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import gather, has_truth
+from attnpo.studies.selection import gather, has_truth
+from attnpo.studies.study import Outcome
 
 Values = dict[str, Any]
 BySeed = Mapping[int, Values]
 Row = dict[str, Cell]
 
 
-def world_sections(rules: Faithfulness, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:
+@runtime_checkable
+class Rules(Protocol):
+    """What the analysis was asked to measure, as far as the pages say it."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Shares of the tokens that were removed or kept."""
+        ...
+
+    @property
+    def draws(self) -> int:
+        """Random sets of tokens for each."""
+        ...
+
+    @property
+    def kl_limit(self) -> float:
+        """KL to the base at which trained rewards are read."""
+        ...
+
+
+def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:
     """All sections of one world."""
     suffix = f", {world}" if world else ""
     rewards = {seed: layer_rewards(outcome, world, seed, rules.kl_limit) for seed in by_seed}
@@ -66,7 +86,7 @@ def advantages(by_seed: BySeed, name: str, mode: str, share: float) -> Float[np.
     return np.array([row[:width] for row in rows], dtype=float)
 
 
-def over_seeds(rules: Faithfulness, name: str, by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> Row:
+def over_seeds(rules: Rules, name: str, by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> Row:
     """One weights' row of the table over seeds: means with intervals over seeds and pairs."""
     mine = {seed: values["weights"][name] for seed, values in by_seed.items() if name in values["weights"]}
     row: Row = {"weights": name}
@@ -92,7 +112,7 @@ def over_seeds(rules: Faithfulness, name: str, by_seed: BySeed, rewards: Mapping
     return row
 
 
-def seed_rows(rules: Faithfulness, seed: int, values: Values, rewards: Mapping[int, float]) -> list[Row]:
+def seed_rows(rules: Rules, seed: int, values: Values, rewards: Mapping[int, float]) -> list[Row]:
     """The rows of one seed."""
     rows = []
     for name, found in values["weights"].items():
@@ -134,7 +154,7 @@ def correlation_rows(by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]
     return [{name: row.get(name, "") for name in rows[0]} for row in rows]
 
 
-def notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
+def notes(rules: Rules, by_seed: BySeed) -> list[str]:
     """What the numbers of the table are."""
     shares = ", ".join(f"{100 * share:g}" for share in rules.shares)
     pairs = sorted({values["pairs"] for values in by_seed.values()})
@@ -157,7 +177,7 @@ def notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
     return lines
 
 
-def correlation_notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
+def correlation_notes(rules: Rules, by_seed: BySeed) -> list[str]:
     """How little a correlation over a few layers says."""
     layers = max(sum(f["layer"] is not None for f in values["weights"].values()) for values in by_seed.values())
     few = "a single layer has no rank"
@@ -176,7 +196,7 @@ def correlation_notes(rules: Faithfulness, by_seed: BySeed) -> list[str]:
 
 
 def draw(
-    rules: Faithfulness,
+    rules: Rules,
     outcome: Outcome,
     world: str,
     by_seed: BySeed,

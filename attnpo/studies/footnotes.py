@@ -4,10 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attnpo.studies.arms import key_of
-from attnpo.studies.execution import last_line
-from attnpo.studies.grid import Arm, Point
-from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import all_seeds, gather, has_truth, label_of, lacking_seeds
+from attnpo.studies.selection import all_seeds, gather, has_truth, label_of, lacking_seeds
+from attnpo.studies.study import Arm, Outcome, Point, last_line
 
 NO_CONTROL = (
     "WARNING: no control that keeps sharpness and destroys placement (transform=shuffled): a lead does not show its "

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.studies.intervals import Interval, paired_difference
-from attnpo.studies.spots import Spot, complete
+from attnpo.analysis.intervals import Interval, paired_difference
+from attnpo.studies.selection import Spot, complete
 
 Rewards = Float[np.ndarray, "seeds prompts"]
 

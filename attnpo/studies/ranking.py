@@ -5,13 +5,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from attnpo.analysis.page import Paragraph, Section, TableBlock
+from attnpo.analysis.intervals import average_ranks
+from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.studies.frontier import AtKL, at_kl
-from attnpo.studies.intervals import average_ranks
-from attnpo.studies.levels import ENDS, NONE
-from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import Spot, best_by_arm, by_arm, gather, has_truth
-from attnpo.studies.tables import Row, columns_of, lost_row, origins
+from attnpo.studies.selection import Spot, best_by_arm, by_arm, gather, has_truth
+from attnpo.studies.study import Outcome
+from attnpo.studies.tables import ENDS, NONE, Row, columns_of, lost_row, origins
 
 RANK = "average rank"
 DIGITS = {"KL": 2, "length": 1, RANK: 2}

@@ -3,15 +3,15 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from attnpo.config import build, check
+from attnpo.runs.folders import make_folder, require_one_process
+from attnpo.runs.resume import read_result
 from attnpo.schema import UserError, digest
-from attnpo.studies.analyses import MeasuredBy
 from attnpo.studies.arms import (
     Composed,
     arm_config,
@@ -23,46 +23,23 @@ from attnpo.studies.arms import (
     point_config,
     point_folder,
 )
-from attnpo.studies.bases import Basis, Cost, compose_arms, keep_costs, lay_basis, told
-from attnpo.studies.execution import execute, last_line, on_gpu
-from attnpo.studies.folders import make_folder, require_one_process
-from attnpo.studies.grid import ONLY, Arm, Point, Study, expand_arms, grid_record, make_points
-from attnpo.studies.resume import read_result
+from attnpo.studies.bases import Basis, compose_arms, keep_costs, lay_basis
+from attnpo.studies.study import (
+    ONLY,
+    Arm,
+    Outcome,
+    Place,
+    Point,
+    Study,
+    expand_arms,
+    grid_record,
+    last_line,
+    make_points,
+    told,
+)
+from attnpo.studies.workers import execute, on_gpu
 
 log = logging.getLogger(__name__)
-
-Place = tuple[str, int]  # a world and a seed
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A finished study: its points with their results, those that failed with their errors, the grid's digest.
-
-    ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
-    ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
-    """
-
-    study: Study
-    arms: list[Arm]
-    points: list[tuple[Point, dict[str, Any]]]
-    failed: list[tuple[Point, str]]
-    record: dict[str, Any]
-    folder: Path
-    seconds: float
-    measured: dict[str, MeasuredBy] = field(default_factory=dict)
-    unmeasured: list[str] = field(default_factory=list)
-    costs: dict[Place, Cost] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-    @property
-    def digest(self) -> str:
-        """Digest of world, grid and arms, fixed before the points ran."""
-        return digest(self.record)[:16]
-
-    @property
-    def worlds(self) -> list[str]:
-        """The study's worlds in its order; the only one of a study without worlds is ""."""
-        return list(dict.fromkeys(arm.world for arm in self.arms))
 
 
 def run_study(cfg: DictConfig, folder: Path) -> Outcome:

@@ -1,31 +1,27 @@
-"""A finished study as a table with a row for every arm at its best point, a lost arm's too; printed and written."""
+"""A study's tables: every arm at its best point, and arms at equal KL, level by level and over worlds."""
 
-import json
-import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from rich.console import Console
-
-from attnpo.analysis.page import Paragraph, Section, TableBlock
-from attnpo.analysis.tables import Cell, table_csv
-from attnpo.files import changed, is_sealed, seal, write_whole
-from attnpo.studies.folders import STUDY_FILES
-from attnpo.studies.footnotes import footnotes, warnings
-from attnpo.studies.runner import Outcome
-from attnpo.studies.sections import markdown, print_sections
-from attnpo.studies.spots import (
+from attnpo.analysis.intervals import Interval
+from attnpo.display.page import Paragraph, Section, TableBlock
+from attnpo.display.tables import Cell
+from attnpo.studies.frontier import AtKL, at_kl, difference
+from attnpo.studies.selection import (
     Spot,
     against,
+    all_seeds,
     best_by_arm,
+    by_arm,
     difference_text,
+    gather,
+    has_truth,
     interval_text,
     seeds_mark,
+    verdict,
 )
-from attnpo.studies.spots import gather as gather
-from attnpo.studies.spots import has_truth as has_truth
-
-log = logging.getLogger(__name__)
+from attnpo.studies.study import Outcome
 
 TOKENS = {"chosen tokens": "chosen", "rejected tokens": "rejected"}
 DIGITS = {
@@ -170,84 +166,113 @@ def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     return columns_of(rows), rows
 
 
-# ------------------------------------------------------------------------------------------------ what is written
+NONE = "-"
+ENDS = "<"  # behind a value: no point of the arm goes as far as the level
+NOT_EQUAL = "not at equal KL"
+SUMMARY_LEVEL = 1.0  # nats: where worlds are compared, if the study has this level
 
 
-def arms_section(outcome: Outcome) -> Section:
-    """The study's own table, warnings above and footnotes below it."""
-    columns, rows = main_table(outcome)
-    above = [Paragraph(line, warning=True) for line in warnings(outcome)]
-    below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
-    table = TableBlock(columns, rows, digits=DIGITS)
-    return Section("Arms at their best points", [*above, table, *below])
+def level_tables(outcome: Outcome) -> list[Section]:
+    """Rewards at equal KL, and over worlds; none without a truth, without levels or where no arm has a choice."""
+    study = outcome.study
+    tuned = any(len((arm.grid or study.grid).overrides()) > 1 for arm in outcome.arms)
+    if not study.kl_levels or not tuned or not has_truth(gather(outcome.points)):
+        return []
+    chosen = {world: at_levels(outcome, world) for world in outcome.worlds}
+    note = (
+        "test reward on each arm's own path: the base, then the grid points by KL whose validation reward is above "
+        "those of all with less; linear in the root of KL between neighbours. In brackets the KL of the path's best "
+        f"point where nothing beyond is better on validation; {ENDS} the path ends there, not a comparison at equal KL"
+    )
+    if study.control is not None:
+        note += f"; differences to {study.control} at the same level, paired by seed and prompt"
+    note += _few_seeds(outcome, chosen)
+    rows = [row for world in outcome.worlds for row in _level_rows(outcome, world, chosen[world])]
+    tables = [Section("Reward at equal KL", [TableBlock(columns_of(rows), rows), Paragraph(note)])]
+    if study.worlds and study.control is not None:
+        tables.append(_worlds_table(outcome, chosen))
+    return tables
 
 
-def analysis_sections(outcome: Outcome) -> list[Section]:
-    """What the study's analyses show of what they have measured; one that cannot says so and keeps the tables."""
-    found: list[Section] = []
-    for name, analysis in outcome.study.analyses.items():
-        if not outcome.measured.get(name):
-            continue
-        try:
-            found += analysis.sections(outcome, outcome.measured[name])
-        except Exception as error:
-            log.exception("analysis %s cannot be shown", name)
-            found.append(Section(name, [Paragraph(f"FAILED analysis {name} cannot be shown: {error}", warning=True)]))
-    return found
+def _few_seeds(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], "AtLevel"]]) -> str:
+    """The arms whose paths stand on fewer seeds than the study has, for the note; empty if there are none."""
+    every = len(all_seeds(outcome))
+    few = [
+        f"{f'{world}: ' if world else ''}{name} on {len(at.found.seeds)}"
+        for world, places in chosen.items()
+        for (name, _), at in places.items()
+        if at.found is not None and len(at.found.seeds) < every
+    ]
+    return f"; on fewer seeds than the study's {every}: {', '.join(dict.fromkeys(few))}" if few else ""
 
 
-def finish_study(outcome: Outcome) -> None:
-    """Nothing; prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
-    from attnpo.studies.levels import level_tables
-    from attnpo.studies.pages import write_study_report
-    from attnpo.studies.ranking import ranking_table
+@dataclass(frozen=True)
+class AtLevel:
+    """An arm at a KL level and its difference to the control there; each None where there is none.
 
-    folder = outcome.folder
-    sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
-    console = Console(width=None if Console().is_terminal else 190)
-    print_sections(console, outcome.study.title or outcome.study.name, sections)
-    write_whole(folder / "table.md", "\n\n".join(markdown(sections)) + "\n")
-    write_whole(folder / "results.csv", all_points(gather(outcome.points)))
-    keep_record(outcome, write_study_report(outcome, sections))
-    seal(folder, only=STUDY_FILES)
-    console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
-    for place in sorted(folder.glob("points/*/best")):
-        console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
-
-
-def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Nothing; writes study.json, and removes the figures of an earlier command in the folder that are none of these.
-
-    ``figures``: the names of those that belong to this one.
+    ``equal``: both reach the level, so that the difference is one at equal KL.
     """
-    path = outcome.folder / "study.json"
-    damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
-    try:
-        earlier = [] if damaged else json.loads(path.read_text(encoding="utf-8"))["figures"]
-    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
-        earlier = []
-    for name in earlier:
-        if name not in figures:
-            (outcome.folder / name).unlink(missing_ok=True)
-    record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
-    write_whole(path, json.dumps(record, indent=1) + "\n")
+
+    found: AtKL | None
+    versus: Interval | None
+    equal: bool = False
+
+    @property
+    def difference(self) -> str:
+        """The difference in words, marked where it is none at equal KL."""
+        return NONE if self.versus is None else difference_text(self.versus) + ("" if self.equal else ENDS)
 
 
-# ------------------------------------------------------------------------------------------------ every run
+def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
+    """A world's arms at every KL level, with their differences to the control."""
+    spots = by_arm(outcome, world)
+    out = {}
+    for level in outcome.study.kl_levels:
+        places = {name: at_kl(mine, level) for name, mine in spots.items()}
+        control = places.get(outcome.study.control or "")
+        for name, found in places.items():
+            if found is None or control is None or name == outcome.study.control:
+                out[name, level] = AtLevel(found, None)
+            else:
+                out[name, level] = AtLevel(found, difference(found, control), found.reached and control.reached)
+    return out
 
 
-def all_points(spots: Sequence[Spot]) -> str:
-    """Every run of the study as CSV."""
+def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], AtLevel]) -> Iterator[Row]:
+    study = outcome.study
+    for name, spots in by_arm(outcome, world).items():
+        row: Row = {**({"world": world} if world else {}), "arm": name}
+        for level in study.kl_levels:
+            found = chosen[name, level]
+            lost = str(lost_row(outcome, name, world)["point"]) if not spots else NONE
+            row[f"KL {level:g}"] = lost if found.found is None else _reward(found.found, level)
+            if study.control is not None:
+                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else found.difference
+        yield row
+
+
+def _reward(found: AtKL, level: float) -> str:
+    return f"{found.reward:.3f}{'' if found.reached else ENDS}{'' if found.kl == level else f' ({found.kl:.2f})'}"
+
+
+def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
+    """Arms by worlds: the difference to the control at one KL level, with what its interval says."""
+    study = outcome.study
+    level = SUMMARY_LEVEL if SUMMARY_LEVEL in study.kl_levels else study.kl_levels[len(study.kl_levels) // 2]
+    results = {world: by_arm(outcome, world) for world in outcome.worlds}
     rows: list[Row] = []
-    for spot in spots:
-        for seed, result in zip(spot.seeds, spot.results, strict=True):
-            row: Row = {**({"world": spot.arm.world} if spot.arm.world else {}), "arm": spot.arm.name, "seed": seed}
-            row.update({key: value for key, value in (item.split("=", 1) for item in spot.values)})
-            for split, scores in (result["truth"] or {"scores": {}})["scores"].items():
-                row.update({f"{split}/{name}": value for name, value in scores.items() if name != "rewards"})
-            row.update({name: value for name, value in result["metrics"].items() if name.startswith("val/")})
-            row["pairs"], row["steps"] = result["inputs"]["train"].get("pairs"), result["steps"]
-            row["seconds"] = result["seconds"]["all"]
-            rows.append(row)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return table_csv(columns, rows)
+    for name in dict.fromkeys(arm.name for arm in outcome.arms if arm.name != study.control):
+        row: Row = {"arm": name}
+        for world in outcome.worlds:
+            found = chosen[world].get((name, level))
+            if found is None or found.versus is None:
+                row[world] = NONE if results[world].get(name) else str(lost_row(outcome, name, world)["point"])
+            else:
+                row[world] = f"{found.difference} {verdict(found.versus) if found.equal else NOT_EQUAL}"
+        rows.append(row)
+    note = (
+        f"difference to {study.control} of the same world at KL {level:g}; helps or harms: its 95 % interval excludes "
+        "0, not corrected for the number of cells"
+    )
+    table = TableBlock(["arm", *outcome.worlds], rows)
+    return Section(f"Worlds: difference to {study.control} at equal KL", [table, Paragraph(note)])

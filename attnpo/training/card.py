@@ -1,6 +1,6 @@
 """The model card of an exported policy: Markdown with the Hub's metadata, made of plain facts and nothing else.
 
-Facts (``studies/publish.py`` gathers them; a part that is missing is left out of the card):
+Facts (``runs/report.py`` gathers them; a part that is missing is left out of the card):
 ``base``: name, path, hub (an id, or None), revision, fingerprint (name -> digest);
 ``data``: name, path, hub, revision, subset, splits (split -> read, kept, dropped and noted: reason -> count);
 ``method``: objective, weights, judge: each a name and settings, or None; ``verdicts`` of the judge (name -> share);

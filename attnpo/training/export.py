@@ -101,7 +101,7 @@ class Exporter:
         notes: what the model card tells about using the folder.
         end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
         dtype: number format of the exported weights (float32, bfloat16, ...); None leaves them as they are trained.
-        facts: what the model card tells (``studies/publish.py`` gathers it); None writes no card.
+        facts: what the model card tells (``runs/report.py`` gathers it); None writes no card.
         max_shard_size: size from which the weights are cut into several files.
     """
 

@@ -67,7 +67,7 @@ def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer")
 
     ``layer``: a number, "last", or a fraction of the depth such as "1/4" (rounded down, at least 1: 8, 16 and 24
     of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
-    been replaced by then (``attnpo.studies.auto_layer``). UserError naming ``key`` otherwise.
+    been replaced by then (``attnpo.runs.auto_layer``). UserError naming ``key`` otherwise.
     """
     known = attending(num_layers)
     whole = known == tuple(range(1, num_layers + 1))

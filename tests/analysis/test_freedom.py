@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attnpo.analysis.freedom import Row, claim_table, freedom, freedom_figure, freedom_table, measure, rows_of
+from attnpo.analysis.freedom import Row, claim_table, freedom, freedom_table, measure, rows_of
 from attnpo.data.collate import bare_rows
+from attnpo.display.freedom_figure import freedom_figure
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, TokenStats, UserError

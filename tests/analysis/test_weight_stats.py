@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnpo.analysis.tables import table_csv
 from attnpo.analysis.weight_stats import (
     WeightedRow,
     effective_number,
@@ -20,6 +19,7 @@ from attnpo.analysis.weight_stats import (
     token_means,
     token_rows,
 )
+from attnpo.display.tables import table_csv
 from attnpo.schema import UserError
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from attnpo import fit, weigh
 from attnpo.config import run_entry
-from tests.studies.worlds import World
+from tests.runs.worlds import World
 
 MAINS = {"weigh": weigh.main, "fit": fit.main}
 QUICK = ("callbacks=none", "trainer.max_steps=1")

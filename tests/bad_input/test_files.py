@@ -12,7 +12,7 @@ import pytest
 
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.studies.worlds import TRAIN
+from tests.runs.worlds import TRAIN
 
 NOT_STARTED = "run not started"
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from attnpo.runs import memory_check, startup
+from attnpo.runs.context import judge_room, reference_fingerprint
+from attnpo.runs.inputs import make_inputs
 from attnpo.schema import SIDES
-from attnpo.studies import budget, startup
-from attnpo.studies.ground import judge_room, reference_fingerprint
-from attnpo.studies.inputs import make_inputs
 from tests.bad_input.attempts import Attempts
 from tests.models.classes import tiny_folder
-from tests.studies.worlds import World
+from tests.runs.worlds import World
 
 Made = Callable[..., World]
 
@@ -139,7 +139,7 @@ def test_an_estimate_that_fails_is_a_warning(attempts: Attempts, monkeypatch: py
     def broken(*given: object, **named: object) -> None:
         raise TypeError("int() argument must be a string or a real number, not 'list'")
 
-    monkeypatch.setattr(budget, "training_estimate", broken)
+    monkeypatch.setattr(memory_check, "training_estimate", broken)
     answer = attempts.fit()
     line = answer.noted("memory is not estimated: ", "not 'list'")
     assert str(attempts.world.model) in line

@@ -17,7 +17,7 @@ from attnpo.weights.base import Tools
 from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
-from tests.studies.worlds import GRAMMAR, RECIPE, TRAIN
+from tests.runs.worlds import GRAMMAR, RECIPE, TRAIN
 from tests.text.test_verbal import MALFORMED, RESPONSE
 
 NOT_STARTED = "run not started"

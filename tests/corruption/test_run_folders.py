@@ -16,16 +16,16 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo import files, fit, generate, report
 from attnpo.config import compose
 from attnpo.files import file_digest
+from attnpo.runs.identity import numbers_of
+from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError
-from attnpo.studies.execution import run_point
-from attnpo.studies.identity import numbers_of
-from attnpo.studies.resume import RESULT
 from attnpo.studies.runner import finished
+from attnpo.studies.workers import run_point
 from attnpo.training.checkpoints import CheckpointFolder, LastCheckpoint
 from attnpo.training.folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from tests.corruption.damages import DAMAGES, Damage, empty, flip_bit, garbage
-from tests.studies.worlds import GRAMMAR, World, build_world
+from tests.runs.worlds import GRAMMAR, World, build_world
 
 KEYS = (
     "study=none",
@@ -357,7 +357,7 @@ def study(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 STUDY = """\
-_target_: attnpo.studies.grid.Study
+_target_: attnpo.studies.study.Study
 name: tiny
 arms:
   uniform: [weights=uniform]

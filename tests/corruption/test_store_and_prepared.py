@@ -16,16 +16,16 @@ from omegaconf import DictConfig
 
 from attnpo.config import compose, run_entry
 from attnpo.files import SEAL
-from attnpo.studies.auto_layer import CHOICE
-from attnpo.studies.ground import settle
-from attnpo.studies.inputs import make_inputs
-from attnpo.studies.reference import reference_table, with_reference
+from attnpo.runs.context import settle
+from attnpo.runs.inputs import make_inputs
+from attnpo.runs.models import reference_table, with_reference
+from attnpo.runs.settings import CHOICE
 from attnpo.testbed import pairs, prepare
 from attnpo.testbed.prepare import REPORT
 from attnpo.weigh import main
 from attnpo.weights.cache import Store
 from tests.corruption.damages import DAMAGES
-from tests.studies.worlds import TRAIN, VAL, World, build_world
+from tests.runs.worlds import TRAIN, VAL, World, build_world
 
 Files = dict[str, bytes]
 

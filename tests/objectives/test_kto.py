@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.conformance.records import Comparison
+from attnpo.conformance.unpaired import record as compare
 from attnpo.objectives.base import LengthFrom, PreferenceObjective, StepObjective
 from attnpo.objectives.kto import KTO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.studies.conformance.records import Comparison
-from attnpo.studies.conformance.unpaired import record as compare
 
 PAIRS, WIDTH = 3, 7
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.conformance.records import Check, Status
+from attnpo.conformance.transport import record
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.studies.conformance.records import Check, Status
-from attnpo.studies.conformance.transport import record
 from attnpo.weights.unbalanced import Plan
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.conformance import distributions
+from attnpo.conformance.records import Comparison
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.tdpo import TDPO1, TDPO2, sequence_kl
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.studies.conformance import distributions
-from attnpo.studies.conformance.records import Comparison
 
 PAIRS, WIDTH = 3, 7
 COUNTS = torch.tensor([7, 3, 1, 4, 7, 2])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.analysis.theory import Problem, dpo_policy, random_problem, solve_heuristic, token_logps, total_variation
-from attnpo.analysis.theory_descent import preference_loss
-from attnpo.analysis.theory_study import Reads, spread_weights
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.theory.claims import Reads, spread_weights
+from attnpo.theory.descent import preference_loss
+from attnpo.theory.problem import Problem, dpo_policy, random_problem, solve_heuristic, token_logps, total_variation
 
 COUNTS = torch.tensor([5, 3, 1, 4, 2, 5])  # three chosen responses, then their rejected ones
 

@@ -18,9 +18,9 @@ from attnpo.config import CONFIG_DIR, build, check, compose, groups, plain
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
+from attnpo.runs import settings
 from attnpo.schema import SIDES, PreferencePair
-from attnpo.studies import root
-from attnpo.studies.grid import expand_arms
+from attnpo.studies.study import expand_arms
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts, JudgeRules
@@ -215,7 +215,7 @@ def test_every_hardware_option_is_tested_here() -> None:
 @pytest.mark.parametrize("option", HARDWARE)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_hardware_changes_only_what_its_header_says(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root, "find_spec", lambda package: package)  # peft and torchao are extras
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
     check(composed(name, f"hardware={option}"))
     alone, with_it = leaves(setting(name)), leaves(setting(name, f"hardware={option}"))
     changed = {key for key in alone.keys() | with_it.keys() if alone.get(key) != with_it.get(key)}

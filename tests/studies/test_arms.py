@@ -8,13 +8,13 @@ import pytest
 from omegaconf import DictConfig
 
 from attnpo.config import build, compose, groups
+from attnpo.runs.identity import numbers_of, result_of
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config, check_distinct, check_user, counted, point_folder
 from attnpo.studies.bases import compose_arms
-from attnpo.studies.grid import ONLY, Arm, Grid, Point, Study, expand_arms
-from attnpo.studies.identity import numbers_of, result_of
 from attnpo.studies.runner import run_study
-from tests.studies.worlds import build_world
+from attnpo.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
+from tests.runs.worlds import build_world
 
 STUDIES = [name for name in groups()["study"] if name != "none"]
 DEPTH = 4  # layers of the testbed's base
@@ -148,7 +148,7 @@ def test_another_judge_or_another_grid_is_another_run() -> None:
 
 
 TWINS = """
-_target_: attnpo.studies.grid.Study
+_target_: attnpo.studies.study.Study
 name: twins
 arms:
   uniform: [weights=uniform]

@@ -10,25 +10,17 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo.analysis.faithfulness import Ranking, rankings
-from attnpo.analysis.page import Image, TableBlock, report_page
+from attnpo.analysis.intervals import rank_correlation
+from attnpo.display.page import Image, TableBlock, report_page
+from attnpo.runs.auto_layer import calibration_pairs
+from attnpo.runs.context import Ground, lay_ground
+from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.weighing import weigh
 from attnpo.schema import PreferencePair, UserError
-from attnpo.studies.analyses import StudyAnalysis
-from attnpo.studies.auto_layer import calibration_pairs
-from attnpo.studies.faithfulness import (
-    EQUAL,
-    ROLLOUT,
-    TRUTH,
-    Faithfulness,
-    rank_correlation,
-    true_mass,
-)
-from attnpo.studies.grid import Arm, Point, Study
-from attnpo.studies.ground import Ground, lay_ground
-from attnpo.studies.inputs import encode, read_pairs
-from attnpo.studies.runner import Outcome
-from attnpo.studies.weighing import weigh
+from attnpo.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
+from attnpo.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.testbed.importance import decisive
-from tests.studies.worlds import GRAMMAR, World, build_world
+from tests.runs.worlds import GRAMMAR, World, build_world
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attnpo.studies.frontier import at_kl, difference, path_of
-from attnpo.studies.grid import Arm
-from attnpo.studies.spots import Spot
+from attnpo.studies.selection import Spot
+from attnpo.studies.study import Arm
 
 ARM = Arm("attention", ())
 BASE = [-1.0, 0.0]  # rewards of the base on two test prompts

@@ -10,16 +10,17 @@ import pytest
 from omegaconf import DictConfig
 
 from attnpo.config import build, check, compose
+from attnpo.reports.finished import run_row
+from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
 from attnpo.studies.arms import Composed, check_distinct, check_user, layered, of_points, point_config
 from attnpo.studies.bases import compose_arms
-from attnpo.studies.finished import run_row
-from attnpo.studies.grid import Arm, Grid, Point, Study, expand_arms, make_points
 from attnpo.studies.ranking import RANK, ranked, ranking_table
-from attnpo.studies.root import require_reference
-from attnpo.studies.runner import Outcome, run_study
-from attnpo.studies.tables import finish_study, main_table
-from tests.studies.worlds import build_world
+from attnpo.studies.report import finish_study
+from attnpo.studies.runner import run_study
+from attnpo.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, make_points
+from attnpo.studies.tables import main_table
+from tests.runs.worlds import build_world
 
 LLAMAS = ("llama3_8b_base_sft", "llama3_8b_instruct")
 
@@ -174,9 +175,9 @@ def test_a_study_over_other_keys_runs_to_its_table_and_is_read_back(tmp_path: Pa
     """Three objectives, each with its own key, as single points of a tiny world."""
     (tmp_path / "configs" / "study").mkdir(parents=True)
     (tmp_path / "configs" / "study" / "few.yaml").write_text(
-        "_target_: attnpo.studies.grid.Study\nname: few\narms:\n"
+        "_target_: attnpo.studies.study.Study\nname: few\narms:\n"
         "  DPO: [weights=uniform]\n  ORPO: [objective=orpo, weights=uniform]\ncontrol: DPO\n"
-        "grids:\n  ORPO:\n    _target_: attnpo.studies.grid.Grid\n    keys: {objective.lam: [0.1, 1.0]}\n"
+        "grids:\n  ORPO:\n    _target_: attnpo.studies.study.Grid\n    keys: {objective.lam: [0.1, 1.0]}\n"
         "    origin: as published\n"
         "seeds: 1\nworkers: 1\nshared: [callbacks=none, reference=cached, trainer.max_steps=1]\n",
         encoding="utf-8",

@@ -7,18 +7,19 @@ import pytest
 
 from attnpo.config import build, compose, idle_overrides
 from attnpo.console import process
+from attnpo.runs.context import lay_ground
+from attnpo.runs.inputs import make_inputs
+from attnpo.runs.judges import JudgeRoom
 from attnpo.schema import UserError
 from attnpo.studies import bases
 from attnpo.studies.arms import arm_config, check_user
-from attnpo.studies.bases import COSTS, Basis, Cost, keep_costs, lay_basis
-from attnpo.studies.execution import execute
-from attnpo.studies.ground import lay_ground
-from attnpo.studies.inputs import make_inputs
-from attnpo.studies.judging import JudgeRoom
+from attnpo.studies.bases import COSTS, Basis, keep_costs, lay_basis
+from attnpo.studies.study import Cost
+from attnpo.studies.workers import execute
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.tokenizer import build_tokenizer
-from tests.studies.worlds import RECIPE, World, build_world
+from tests.runs.worlds import RECIPE, World, build_world
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
-OTHER = "+grids.other={_target_:attnpo.studies.grid.Grid,beta:[0.7]}"
+OTHER = "+grids.other={_target_:attnpo.studies.study.Grid,beta:[0.7]}"
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from attnpo.analysis.figures import training_curves
-from attnpo.analysis.page import Image, Paragraph, Section, TableBlock
-from attnpo.studies.bases import Cost
+from attnpo.analysis.intervals import Interval
+from attnpo.display.figures import training_curves
+from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
-from attnpo.studies.grid import Arm, Grid, Point, Study
-from attnpo.studies.intervals import Interval
-from attnpo.studies.levels import level_tables
-from attnpo.studies.pages import write_study_report
-from attnpo.studies.runner import Outcome
-from attnpo.studies.spots import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
-from attnpo.studies.tables import all_points, analysis_sections, keep_record, main_table, metric_table, truth_table
-from tests.studies.probe import Probe
+from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
+from attnpo.studies.selection import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.studies.study import Arm, Cost, Grid, Outcome, Point, Study
+from attnpo.studies.tables import level_tables, main_table, metric_table, truth_table
+from tests.runs.probe import Probe
 
 UNIFORM, ATTENTION = Arm("uniform", ("weights=uniform",)), Arm("attention", ("weights=attention",))
 LOW, HIGH = ("optimizer.lr=5e-05", "objective.beta=0.1"), ("optimizer.lr=0.0001", "objective.beta=0.1")

@@ -14,7 +14,7 @@ from attnpo.config import run_entry
 from attnpo.fit import main
 from attnpo.training.folders import read_account
 from attnpo.training.module import PreferenceModule
-from tests.studies.worlds import World, build_world
+from tests.runs.worlds import World, build_world
 
 STEPS = 3
 Overrides = tuple[str, ...]

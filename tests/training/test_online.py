@@ -19,15 +19,15 @@ from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
+from attnpo.runs.run import run
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, TokenStats, UserError
-from attnpo.studies.run import run
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.sources.transport import Transport
 from attnpo.weights.sources.uniform import Uniform
-from tests.studies.worlds import build_world
+from tests.runs.worlds import build_world
 from tests.training.stored import spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, tiny_model
 

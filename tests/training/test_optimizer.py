@@ -14,8 +14,8 @@ from transformers import get_scheduler
 from attnpo.config import build, check, compose
 from attnpo.data.rules import BatchPlan
 from attnpo.objectives.twdpo import TwDPO
+from attnpo.runs import settings
 from attnpo.schema import UserError
-from attnpo.studies import root
 from attnpo.training.optimizer import Optimizer, fusible
 from tests.training.tiny import make_data, make_examples, make_module
 
@@ -198,7 +198,7 @@ def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: li
 
 
 def test_the_config_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(root, "find_spec", lambda package: package)  # torchao is an extra
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # torchao is an extra
     cfg = compose("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
     check(cfg, complete=False)
     assert build(cfg.optimizer) == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)

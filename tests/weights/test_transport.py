@@ -12,8 +12,8 @@ from attnpo.config import build, compose
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
+from attnpo.runs.settings import require_reader
 from attnpo.schema import EncodedResponse, Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
-from attnpo.studies.root import require_reader
 from attnpo.weights.base import OnlineSource, Tools, is_neutral
 from attnpo.weights.pipeline import check_transforms, training_weights
 from attnpo.weights.sources.transport import Transport

@@ -1,0 +1,312 @@
+"""Statistics of studies: intervals over seeds and prompts, paired differences, tied ranks.
+
+Pure numpy, no files. Rules: seeds and held-out prompts are the two sources of chance; arms are compared pair by pair
+(same seed, same prompt); every result says how it was made.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from attnpo.schema import UserError
+
+Scores = Float[np.ndarray, "seeds prompts"]
+
+_DRAWS_AT_ONCE = 4_000_000  # numbers held by one chunk of resamples (32 MB)
+
+
+class Prompts(Enum):
+    """Whether all seeds answered the same held-out prompts, so that one draw of prompts serves them all."""
+
+    SHARED = "shared"
+    PER_SEED = "per_seed"
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its interval at ``level``; ``method`` says in words how the interval was made.
+
+    ``low`` and ``high`` are NaN where a single value leaves nothing to draw an interval from.
+    """
+
+    mean: float
+    low: float
+    high: float
+    level: float
+    method: str
+    seeds: int
+    prompts: int
+
+    @property
+    def half_width(self) -> float:
+        """Half of the interval's width."""
+        return (self.high - self.low) / 2
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether 0 lies outside the interval; False where there is no interval."""
+        return self.low > 0 or self.high < 0
+
+    def text(self, digits: int = 3) -> str:
+        """The interval as "0.123 [0.100, 0.150]"; "0.123 [no interval]" where there is none."""
+        if math.isnan(self.low):
+            return f"{self.mean:.{digits}f} [no interval]"
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+
+# ------------------------------------------------------------------------------------------------ bootstrap
+
+
+def hierarchical_bootstrap(
+    values: Scores,
+    *,
+    level: float = 0.95,
+    draws: int = 10_000,
+    seed: int = 0,
+    prompts: Prompts = Prompts.SHARED,
+    expand: bool = True,
+) -> Interval:
+    """The mean of ``values`` with a percentile interval from resampling seeds, then prompts.
+
+    Args:
+        values: a row per training seed, a column per held-out prompt; all finite. One row: prompts only are drawn.
+        level: nominal coverage, above 0 and below 1.
+        draws: number of resamples.
+        seed: of the resampling; equal arguments give equal intervals.
+        prompts: SHARED draws one set of prompts for all seeds of a resample, as is right when every seed answers the
+            same prompts (what is special about a prompt does not average out over seeds); PER_SEED draws anew for
+            each drawn seed.
+        expand: widen the percentiles for few units (Hesterberg, The American Statistician 69, 2015): resampling n
+            units sees (n - 1) / n of their variance and no heavy tail, so that plain percentiles over 5 seeds cover
+            about 83 instead of 95 percent. The units are counted by Satterthwaite's rule from the variances over
+            seeds and over prompts: near the number of seeds where training noise rules (then the widening is large),
+            near that of prompts where the choice of prompts does. False gives plain percentiles.
+
+    An interval over S seeds never leaves their range of means by more than the prompts' noise: over 5 seeds it cannot
+    cover more than about 94 percent where seeds dominate, over 3 about 75 percent; ``seed_interval`` can.
+    """
+    scores = _checked(values, "values")
+    _check_level(level)
+    if draws < 1:
+        raise UserError(f"bootstrap draws: expected at least 1, got {draws}")
+    seeds, width = scores.shape
+    mean = float(scores.mean())
+    if seeds == 1 and width == 1:
+        return Interval(mean, math.nan, math.nan, level, "no interval: one seed, one prompt", 1, 1)
+    means = _resampled_means(scores, draws, seed, prompts)
+    tail = _tail(level, _freedom(scores)) if expand else (1 - level) / 2
+    low, high = np.quantile(means, (tail, 1 - tail))
+    return Interval(mean, float(low), float(high), level, _method(seeds, width, expand), seeds, width)
+
+
+def paired_difference(
+    first: Scores,
+    second: Float[np.ndarray, "other_seeds other_prompts"],
+    *,
+    level: float = 0.95,
+    draws: int = 10_000,
+    seed: int = 0,
+    prompts: Prompts = Prompts.SHARED,
+    expand: bool = True,
+) -> Interval:
+    """The mean of ``first - second`` with the interval of ``hierarchical_bootstrap``, paired by seed and prompt.
+
+    Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
+    shapes differ.
+    """
+    one, two = _checked(first, "first arm"), _checked(second, "second arm")
+    if one.shape != two.shape:
+        raise UserError(
+            f"paired difference: expected both arms on the same seeds and prompts, got {one.shape[0]} seeds x "
+            f"{one.shape[1]} prompts against {two.shape[0]} x {two.shape[1]}; keep the seeds and prompts both have"
+        )
+    return hierarchical_bootstrap(one - two, level=level, draws=draws, seed=seed, prompts=prompts, expand=expand)
+
+
+def seed_interval(values: Scores, *, level: float = 0.95, draws: int = 10_000, seed: int = 0) -> Interval:
+    """The mean with Student's t interval over the seeds' means.
+
+    With a single seed there is no spread over seeds: the interval is then a bootstrap over prompts only, which leaves
+    out the noise of training, and ``method`` says so. Scores without prompts come as one column.
+    """
+    scores = _checked(values, "values")
+    _check_level(level)
+    seeds, width = scores.shape
+    if seeds == 1:
+        return hierarchical_bootstrap(scores, level=level, draws=draws, seed=seed)
+    per_seed = scores.mean(axis=1)
+    mean = float(per_seed.mean())
+    half = t_quantile((1 + level) / 2, seeds - 1) * float(per_seed.std(ddof=1)) / math.sqrt(seeds)
+    return Interval(mean, mean - half, mean + half, level, f"Student t over {seeds} seeds", seeds, width)
+
+
+def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, "draws"]:
+    """Means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
+    seeds, width = scores.shape
+    if prompts is Prompts.SHARED and draws * width <= _DRAWS_AT_ONCE:
+        chosen, drawn = _shared_draws(seeds, width, draws, seed)
+        return np.asarray(((chosen @ scores) * drawn).sum(axis=1) / (seeds * width), dtype=np.float64)
+    random = np.random.default_rng(seed)
+    per_draw = width if prompts is Prompts.SHARED else seeds * width
+    chunk = max(1, _DRAWS_AT_ONCE // per_draw)
+    even_seeds, even_prompts = np.full(seeds, 1 / seeds), np.full(width, 1 / width)
+    out = []
+    for start in range(0, draws, chunk):
+        count = min(chunk, draws - start)
+        chosen = random.multinomial(seeds, even_seeds, size=count)
+        if prompts is Prompts.SHARED:
+            drawn = random.multinomial(width, even_prompts, size=count)
+            sums = ((chosen @ scores) * drawn).sum(axis=1)
+        else:
+            nested = random.multinomial(chosen * width, even_prompts)  # a seed drawn twice draws its prompts twice
+            sums = np.einsum("bsp,sp->b", nested, scores, optimize=True)
+        out.append(sums / (seeds * width))
+    return np.concatenate(out)
+
+
+@lru_cache(maxsize=4)
+def _shared_draws(
+    seeds: int, width: int, draws: int, seed: int
+) -> tuple[Int[np.ndarray, "draws seeds"], Int[np.ndarray, "draws width"]]:
+    """The counts of ``draws`` resamples: they depend on no score, and a study asks for the same ones at every point."""
+    random = np.random.default_rng(seed)
+    chosen = random.multinomial(seeds, np.full(seeds, 1 / seeds), size=draws)
+    return chosen, random.multinomial(width, np.full(width, 1 / width), size=draws)
+
+
+def _freedom(scores: Scores) -> int:
+    """Satterthwaite's degrees of freedom of the grand mean, rounded down, at least 1."""
+    parts = [
+        (float(means.var(ddof=1)) / len(means), len(means) - 1)
+        for means in (scores.mean(axis=1), scores.mean(axis=0))
+        if len(means) > 1
+    ]
+    total = sum(part for part, _ in parts)
+    if total == 0:
+        return max(freedom for _, freedom in parts)
+    return max(1, math.floor(1 / sum((part / total) ** 2 / freedom for part, freedom in parts) + 1e-9))
+
+
+def _tail(level: float, freedom: int) -> float:
+    """The share cut off at each end so that percentiles over few units reach as far as a t interval does."""
+    reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + level) / 2, freedom)
+    return NormalDist().cdf(-reach)
+
+
+def _method(seeds: int, width: int, expand: bool) -> str:
+    widened = ", widened for few units" if expand else ""
+    if seeds == 1:
+        return f"bootstrap over {width} prompts only (one seed: training noise left out){widened}"
+    if width == 1:
+        return f"bootstrap over {seeds} seeds{widened}"
+    return f"bootstrap over {seeds} seeds, then {width} prompts{widened}"
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """The quantile of Student's t with a whole number of degrees of freedom, to about 1e-12.
+
+    Bisection on the angle atan(t / sqrt(freedom)), in which the distribution function is a finite sum of powers of
+    sine and cosine (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    if not 0 < probability < 1:
+        raise UserError(f"quantile: expected a probability above 0 and below 1, got {probability}")
+    if freedom < 1:
+        raise UserError(f"Student t: expected at least 1 degree of freedom, got {freedom}")
+    if probability < 0.5:
+        return -t_quantile(1 - probability, freedom)
+    low, high = 0.0, math.pi / 2
+    factors = _t_factors(freedom)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if 0.5 + 0.5 * _t_centre(middle, freedom, factors) < probability:
+            low = middle
+        else:
+            high = middle
+    return math.sqrt(freedom) * math.tan((low + high) / 2)
+
+
+def _t_factors(freedom: int) -> Float[np.ndarray, "terms"]:
+    """Coefficients of the even powers of the cosine: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
+    terms = freedom // 2
+    step = np.arange(1, terms, dtype=np.float64)
+    ratios = (2 * step) / (2 * step + 1) if freedom % 2 else (2 * step - 1) / (2 * step)
+    return np.concatenate([np.ones(min(terms, 1)), np.cumprod(ratios)])
+
+
+def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, "terms"]) -> float:
+    """The probability that |t| stays below sqrt(freedom) * tan(angle)."""
+    cosine = math.cos(angle)
+    series = float(factors @ cosine ** (2.0 * np.arange(len(factors)))) * math.sin(angle)
+    if freedom % 2 == 0:
+        return series
+    return (2 / math.pi) * (angle + series * cosine)
+
+
+# ------------------------------------------------------------------------------------------------ ranks
+
+
+def tied_ranks(scores: Float[np.ndarray, "methods"], higher_is_better: bool = True) -> Float[np.ndarray, "methods"]:
+    """The rank of each score, 1 the best; equal scores share the mean of the ranks they take up."""
+    if scores.ndim != 1 or not np.isfinite(scores).all():
+        raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
+    keys = -scores if higher_is_better else scores
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return np.asarray((last - (counts - 1) / 2)[group.reshape(-1)], dtype=np.float64)
+
+
+def average_ranks(
+    scores: Float[np.ndarray, "methods metrics"], higher_is_better: bool | Sequence[bool] = True
+) -> Float[np.ndarray, "methods"]:
+    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
+
+    ``higher_is_better``: for all metrics, or one per metric.
+    """
+    if scores.ndim != 2 or 0 in scores.shape:
+        raise UserError(f"average ranks: expected a table of methods x metrics, got shape {scores.shape}")
+    metrics = scores.shape[1]
+    senses = [higher_is_better] * metrics if isinstance(higher_is_better, bool) else list(higher_is_better)
+    if len(senses) != metrics:
+        raise UserError(f"average ranks: expected higher_is_better for {metrics} metrics, got {len(senses)}")
+    columns = [tied_ranks(scores[:, column], sense) for column, sense in enumerate(senses)]
+    return np.asarray(np.mean(columns, axis=0), dtype=np.float64)
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _checked(values: Scores, name: str) -> Scores:
+    scores = np.asarray(values, dtype=np.float64)
+    if scores.ndim != 2 or 0 in scores.shape:
+        raise UserError(f"{name}: expected scores of shape (seeds, prompts), at least 1 x 1, got {scores.shape}")
+    bad = int((~np.isfinite(scores)).sum())
+    if bad:
+        raise UserError(
+            f"{name}: expected finite scores, got {bad} of {scores.size} that are not; leave out the prompts (for "
+            "every arm alike) or repeat the runs behind them"
+        )
+    return scores
+
+
+def _check_level(level: float) -> None:
+    if not 0 < level < 1:
+        raise UserError(f"interval level: expected above 0 and below 1 (such as 0.95), got {level}")
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
+    import numpy as np
+
+    both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
+    if len(both) < 3:
+        return math.nan
+    one, two = (tied_ranks(np.array(column, dtype=float)) for column in zip(*both, strict=True))
+    if one.std() == 0 or two.std() == 0:
+        return math.nan
+    return float(np.corrcoef(one, two)[0, 1])

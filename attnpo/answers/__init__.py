@@ -1,0 +1,1 @@
+"""A model's answers to prompts (``attnpo.generate``)."""

@@ -1,0 +1,190 @@
+"""A file of answers: JSON lines that a stopped command leaves whole and a repeated one continues.
+
+``answers.jsonl`` has a row per answer, ``answers.json`` beside it says what they are answers of (model, sampling) and
+what became of every prompt. Each process of a job appends to a part of its own; whoever finds all rows there merges.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from attnpo.files import write_whole
+from attnpo.schema import Message, UserError
+
+log = logging.getLogger(__name__)
+
+
+SUFFIX = ".jsonl"
+KEY = "key"
+SHOWN = 60  # characters of a value in an error
+
+Name = tuple[str, int]
+
+
+class AnswerRow(TypedDict):
+    """One answer. ``draw`` counts the answers to one prompt, ``finish_reason`` is stop or length."""
+
+    id: str
+    draw: int
+    prompt: list[Message]
+    answer: str
+    finish_reason: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class AnswerFile:
+    """The answers at ``path``, and this process's part of them: the file itself when there is only one process.
+
+    Raises UserError for a path that does not end in .jsonl.
+    """
+
+    path: Path
+    rank: int = 0
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if self.path.suffix != SUFFIX:
+            raise UserError(f"output={self.path}: expected a file name that ends in {SUFFIX}")
+
+    @property
+    def sidecar(self) -> Path:
+        """Where the account of the answers lies."""
+        return self.path.with_suffix(".json")
+
+    @property
+    def part(self) -> Path:
+        """The file this process appends to."""
+        return self.path if self.processes == 1 else self._part(str(self.rank))
+
+    def _part(self, rank: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}.part{rank}{SUFFIX}")
+
+    def _files(self) -> list[Path]:
+        # The whole file first: it is renamed into place before the parts it was merged from go.
+        return [file for file in (self.path, *sorted(self.path.parent.glob(self._part("*").name))) if file.is_file()]
+
+    # ------------------------------------------------------------------------------------------ reading
+
+    def open(self, key: Mapping[str, Any]) -> dict[Name, AnswerRow]:
+        """The answers that are there already, by id and draw; a last line that was cut off is removed.
+
+        ``key`` is everything that decides an answer to a given prompt; it is written beside the file.
+
+        Raises:
+            UserError: the answers there have another key (the first part that differs is named) or none, or a line
+                that is not the last one cannot be read.
+        """
+        files = self._files()
+        stored = _read_json(self.sidecar)
+        if files and KEY not in stored:
+            raise UserError(
+                f"{files[0]} has no {self.sidecar.name} beside it that says which model and sampling its answers are "
+                "from: move it away, or give another output=FILE.jsonl"
+            )
+        if KEY in stored:
+            self._compare(stored[KEY], key)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if KEY not in stored:
+            write_whole(self.sidecar, json.dumps({KEY: key}, indent=1, ensure_ascii=False) + "\n")
+        if self.part in files:
+            _mend(self.part)
+        return {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
+
+    def _compare(self, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+        before, now = _flatten(stored), _flatten(json.loads(json.dumps(asked)))
+        different = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
+        if different:
+            name = different[0]
+            raise UserError(
+                f"{self.path} holds answers with {name} {_short(before.get(name))}, this command has "
+                f"{_short(now.get(name))}: answers of both cannot share a file; give another output=FILE.jsonl, or "
+                "the settings of the first command"
+            )
+
+    # ------------------------------------------------------------------------------------------ writing
+
+    def append(self, rows: Iterable[AnswerRow]) -> None:
+        """Nothing; adds rows to this process's part and waits until they are handed to the system."""
+        with self.part.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+    def merge(self, order: Sequence[Name]) -> list[AnswerRow] | None:
+        """The rows of ``order``, or None while some are missing.
+
+        Rewrites the file in that order, rows of other prompts behind them, and removes the parts. Two processes that
+        come here at once write the same file.
+        """
+        files = self._files()
+        rows = {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
+        if any(name not in rows for name in order):
+            return None
+        wanted = set(order)
+        others = [row for name, row in rows.items() if name not in wanted]
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in [*(rows[name] for name in order), *others]]
+        write_whole(self.path, "".join(lines))
+        for file in files:
+            if file != self.path:
+                file.unlink(missing_ok=True)
+        if others:
+            log.info("%s also keeps %d answers to other prompts", self.path, len(others))
+        return [rows[name] for name in order]
+
+    def account(self, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """Nothing; writes ``key`` and what became of the prompts beside the file."""
+        write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
+
+
+def _mend(file: Path) -> None:
+    """Nothing; removes what stands behind the last line end: the row that a stopped command was writing."""
+    content = file.read_bytes()
+    keep = content.rfind(b"\n") + 1
+    if keep < len(content):
+        log.info("%s: its last line was cut off; that answer is computed again", file)
+        with file.open("r+b") as stream:
+            stream.truncate(keep)
+
+
+def _rows(file: Path) -> list[AnswerRow]:
+    rows = []
+    # A line without its end is still being written, by another process or by one that was stopped.
+    lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row: AnswerRow = json.loads(line)
+            _ = row["id"], row["draw"], row["answer"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{file}, line {number}: expected a row of answers, got {_short(line.decode(errors='replace'))}; "
+                "delete the line, its answer is then computed again"
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read as JSON ({error}): move it and its answers away") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name."""
+    if not isinstance(value, Mapping):
+        return {prefix: value}
+    leaves: dict[str, Any] = {}
+    for key, item in value.items():
+        leaves |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

@@ -1,0 +1,1 @@
+"""How numbers are shown: tables, report pages, figures, heat maps."""

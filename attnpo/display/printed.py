@@ -1,0 +1,208 @@
+"""Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and printed rows with ours.
+
+Our tables stay as they are. A joined table has the printed rows, each with what of ours meets it by key: for every
+column both know ours, the printed number and, unless they are whole numbers such as ranks, the difference ours minus
+printed. What one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
+"""
+
+import csv
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+
+from attnpo.display.tables import Cell
+from attnpo.schema import UserError
+
+PRINTED, DIFFERENCE = " printed", " difference"
+DASH = "-"
+
+
+@dataclass(frozen=True)
+class KeyedTable:
+    """A table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
+
+    ``group`` is a column that only ours has (which weights): each of its values is joined with the printed rows anew.
+    ``digits`` are decimals by column.
+    """
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[Mapping[str, Cell], ...]
+    keys: tuple[str, ...]
+    group: str | None = None
+    digits: Mapping[str, int] | None = None
+
+    def groups(self) -> list[Cell]:
+        """The values of ``group`` in their order; [None] for a table without one."""
+        return list(dict.fromkeys(None if self.group is None else row.get(self.group) for row in self.rows))
+
+    def of(self, value: Cell) -> tuple[Mapping[str, Cell], ...]:
+        """The rows of one group."""
+        return tuple(row for row in self.rows if self.group is None or row.get(self.group) == value)
+
+
+@dataclass(frozen=True)
+class PrintedTable:
+    """The numbers of a CSV file: texts, and numbers where a whole column holds them, with their decimals."""
+
+    path: Path
+    columns: tuple[str, ...]
+    rows: tuple[Mapping[str, Cell], ...]
+    digits: Mapping[str, int]
+
+
+def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | None = None) -> PrintedTable:
+    """The table in a CSV file with a head line.
+
+    ``keys`` are columns that stay text even where all their cells are numbers (a token can be "1"). ``names`` maps
+    heads to the names we have for them. UserError for what is no such table.
+    """
+    try:
+        lines = list(csv.reader(StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else problem
+        raise UserError(f"printed={path}: expected a CSV file with a head line, but: {reason}") from problem
+    lines = [line for line in lines if any(cell.strip() for cell in line)]
+    if len(lines) < 2:
+        raise UserError(f"printed={path}: expected a head line and at least one row, got {len(lines)} lines")
+    head = [(names or {}).get(name.strip(), name.strip()) for name in lines[0]]
+    if len(set(head)) < len(head) or not all(head):
+        raise UserError(f"printed={path}: expected a name for every column and none twice, got {', '.join(lines[0])}")
+    for number, line in enumerate(lines[1:], start=2):
+        if len(line) != len(head):
+            raise UserError(f"printed={path}: line {number} has {len(line)} cells, expected {len(head)} as in the head")
+    rows: list[dict[str, Cell]] = [{} for _ in lines[1:]]
+    digits: dict[str, int] = {}
+    for place, name in enumerate(head):
+        texts = [line[place].strip() for line in lines[1:]]
+        cells: Sequence[Cell] | None = None if name in keys else _numbers(texts)
+        if cells is not None:
+            digits[name] = max(len(text.partition(".")[2]) for text in texts)
+        for row, cell in zip(rows, cells or [text or None for text in texts], strict=True):
+            row[name] = cell
+    return PrintedTable(path, tuple(head), tuple(rows), digits)
+
+
+def _numbers(texts: Sequence[str]) -> list[Cell] | None:
+    """The cells as numbers (None for an empty one or a dash), or None when one of them is something else."""
+    found: list[Cell] = []
+    for text in texts:
+        try:
+            found.append(None if text in ("", DASH) else int(text) if text.lstrip("+-").isdigit() else float(text))
+        except ValueError:
+            return None
+    whole = all(isinstance(number, int) for number in found if number is not None)
+    return found if whole else [None if number is None else float(number) for number in found]
+
+
+def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
+    """The place of the table that shares most columns of numbers with ``printed``; UserError when none shares any."""
+    shared = [
+        len(set(table.columns) & set(printed.columns) - set(table.keys)) * bool(set(table.keys) & set(printed.columns))
+        for table in tables
+    ]
+    if not any(shared):
+        known = "; ".join(f"{table.name}: {', '.join(table.columns)}" for table in tables)
+        raise UserError(
+            f"printed={printed.path}: expected columns of one of our tables ({known}), got {', '.join(printed.columns)}"
+        )
+    return shared.index(max(shared))
+
+
+def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> KeyedTable:
+    """The printed rows in the columns of their file, each with ours that meets it; for each group of ours anew.
+
+    Rows meet by the key columns both have; ours has a number only where ``table`` has a column of that name. ``fold``:
+    upper and lower case are the same in keys, for names (never for tokens). UserError when no key is shared.
+    """
+    keys = shared_keys(table, printed)
+    values = [name for name in printed.columns if name not in keys and name in printed.digits]
+    known = {name for name in values if name in table.columns}
+    compared = {name for name in known if printed.digits[name]}
+    own = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
+    wide = [*own, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
+
+    def meeting(group: Cell, theirs: Mapping[str, Cell]) -> Sequence[Mapping[str, Cell] | None]:
+        return [row for row in table.of(group) if meets(row, theirs, keys, fold=fold)] or [None]
+
+    def joined(ours: Mapping[str, Cell] | None, theirs: Mapping[str, Cell], group: Cell) -> dict[str, Cell]:
+        row: dict[str, Cell] = {name: (ours or {}).get(name) for name in own} | dict(theirs)
+        if table.group is not None:
+            row[table.group] = group
+        row |= {key: ours[key] for key in keys} if ours is not None else {}
+        for name in values:
+            row[name], row[name + PRINTED] = (ours or {}).get(name), theirs[name]
+            row[name + DIFFERENCE] = _difference(row[name], theirs[name])
+        return {name: row[name] for name in wide}
+
+    rows = [
+        joined(ours, theirs, group)
+        for group in table.groups()
+        for theirs in printed.rows
+        for ours in meeting(group, theirs)
+    ]
+    digits = dict(table.digits or {})
+    for name in values:
+        digits[name] = max(digits.get(name, 0), printed.digits[name])
+        digits |= {name + PRINTED: printed.digits[name], name + DIFFERENCE: digits[name]}
+    title = f"Printed numbers of {label_of(printed.path)}, with ours"
+    return replace(
+        table, name=f"{table.name}{PRINTED}", title=title, columns=tuple(wide), rows=tuple(rows), digits=digits
+    )
+
+
+def shared_keys(table: KeyedTable, printed: PrintedTable) -> list[str]:
+    """The key columns both have. UserError when there is none."""
+    keys = [name for name in table.keys if name in printed.columns]
+    if not keys:
+        raise UserError(
+            f"printed={printed.path}: expected a column {' or '.join(table.keys)}, got {', '.join(printed.columns)}"
+        )
+    return keys
+
+
+def meets(ours: Mapping[str, Cell], theirs: Mapping[str, Cell], keys: Sequence[str], *, fold: bool = False) -> bool:
+    """Whether a row of ours and a printed one have the same keys."""
+    return all(_same(ours.get(key), theirs[key], fold) for key in keys)
+
+
+def label_of(path: Path) -> str:
+    """What notes and titles call a file of printed numbers: its folder and name."""
+    return "/".join(path.parts[-2:])
+
+
+def unmet(table: KeyedTable) -> list[str]:
+    """The columns of a joined table that have printed numbers and none of ours."""
+    names = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
+    return [name for name in names if all(row.get(name) is None for row in table.rows)]
+
+
+def for_reading(table: KeyedTable) -> KeyedTable:
+    """The table as people read it: a dash where ours or the printed number is missing; any other table as it is."""
+    compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
+    if not compared:
+        return table
+    dashed = {name + part for name in compared for part in ("", PRINTED, DIFFERENCE)}
+    rows = [{name: DASH if row[name] is None and name in dashed else row[name] for name in row} for row in table.rows]
+    return replace(table, rows=tuple(rows))
+
+
+def _parts(name: str, number: bool, known: Container[str], compared: Container[str]) -> list[str]:
+    """The columns that one of a printed file becomes."""
+    if not number:
+        return [name]
+    return [*([name] if name in known else []), name + PRINTED, *([name + DIFFERENCE] if name in compared else [])]
+
+
+def _same(ours: Cell, theirs: Cell, fold: bool) -> bool:
+    if ours is None or theirs is None:
+        return False
+    return str(ours).casefold() == str(theirs).casefold() if fold else str(ours) == str(theirs)
+
+
+def _difference(ours: Cell, theirs: Cell) -> Cell:
+    if isinstance(ours, int | float) and isinstance(theirs, int | float):
+        return ours - theirs
+    return None

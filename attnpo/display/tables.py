@@ -1,0 +1,163 @@
+"""Results as tables: plain text, rich, Markdown, CSV, HTML, all with the same numbers of the same number of digits."""
+
+import csv
+import html
+import io
+import math
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.cells import cell_len
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from attnpo.display.heat import readable
+from attnpo.schema import UserError
+
+Cell = str | float | int | bool | None
+Row = Sequence[Cell] | Mapping[str, Cell]
+Digits = int | Mapping[str, int]
+
+DEFAULT_DIGITS = 3
+
+
+def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
+    """The text of a cell: floats with ``digits`` decimals, whole numbers as they are, None as an empty cell.
+
+    A float that would read as zero without being zero (a learning rate among win rates) is written as 5.0e-07.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        return str(value)
+    text = f"{value:.{digits}f}"
+    if float(text) != 0:
+        return text
+    return f"{value:.1e}" if value != 0 else f"{0.0:.{digits}f}"
+
+
+def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = "") -> str:
+    """The table as aligned plain text without a trailing newline: numbers to the right, a rule below the head.
+
+    Args:
+        columns: heads, in order.
+        rows: cells in that order, or mappings by head (a missing head is an empty cell).
+        digits: decimals of floats, for all columns or by head (``DEFAULT_DIGITS`` where a head is not named).
+        title: a line above the table.
+    """
+    cells, right = _cells(columns, rows, digits)
+    cells = [[" ".join(cell.split()) for cell in line] for line in cells]
+    heads = [" ".join(head.split()) for head in columns]
+    widths = [max(cell_len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
+    lines = [_padded(heads, widths, right), "  ".join("-" * width for width in widths)]
+    lines += [_padded(line, widths, right) for line in cells]
+    return "\n".join([title, *lines] if title else lines)
+
+
+def table_rich(
+    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = ""
+) -> RichTable:
+    """The table for a rich console; cells are shown as they are, never read as markup."""
+    cells, right = _cells(columns, rows, digits)
+    table = RichTable(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for head, numeric in zip(columns, right, strict=True):
+        table.add_column(Text(head), justify="right" if numeric else "left")
+    for line in cells:
+        table.add_row(*(Text(cell) for cell in line))
+    return table
+
+
+def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS) -> str:
+    """The table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
+    cells, right = _cells(columns, rows, digits)
+    lines = [list(columns), ["---:" if numeric else "---" for numeric in right], *cells]
+    return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def table_csv(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits | None = None) -> str:
+    """The table as CSV with a head line; floats in full (the shortest text that reads back equal) unless ``digits``."""
+    if digits is None:
+        cells = [["" if value is None else str(value) for value in line] for line in _values(columns, rows)]
+    else:
+        cells, _ = _cells(columns, rows, digits, as_stored=True)
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([list(columns), *cells])
+    return out.getvalue()
+
+
+def table_html(
+    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
+) -> str:
+    """The table as an HTML element without style; numeric columns carry the class "num"; everything is escaped."""
+    cells, right = _cells(columns, rows, digits)
+    marks = [' class="num"' if numeric else "" for numeric in right]
+    head = "".join(
+        f'<th scope="col"{mark}>{html.escape(readable(name))}</th>' for name, mark in zip(columns, marks, strict=True)
+    )
+    body = "\n".join(
+        "<tr>" + "".join(f"<td{mark}>{_html_cell(cell)}</td>" for cell, mark in zip(line, marks, strict=True)) + "</tr>"
+        for line in cells
+    )
+    above = f"<caption>{html.escape(readable(caption))}</caption>" if caption else ""
+    return f"<table>{above}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def _values(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
+    """The cells of every row in the order of the columns."""
+    if not columns or len(set(columns)) != len(columns):
+        raise UserError(f"table: expected at least one column and no name twice, got {list(columns)}")
+    out: list[list[Cell]] = []
+    for number, row in enumerate(rows):
+        if isinstance(row, Mapping):
+            unknown = [name for name in row if name not in columns]
+            if unknown:
+                raise UserError(f"table row {number}: no column {', '.join(unknown)}; columns are {', '.join(columns)}")
+            out.append([row.get(name) for name in columns])
+        elif len(row) != len(columns):
+            raise UserError(f"table row {number}: expected {len(columns)} cells ({', '.join(columns)}), got {len(row)}")
+        else:
+            out.append(list(row))
+    return out
+
+
+def _cells(
+    columns: Sequence[str], rows: Sequence[Row], digits: Digits, as_stored: bool = False
+) -> tuple[list[list[str]], list[bool]]:
+    """Formatted cells, and for each column whether it holds numbers only (empty cells aside).
+
+    Characters that would act on a terminal or a page are named instead, unless ``as_stored``.
+    """
+    values = _values(columns, rows)
+    wanted = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in columns]
+    cells = [[format_cell(value, count) for value, count in zip(line, wanted, strict=True)] for line in values]
+    cells = cells if as_stored else [[readable(cell) for cell in line] for line in cells]
+    filled = [[line[i] for line in values if line[i] is not None] for i in range(len(columns))]
+    return cells, [bool(column) and all(_is_number(value) for value in column) for column in filled]
+
+
+def _is_number(value: Cell) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _padded(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    """One line; widths are columns of a terminal, so that wide characters line up."""
+    parts = []
+    for cell, width, numeric in zip(line, widths, right, strict=True):
+        space = " " * (width - cell_len(cell))
+        parts.append(space + cell if numeric else cell + space)
+    return "  ".join(parts).rstrip()
+
+
+def _markdown_cell(cell: str) -> str:
+    return " ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+def _html_cell(cell: str) -> str:
+    return html.escape(cell).replace("\n", "<br>")

@@ -1,0 +1,215 @@
+"""What a command runs on: versions and commit, devices, and how many processes train.
+
+As many processes train as a launcher started, else as many as ``trainer`` asks for. Light: torch waits in functions.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from attnpo import __version__
+from attnpo.config import build
+from attnpo.console import launched, local_rank
+from attnpo.schema import UserError
+from attnpo.training.settings import TrainerSettings
+
+if TYPE_CHECKING:
+    import torch
+    from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+
+
+EVERY = ("auto", "-1")
+
+
+def planned_processes(cfg: DictConfig) -> int:
+    """How many processes will train: those that were started, else what trainer.devices and num_nodes ask for."""
+    started = launched()
+    return wanted_processes(build(cfg.trainer)) if started is None else started[0]
+
+
+def wanted_processes(settings: TrainerSettings) -> int:
+    """How many processes ``settings`` ask for; ``auto`` is one for each GPU that may be used, and one on a CPU."""
+    return _on_a_node(settings) * settings.num_nodes
+
+
+def _on_a_node(settings: TrainerSettings) -> int:
+    if settings.devices in EVERY:
+        notebook = settings.devices == "auto" and hasattr(sys, "ps1")  # where Lightning takes one
+        return 1 if notebook else max(1, visible_gpus(settings))
+    return int(settings.devices) if settings.devices.isdigit() else len(settings.devices.split(","))
+
+
+def visible_gpus(settings: TrainerSettings) -> int:
+    """The GPUs that this process sees and may use."""
+    import torch
+
+    return torch.cuda.device_count() if settings.accelerator != "cpu" and torch.cuda.is_available() else 0
+
+
+def as_launched(settings: TrainerSettings) -> TrainerSettings:
+    """The settings with the launcher's number of devices on each node and of nodes; as they are without a launcher.
+
+    Raises:
+        UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
+            variables say that there are several processes and srun has not started them; there are too few GPUs, or
+            (without a launcher) none, or other nodes that nothing was started on.
+    """
+    started = launched()
+    if started is None:
+        _require_possible(settings)
+        return settings
+    total, nodes = started[0], started[1] or settings.num_nodes
+    each, rest = divmod(total, nodes)
+    name = launcher()[0]
+    if by_slurm() and "SLURM_STEP_ID" not in os.environ:
+        raise UserError(
+            f"SLURM_NTASKS is {total} and srun has not started this process, which would wait for the others for ever: "
+            "put srun before the command, or run it as one process with srun --ntasks=1"
+        )
+    if rest:
+        raise UserError(
+            f"{name} started {total} processes on {nodes} nodes, which do not spread evenly: start as many on each "
+            "(srun --ntasks-per-node)"
+        )
+    given = None if settings.devices in EVERY else _on_a_node(settings)
+    if given not in (None, each) or settings.num_nodes not in (1, nodes):
+        asked = f"trainer.devices={settings.devices} and trainer.num_nodes={settings.num_nodes}"
+        raise UserError(
+            f"{name} started {total} processes on {nodes} node{'s' * (nodes > 1)}, and {asked} ask for "
+            f"{'others' if given is None else given * settings.num_nodes}: leave both out (they follow the launcher), "
+            "or start as many processes as they ask for"
+        )
+    gpus = visible_gpus(settings)
+    if 0 < gpus < each and not (gpus == 1 and by_slurm()):  # SLURM may show each task a GPU of its own
+        raise UserError(
+            f"{name} started {each} processes on this node, and {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
+            "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
+        )
+    return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
+
+
+def _require_possible(settings: TrainerSettings) -> None:
+    """Refuses what no launcher stands behind: other nodes, whose processes would be waited for, and GPUs on a CPU."""
+    if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
+        raise UserError(
+            f"trainer.num_nodes={settings.num_nodes} needs a process on every node, and nothing started some: use "
+            f"torchrun --nnodes {settings.num_nodes} or srun, and leave trainer.num_nodes out"
+        )
+    if not visible_gpus(settings) and not (settings.devices == "auto" or settings.devices.isdigit()):
+        raise UserError(
+            f"trainer.devices={settings.devices} names GPUs, and none may be used here: on a CPU it is auto (one "
+            "process) or a number of processes"
+        )
+
+
+def by_slurm() -> bool:
+    """Whether it is SLURM that numbers this job's processes, and no launcher inside its job."""
+    return "WORLD_SIZE" not in os.environ and launched() is not None
+
+
+def environment() -> "ClusterEnvironment | None":
+    """What tells Lightning its place in the job; None where Lightning finds the launcher by itself.
+
+    In a SLURM job of one task, Lightning starts the processes of ``trainer.devices`` as it does anywhere else.
+    """
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+    from attnpo.training.trainer import SlurmTasks
+
+    if by_slurm():
+        return SlurmTasks()
+    alone = "SLURM_NTASKS" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    return LightningEnvironment() if alone else None
+
+
+def require_world(trainer: int, settings: TrainerSettings) -> None:
+    """Raises UserError unless the trainer that was built from ``settings`` is one of as many processes as they say.
+
+    Every process finds the same, so none waits for another.
+    """
+    wanted = wanted_processes(settings)
+    if trainer != wanted:
+        raise UserError(
+            f"this run is of {wanted} process{'es' * (wanted > 1)} and its trainer of {trainer}: trainer.devices="
+            f"{settings.devices} and trainer.num_nodes={settings.num_nodes} must be what started them; start it with "
+            "torchrun or srun, or set both"
+        )
+
+
+def launcher() -> tuple[str, str]:
+    """What started this job's processes, and what to put before a command that is to be one process there."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return "torchrun", ""
+    if "WORLD_SIZE" not in os.environ and "SLURM_NTASKS" in os.environ:
+        return "SLURM (srun or sbatch --ntasks)", "srun --ntasks=1 "
+    if "LOCAL_RANK" in os.environ:
+        return "torchrun or its like (LOCAL_RANK is set)", ""
+    return "a launcher that sets WORLD_SIZE", "env -u WORLD_SIZE -u RANK "
+
+
+def device_of(cfg: DictConfig) -> "torch.device":
+    """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
+    import torch
+
+    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank() % torch.cuda.device_count())
+
+
+PACKAGES = (
+    *("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein"),
+    *("numpy", "tokenizers", "peft", "bitsandbytes", "torchao"),
+)
+ROOT = Path(__file__).resolve().parents[1]
+
+
+# --------------------------------------------------------------------------------------------- versions, machine
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages whose change can change a number, as far as they are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {"attnpo": __version__, "python": platform.python_version(), **found}
+
+
+def commit() -> str | None:
+    """The commit this package is checked out at, marked where files differ from it; None outside a checkout."""
+    if not (ROOT / ".git").exists():
+        return None
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=, changed", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def version_line() -> str:
+    """All versions in one line."""
+    found, at = versions(), commit()
+    own = f"{found.pop('attnpo')} (commit {at})" if at else found.pop("attnpo")
+    return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())
+
+
+def machine_line(cfg: DictConfig) -> str:
+    """Devices, processes, threads and seed."""
+    import torch
+
+    processes = planned_processes(cfg)
+    threads = cfg.trainer.threads or torch.get_num_threads()
+    names = ["cpu"]
+    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
+    devices = ", ".join(dict.fromkeys(f"{names.count(name)} x {name}" if len(names) > 1 else name for name in names))
+    return f"devices: {devices}; processes {processes}; CPU threads per process {threads}; seed {cfg.seed}"

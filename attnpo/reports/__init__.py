@@ -1,0 +1,1 @@
+"""Finished folders and token weights as tables (``attnpo.report``)."""

@@ -1,0 +1,338 @@
+"""Finished folders read back: a study's tables and runs, a single run's row. Reads files alone, loads no model."""
+
+import csv
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo.display.printed import KeyedTable
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
+from attnpo.files import SEAL, changed, is_sealed
+from attnpo.runs.folders import STUDY_FILES
+from attnpo.schema import UserError
+from attnpo.studies.study import BETA, LR, short
+
+RESULT, CONFIG, ANALYSES = "result.json", "config.yaml", "analyses"
+KEYS = ("world", "arm")
+RUNS = ("run",)
+HEADLINES = ("reward", "val accuracy")
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class StudyFolder:
+    """A study as its folder tells it.
+
+    ``tables`` are those it printed, the first with its arms; ``notes`` what stood under them; ``runs`` the rows of its
+    results.csv; ``setting`` the one its points were composed with. One that is not ``finished`` has a table of the
+    points it has.
+    """
+
+    path: Path
+    title: str
+    tables: tuple[KeyedTable, ...]
+    notes: tuple[str, ...]
+    runs: tuple[Mapping[str, Cell], ...]
+    setting: str | None
+    finished: bool
+
+
+def kind_in(folder: Path) -> str:
+    """ "study" or "run", by what a folder holds. UserError when it is neither, saying what is there."""
+    if any((folder / name).is_file() for name in STUDY_FILES) or (folder / "points").is_dir():
+        return "study"
+    if (folder / RESULT).is_file():
+        return "run"
+    raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}) or run ({RESULT})")
+
+
+def nothing(folder: Path, expected: str) -> UserError:
+    """The error for a folder that does not hold what was expected."""
+    if not folder.is_dir():
+        return UserError(
+            f"{folder}: expected the folder of {expected}, there is {'a file' if folder.exists() else 'none'}"
+        )
+    held = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
+    there = ", ".join(held[:8]) + (", ..." if len(held) > 8 else "") if held else "nothing"
+    below = sorted(path.parent.name for name in ("study.json", RESULT) for path in folder.glob(f"*/{name}"))
+    hint = f"; folders below it that hold one: {', '.join(below[:5])}" if below else ""
+    return UserError(f"{folder}: expected the folder of {expected}, found {there}{hint}")
+
+
+# ------------------------------------------------------------------------------------------------ studies
+
+
+def read_study(folder: Path) -> StudyFolder:
+    """The study in a folder; one that was not finished gives a row for each point it has.
+
+    A point that is not as it was written is left out and named in a note. UserError when there is neither a table nor a
+    finished point, and for files that are damaged.
+    """
+    problem = changed(folder, only=STUDY_FILES) if is_sealed(folder) else None
+    if problem is not None:
+        raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
+    points = {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
+    results = [place / RESULT for place, found in points.items() if found is None]
+    finished = (folder / "table.md").is_file()
+    if finished:
+        tables, notes = read_tables(folder / "table.md")
+        notes += unchecked([folder])
+    elif results:
+        begun = sum(path.is_dir() for path in (folder / "points").iterdir())
+        title = f"not finished, {len(results)} of {begun} begun points have a result"
+        tables = [replace(runs_table([run_row(path.parent) for path in results]), title=title)]
+        notes = [f"{title}, and there is no table.md: run the study's command again to finish it"]
+    else:
+        raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
+    notes += [f"left out, {place.name}: {found}" for place, found in points.items() if found is not None]
+    notes += unchecked([path.parent for path in results])
+    if not tables:
+        raise UserError(f"{folder / 'table.md'}: expected a table in Markdown, there is none; run the study again")
+    runs = read_runs(folder / "results.csv") if finished else []
+    if runs and len(results) < len(runs):
+        notes.append(f"{len(runs) - len(results)} of {len(runs)} runs in results.csv have no {RESULT} under points/")
+    setting = next(filter(None, (setting_in(path.parent) for path in results)), None)
+    return StudyFolder(folder, folder.resolve().name, tuple(tables), tuple(notes), tuple(runs), setting, finished)
+
+
+def read_runs(path: Path) -> list[dict[str, Cell]]:
+    """Every run of a study, from its results.csv; none without that file."""
+    if not path.is_file():
+        return []
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            return [{name: value_of(text or "") for name, text in row.items()} for row in csv.DictReader(lines)]
+    except (ValueError, AttributeError, csv.Error) as problem:  # AttributeError: a row longer than the header
+        raise UserError(f"{path}: expected the table of a study's runs, but it reads as none ({problem})") from problem
+
+
+def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
+    """The tables of a Markdown file, each under the caption or heading above it, and its list items as notes."""
+    tables: list[KeyedTable] = []
+    notes: list[str] = []
+    block: list[list[str]] = []
+    heading = caption = ""
+    for line in [*text_of(path).splitlines(), ""]:
+        if line.startswith("|"):
+            block.append(cells_of(line))
+            continue
+        if len(block) > 1:
+            tables.append(keyed(block[0], block[1], block[2:], caption or heading))
+            caption = ""
+        block = []
+        if line.startswith("#"):
+            heading, caption = line.lstrip("#").strip(), ""
+        elif line.startswith("- "):
+            notes.append(line[2:])
+        elif line.strip():
+            caption = line.strip()
+    return tables, notes
+
+
+def text_of(path: Path) -> str:
+    """A file's text. UserError when it holds none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except ValueError as problem:
+        raise UserError(f"{path}: expected a text in UTF-8, but it reads as none ({problem})") from problem
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of one line of a Markdown table, escapes undone."""
+    parts = re.split(r"(?<!\\)(?:\\\\)*\|", line.strip())
+    return [re.sub(r"\\([|\\])", r"\1", part.strip()).replace("&lt;", "<") for part in parts[1:-1]]
+
+
+def keyed(columns: Sequence[str], rule: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> KeyedTable:
+    """A table of texts as one of numbers in the columns that ``rule`` sets to the right, with their decimals."""
+    rows: list[dict[str, Cell]] = [{} for _ in lines]
+    digits = {}
+    for place, column in enumerate(columns):
+        texts = [line[place] for line in lines]
+        numeric = rule[place].endswith(":")
+        if numeric:
+            digits[column] = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
+        for row, text in zip(rows, texts, strict=True):
+            row[column] = value_of(text) if numeric else text
+    keys = tuple(key for key in KEYS if key in columns) or (columns[0],)
+    return KeyedTable("arms", title, tuple(columns), tuple(rows), keys, None, digits)
+
+
+def value_of(text: str) -> Cell:
+    """A number where the text is one, None for an empty text."""
+    if not text.strip():
+        return None
+    if text.strip() == "nan":
+        return float("nan")
+    if not _NUMBER.fullmatch(text.strip()):
+        return text
+    return float(text) if any(letter in text for letter in ".e") else int(text)
+
+
+def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
+    """The column that tells a study's arms apart and its cells by the row's keys, with the interval behind it.
+
+    The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
+    """
+    numeric = [
+        name
+        for name in table.columns
+        if name not in table.keys
+        and all(isinstance(row[name], int | float | None) for row in table.rows)
+        and any(row[name] is not None for row in table.rows)
+    ]
+    if not numeric:
+        return "", {}
+    name = next((wanted for wanted in HEADLINES if wanted in numeric), numeric[0])
+    after = table.columns[table.columns.index(name) + 1 :][:1]
+    cells = {}
+    for row in table.rows:
+        text = format_cell(row[name], (table.digits or {}).get(name, DEFAULT_DIGITS))
+        interval = str(row[after[0]]) if after and str(row[after[0]]).startswith("[") else ""
+        cells[tuple(row[key] for key in table.keys)] = f"{text} {interval}".strip()
+    return name, cells
+
+
+def side_by_side(studies: Sequence[StudyFolder]) -> KeyedTable:
+    """One table of several studies: a row per arm of any of them, a column per study with its headline number."""
+    names = column_names([study.path for study in studies])
+    keys = tuple(key for key in KEYS if any(key in study.tables[0].columns for study in studies)) or ("arm",)
+    found: dict[tuple[Cell, ...], dict[str, Cell]] = {}
+    columns = list(keys)
+    for study, name in zip(studies, names, strict=True):
+        table = study.tables[0]
+        what, cells = headline(table)
+        column = f"{name}: {what}" if what else name
+        columns.append(column)
+        for row_key, text in cells.items():
+            given = dict(zip(table.keys if table.keys[0] in keys else ("arm",), row_key, strict=True))
+            row = found.setdefault(tuple(given.get(key) for key in keys), {key: given.get(key) for key in keys})
+            row[column] = text
+    rows = tuple({column: row.get(column) for column in columns} for row in found.values())
+    return KeyedTable("studies", "Studies side by side", tuple(columns), rows, keys, None, {})
+
+
+def column_names(paths: Sequence[Path]) -> list[str]:
+    """The names of folders, with their parents' where they would be the same."""
+    short = [path.resolve().name for path in paths]
+    return [
+        name if short.count(name) == 1 else f"{path.resolve().parent.name}/{name}"
+        for name, path in zip(short, paths, strict=True)
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ runs
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is damaged in a finished run's result or config; None where nothing is, and where nothing can tell."""
+    return changed(folder, only=(CONFIG, RESULT)) if is_sealed(folder) else None
+
+
+def unchecked(folders: Sequence[Path]) -> list[str]:
+    """A line that names the first of those folders that hold no digests to compare their files with, if any."""
+    found = [folder for folder in folders if not is_sealed(folder)]
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [f"{found[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if found else []
+
+
+def run_row(folder: Path) -> dict[str, Cell]:
+    """One row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
+    path = folder / RESULT
+    if not path.is_file():
+        raise nothing(folder, f"a finished run ({RESULT})")
+    if (damage := damage_of(folder)) is not None:
+        raise UserError(f"{folder}: {damage}; run it again (resume=auto makes its result anew from its last step)")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        metrics, inputs, seconds = result["metrics"], result["inputs"]["train"], result["seconds"]["all"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{path}: expected the result of a run, but it reads as none ({problem!r})") from problem
+    row: dict[str, Cell] = {
+        "run": folder.resolve().name,
+        **settings_in(folder / CONFIG),
+        "seed": result.get("seed"),
+        "steps": result.get("steps"),
+        "val loss": metrics.get("val/loss"),
+        "val accuracy": metrics.get("val/rewards/accuracies"),
+        "val margin": metrics.get("val/rewards/margins"),
+        "eff. weights/n": inputs.get("effective_share"),
+        "coverage": inputs.get("coverage"),
+    }
+    scores = ((result.get("truth") or {}).get("scores") or {}).get("test", {})
+    names = {"reward": "reward", "win rate": "win_rate", "KL": "kl", "length": "length"}
+    row |= {name: scores[key] for name, key in names.items() if key in scores}
+    return {**row, "s/run": seconds}
+
+
+def run_warnings(folder: Path) -> list[str]:
+    """What a finished run says of its judge, where its verdicts tell nothing of preference."""
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    warning = result["inputs"].get("judge", {}).get("warning")
+    return [] if warning is None else [f"WARNING: {folder.resolve().name}: {warning}"]
+
+
+def settings_in(path: Path) -> dict[str, Cell]:
+    """What tells runs apart, from a saved configuration; nothing without one."""
+    cfg = config_in(path)
+    if cfg is None:
+        return {}
+    choices = OmegaConf.select(cfg, "composed.choices") or {}
+    weights = " ".join([str(choices.get("weights", "")), *rows_in(cfg)])
+    found = {
+        "weights": " + ".join([weights, *map(str, OmegaConf.select(cfg, "transforms") or {})]),
+        "objective": choices.get("objective"),
+        "beta": OmegaConf.select(cfg, BETA),
+        "lr": OmegaConf.select(cfg, LR),
+        **{short(key): OmegaConf.select(cfg, key) for key in objective_keys(cfg)},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def config_in(path: Path) -> Any:
+    """A saved configuration; None where there is none. UserError when the file reads as none."""
+    if not path.is_file():
+        return None
+    try:
+        cfg = OmegaConf.load(path)
+    except Exception as problem:  # YAML's errors, and those of a file that is no text
+        words = " ".join(str(problem).split())[:120]
+        raise UserError(f"{path}: expected the configuration of a run, but it reads as none ({words})") from problem
+    if not isinstance(cfg, DictConfig):
+        raise UserError(f"{path}: expected the configuration of a run, but it reads as none")
+    return cfg
+
+
+def objective_keys(cfg: Any) -> list[str]:
+    """The keys of its objective that a saved configuration was given beside beta, such as a study's grid gives them."""
+    given = [str(override) for override in OmegaConf.select(cfg, "composed.overrides") or []]
+    keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in given)
+    return [key for key in keys if key.startswith("objective.") and key != BETA]
+
+
+def rows_in(cfg: Any) -> list[str]:
+    """Which layers and heads of the judge a saved configuration weighs by, in words; none for weights without any."""
+    layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
+    layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
+    return [mark + "+".join(map(str, rows)) for mark, rows in (("L", layers), ("H", heads)) if rows]
+
+
+def setting_in(folder: Path) -> str | None:
+    """The setting that a run was composed with; None when its folder does not say."""
+    cfg = config_in(folder / CONFIG)
+    found = None if cfg is None else OmegaConf.select(cfg, "composed.choices.setting")
+    return None if found is None else str(found)
+
+
+def runs_table(rows: Sequence[Mapping[str, Cell]], name: str = "runs") -> KeyedTable:
+    """The rows of several runs as one table, with the columns that any of them has."""
+    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    tail = tuple(column for column in columns if column == "s/run")
+    columns = tuple(column for column in columns if column not in tail) + tail
+    digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
+    return KeyedTable(name, "Finished runs", columns, tuple(rows), RUNS, None, digits)

@@ -1,0 +1,162 @@
+"""A report's tables for the terminal, as Markdown, CSV and one page, written into the report's folder."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import DictConfig
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from attnpo.display.page import Block, Paragraph, Section, TableBlock, report_page
+from attnpo.display.printed import KeyedTable, for_reading, unmet
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv, table_markdown, table_rich
+from attnpo.reports.finished import RUNS
+from attnpo.reports.report_config import MARK, WEIGHTS, mark_of
+from attnpo.runs.folders import make_folder
+from attnpo.schema import UserError
+
+Rows = Sequence[Mapping[str, Cell]]
+WIDTH = 190  # of a terminal that has none
+
+
+def publish(
+    title: str,
+    tables: Sequence[KeyedTable],
+    notes: Sequence[str],
+    folder: Path,
+    stem: str,
+    mark: str,
+    sections: Sequence[Section] = (),
+    *,
+    by: str | None = None,
+    why: str = "",
+) -> None:
+    """Nothing; prints the tables and notes, and writes STEM.md, STEM.csv and report.html with ``sections`` below.
+
+    The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
+    column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
+    may have none of ours.
+    """
+    notes = [*dict.fromkeys(notes), *absent(tables, why)]
+    whole, tables = tables, [for_reading(table) for table in tables]
+    console = Console(width=None if Console().is_terminal else WIDTH)
+    for table in map(narrowed, tables):
+        for heading, parts in pieces(table, by):
+            drawn = [drawn_table(name, columns, rows, table.digits) for name, columns, rows in parts]
+            console.print(heading, highlight=False, markup=False, style="bold")
+            console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
+    for line in notes:
+        console.print(f"  {line}", highlight=False, markup=False)
+    text = "\n\n".join(
+        f"## {table.title}\n\n{table_markdown(table.columns, table.rows, digits=table.digits or 3)}" for table in tables
+    )
+    said = "\n".join(f"- {line}" for line in notes)
+    blocks: list[Section] = [
+        Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits or 3)]) for table in tables
+    ]
+    remarks: list[Block] = [Paragraph(line) for line in notes]
+    page = report_page(title, [*blocks, *([Section("Notes", remarks)] if remarks else []), *sections])
+    texts = {f"{stem}.md": f"# {title}\n\n{text}\n\n{said}\n", f"{stem}.csv": joined_csv(whole), "report.html": page}
+    write_files(folder, mark, texts)
+    console.print(f"  {folder}/report.html, {stem}.md, {stem}.csv", highlight=False, markup=False)
+
+
+def drawn_table(title: str, columns: Sequence[str], rows: Rows, digits: Mapping[str, int] | None) -> RichTable:
+    """A table for the console; heads break between words, names of rows do not, and no cell is cut off."""
+    heads = {name: name.replace("_", " ") for name in columns}
+    told = [{heads[name]: row.get(name) for name in columns} for row in rows]
+    decimals = {heads.get(name, name): count for name, count in (digits or {}).items()}
+    table = table_rich(list(heads.values()), told, digits=decimals, title=title)
+    for column in table.columns:
+        column.overflow = "fold"
+    table.columns[0].no_wrap = True
+    return table
+
+
+def narrowed(table: KeyedTable) -> KeyedTable:
+    """A listing of runs with the columns alone that tell them apart, the others in its title; any other as it is."""
+    if table.keys != RUNS or len(table.rows) < 2:
+        return table
+    first = table.rows[0]
+    same = [name for name in table.columns if all(row.get(name) == first.get(name) for row in table.rows)]
+    digits = table.digits or {}
+    told = ", ".join(f"{name} {format_cell(first.get(name), digits.get(name, DEFAULT_DIGITS))}" for name in same)
+    columns = tuple(name for name in table.columns if name not in same)
+    return replace(table, columns=columns, title=f"{table.title} (the same in all: {told})" if told else table.title)
+
+
+def absent(tables: Sequence[KeyedTable], why: str = "") -> list[str]:
+    """A line on printed columns that have none of ours beside them, if there are such."""
+    lacking = list(dict.fromkeys(name for table in tables for name in unmet(table)))
+    reason = f": {why}" if why else ""
+    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
+
+
+def joined_csv(tables: Sequence[KeyedTable]) -> str:
+    """All tables in one CSV with the union of their columns behind one that names the table; numbers in full."""
+    columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
+    return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
+
+
+def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str, list[str], Rows]]]]:
+    """What is printed of a table: headings, and below each the parts that stand side by side.
+
+    A table whose last key is not ``by`` and that has a column ``by`` is cut by its group and by ``by``; the columns
+    that say so are left out of the parts.
+    """
+    if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
+        return [(table.title, [("", list(table.columns), table.rows)])]
+    found: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
+    outer = [name for name in table.keys if name not in (by, table.keys[-1])]
+    for row in table.rows:
+        heading = ", ".join(str(row[name]) for name in [table.group, *outer])
+        found.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
+    left = [name for name in table.columns if name not in (table.group, by, *outer)]
+    return [
+        (
+            f"{table.title}: {heading}",
+            [(name, left, [{key: row.get(key) for key in left} for row in part]) for name, part in parts.items()],
+        )
+        for heading, parts in found.items()
+    ]
+
+
+def report_folder(cfg: DictConfig, kind: str) -> Path:
+    """The folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the command."""
+    output = Path(str(cfg.output))
+    if cfg.name is not None:
+        return output / str(cfg.name)
+    setting = f"-{cfg.composed.get('choices', {}).get('setting', 'setting')}" if kind == WEIGHTS else ""
+    return output / f"{kind or 'report'}{setting}-{mark_of(cfg)[:8]}"
+
+
+def check_free(folder: Path, mark: str) -> None:
+    """Nothing; UserError for a folder with anything but an earlier report of the same command."""
+    try:
+        names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    except OSError as problem:
+        raise UserError(f"output=: {folder} must be a folder that can be read, but: {problem.strerror}") from problem
+    held = [name for name in names if not name.startswith(".")]  # its lock
+    if not held:
+        return
+    try:
+        before = json.loads((folder / MARK).read_text(encoding="utf-8"))["mark"]
+    except (OSError, ValueError, KeyError, TypeError):
+        before = None
+    if before != mark:
+        other = "the report of another command" if before else f"{', '.join(held[:3])}"
+        raise UserError(f"{folder} holds {other}, which would be overwritten; give name= another folder below `output`")
+
+
+def write_files(folder: Path, mark: str, texts: dict[str, str]) -> None:
+    """Nothing; puts the files of a report into its folder, in the place of its earlier ones."""
+    make_folder(folder)
+    (folder / MARK).write_text(json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", encoding="utf-8")
+    for name, text in texts.items():
+        part = folder / f".{name}.part"
+        part.write_text(text, encoding="utf-8")
+        shutil.move(part, folder / name)

@@ -1,0 +1,40 @@
+"""``attnpo.report``: writes the report that a command asks for."""
+
+import logging
+import shlex
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from attnpo.console import world_size
+from attnpo.locks import locked
+from attnpo.reports.output import check_free, report_folder
+from attnpo.reports.report_config import WEIGHTS, files, kind_of, mark_of
+from attnpo.schema import UserError
+
+log = logging.getLogger(__name__)
+
+
+def report(cfg: DictConfig) -> None:
+    """Nothing; prints the tables asked for and writes them into the report's folder. UserError for what cannot be."""
+    if world_size() > 1:
+        raise UserError(f"report was started with {world_size()} processes; it works alone: start it without torchrun")
+    kind = kind_of(cfg.what)
+    given = [*cfg.what, *cfg.composed.get("overrides", [])]
+    log.info("%s", shlex.join(["python", "-m", "attnpo.report", *map(str, given)]))
+    folder = report_folder(cfg, kind)
+    with locked(folder, float(cfg.lock_timeout)):
+        check_free(folder, mark_of(cfg))
+        _write_report(cfg, kind, folder)
+
+
+def _write_report(cfg: DictConfig, kind: str, folder: Path) -> None:
+    if kind == WEIGHTS:
+        from attnpo.reports.weight_report import weight_report
+
+        weight_report(cfg, folder)
+    else:
+        from attnpo.reports.folder_report import folder_report
+
+        names = cfg.what[1:] if kind else cfg.what
+        folder_report([Path(name).expanduser() for name in names], kind, files(cfg.printed), folder, mark_of(cfg))

@@ -1,0 +1,88 @@
+"""What ``attnpo.report`` was asked for: its config, the kinds of report, and the mark of a command.
+
+Light: known before anything heavy is loaded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from attnpo.config import plain
+from attnpo.schema import UserError, digest
+from attnpo.studies.fit_config import RunConfig
+
+WEIGHTS, STUDY, RUN = "weights", "study", "run"
+KINDS = (WEIGHTS, STUDY, RUN)
+MARK = "report.json"
+# Parts of the config that move no number of a report.
+PLACES = ("name", "output", "store", "lock_timeout", "composed")
+# Keys of `fit` that only training reads.
+TRAINING = (
+    *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
+    "verbalized_epochs",
+)
+# Keys that reports of folders read.
+OF_FOLDERS = ("what", "printed", "name", "output", "lock_timeout", "composed")
+
+
+@dataclass(frozen=True)
+class ReportConfig(RunConfig):
+    """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+
+    what: tuple[str, ...] = ()
+    printed: tuple[str, ...] | str = ()
+    layers: tuple[int | str, ...] | str = ()
+    label: str | None = None
+    min_count: int = 100
+    top: int = 10
+    heat_maps: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.what and kind_of(self.what) == WEIGHTS and self.what != (WEIGHTS,):
+            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE behind it, got {self.what[1]!r}")
+        if isinstance(self.layers, str) and self.layers != "all":
+            raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
+        twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
+        if not isinstance(self.layers, str) and twice:
+            raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
+        if self.min_count < 1 or self.top < 1 or self.heat_maps < 0:
+            raise UserError("min_count and top must be at least 1, heat_maps at least 0")
+        for path in files(self.printed):
+            if not path.is_file():
+                raise UserError(f"printed={path}: expected a CSV file, there is none")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        if not self.what:
+            return {}
+        if kind_of(self.what) != WEIGHTS:
+            names = [item.name for item in fields(self) if item.name not in OF_FOLDERS]
+            return dict.fromkeys(names, "finished folders are read as they are")
+        return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing")}
+
+
+def kind_of(what: Sequence[str]) -> str:
+    """The kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked for."""
+    first = what[0] if what else None
+    if first is None or (first in (STUDY, RUN) and len(what) == 1):
+        raise UserError(
+            f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...` "
+            "or folders of finished studies or runs; see --help"
+        )
+    return first if first in KINDS else ""
+
+
+def files(printed: Sequence[str] | str) -> list[Path]:
+    """The CSV files of ``printed``, a name or a list of names."""
+    return [Path(path).expanduser() for path in ([printed] if isinstance(printed, str) else printed)]
+
+
+# ------------------------------------------------------------------------------------------------ folder
+
+
+def mark_of(cfg: DictConfig) -> str:
+    """Digest of everything a command asks for: what tells its folder from those of others."""
+    return digest({key: value for key, value in plain(cfg).items() if key not in PLACES})[:16]

@@ -1,0 +1,1 @@
+"""One run: from a composed config to a result."""

@@ -1,0 +1,267 @@
+"""``weights.layer=auto``: finds the layer whose top-weighted tokens the judge's verdict depends on most."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import stdev
+from typing import Any
+
+from omegaconf import DictConfig
+
+from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
+from attnpo.config import build
+from attnpo.console import world_size
+from attnpo.data.prepare import EncodedSet
+from attnpo.files import read_record, write_record
+from attnpo.machine import device_of
+from attnpo.runs.context import Ground, judge_room
+from attnpo.runs.judges import JudgeRoom
+from attnpo.runs.settings import CHOICE, AutoLayer, wants_auto
+from attnpo.runs.weighing import weigh
+from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.weights.base import resolve_layer
+from attnpo.weights.capture import CAPTURE_VERSION
+from attnpo.weights.layers import attending
+
+log = logging.getLogger(__name__)
+
+
+CLEAR = 2.0
+"""How many standard errors must lie between two numbers for a sample to tell them apart."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
+
+    ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
+    differences to it; None for fewer than two pairs. ``full``: mean log-odds of the judge's own verdict with whole
+    responses, the most that can fall. ``pairs`` of the sample were read, ``left_out`` could not be shown to the judge,
+    ``emptied`` counts shortened responses without a token. ``prompts`` and ``seconds`` are what it took.
+    """
+
+    layer: int
+    scores: dict[int, float]
+    error: float | None
+    errors: dict[int, float | None]
+    full: float
+    pairs: int
+    left_out: int
+    emptied: int
+    prompts: int
+    seconds: float
+    rules: dict[str, Any]
+
+    def doubts(self) -> list[str]:
+        """What the sample leaves open, each with what to do; empty when it carries the choice."""
+        more = "raise auto_layer.pairs"
+        if self.pairs + self.left_out < self.rules["pairs"]:
+            more = "there are no more training pairs, so name a layer by weights.layer"
+        found = []
+        best = self.scores[self.layer]
+        if self.error is None or best <= CLEAR * self.error:
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layer {self.layer} from random tokens "
+                f"({best:+.3f}, standard error {_shown(self.error)}): {more}"
+            )
+        like = [layer for layer, error in self.errors.items() if error is None or self._lead(layer) <= CLEAR * error]
+        if like:
+            *first, last = sorted([self.layer, *like])
+            gaps = ", ".join(f"{layer}: {self._lead(layer):.3f} +- {_shown(self.errors[layer])}" for layer in like)
+            found.append(
+                f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
+                f"(behind layer {self.layer}, with standard errors: {gaps}): {more}"
+            )
+        return found
+
+    def _lead(self, layer: int) -> float:
+        return self.scores[self.layer] - self.scores[layer]
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it as plain data, ``doubts`` included."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
+        return {**values, "doubts": self.doubts()}
+
+    def text(self) -> str:
+        """The choice with the scores of all layers, for the log."""
+        scores = ", ".join(f"{layer}: {score:+.3f}" for layer, score in self.scores.items())
+        return (
+            f"weights.layer=auto is layer {self.layer} of {len(self.scores)}; fall of the verdict's log-odds beyond "
+            f"random removals, by layer: {scores} (of {self.full:.3f}; {self.pairs} pairs, {self.left_out} left out, "
+            f"{self.emptied} shortened responses left empty)"
+        )
+
+
+def _shown(error: float | None) -> str:
+    return "unknown" if error is None else f"{error:.3f}"
+
+
+def settle_layer(ground: Ground, encoded: Mapping[str, EncodedSet]) -> Ground:
+    """``ground`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
+
+    Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
+    otherwise the sample is judged, which is refused in a job of several processes (UserError).
+    """
+    if not wants_auto(ground.cfg):
+        return ground
+    choice = find_choice(ground, encoded["train"])
+    cfg = ground.cfg.copy()
+    cfg.weights.layer = choice.layer
+    return replace(ground, cfg=cfg, prepared={**ground.prepared, CHOICE: choice.numbers()})
+
+
+def find_choice(ground: Ground, train: EncodedSet) -> Choice:
+    """The layer for these training pairs, from the store or computed and stored."""
+    rules: AutoLayer = build(ground.cfg.auto_layer)
+    sample = calibration_pairs(train.pairs, rules.pairs)
+    room = judge_room(ground)
+    key = {
+        "version": VERSION,
+        "capture": CAPTURE_VERSION,
+        "pairs": [pair.pair_id for pair in sample],
+        "rules": asdict(rules),
+        "weights": {name: value for name, value in _plain(ground.cfg.weights).items() if name != "store_layers"},
+        "judge": room.fingerprint(),
+        "prompts": room.prompts.fingerprint(),
+    }
+    path = Path(ground.store.root) / CHOICE / f"{digest(key)[:20]}.json"
+    known = _read(path, key)
+    if known is None and world_size() > 1:
+        raise UserError(
+            f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
+            "it: start python -m attnpo.weigh with the same overrides in one process until it logs the layer, or set a "
+            "number"
+        )
+    if known is None:
+        known = _score(ground, train, sample, room, rules)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_record(path, {"key": key, **known.numbers()})
+        log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
+    else:
+        log.info("%s; from the store", known.text())
+    for doubt in known.doubts():
+        log.warning("weights.layer=auto: %s", doubt)
+    return known
+
+
+def calibration_pairs(pairs: list[PreferencePair], count: int) -> list[PreferencePair]:
+    """The first ``count`` different pairs in the order of their ids, which is that of no file."""
+    unique = {pair.pair_id: pair for pair in pairs}
+    return [unique[pair_id] for pair_id in sorted(unique)[:count]]
+
+
+def _score(
+    ground: Ground, train: EncodedSet, sample: list[PreferencePair], room: JudgeRoom, rules: AutoLayer
+) -> Choice:
+    began = time.perf_counter()
+    ranked = layer_rankings(ground, train, sample)
+    log.info(
+        "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
+        len(ranked),
+        len(sample),
+        2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
+    )
+    tools = room.tools(device_of(ground.cfg))
+    assert tools.judge is not None and tools.prompts is not None
+    removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
+    found = measure(
+        sample, {str(layer): rows for layer, rows in ranked.items()}, tools.judge, tools.prompts, removal, _progress
+    )
+    each = {layer: found.scores(str(layer)) for layer in ranked}
+    scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
+    best = best_layer(scores)
+    return Choice(
+        layer=best,
+        scores=scores,
+        error=standard_error(each[best].tolist()),
+        errors={
+            layer: standard_error((each[best] - values).tolist()) for layer, values in each.items() if layer != best
+        },
+        full=round(float(found.full.mean()), 6),
+        pairs=len(found.pair_ids),
+        left_out=len(sample) - len(found.pair_ids),
+        emptied=found.counts[EMPTIED],
+        prompts=found.prompts,
+        seconds=round(time.perf_counter() - began, 2),
+        rules=asdict(rules),
+    )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """The standard error of the mean of ``values``, None for fewer than two."""
+    return round(stdev(values) / math.sqrt(len(values)), 6) if len(values) > 1 else None
+
+
+def best_layer(scores: Mapping[int, float]) -> int:
+    """The layer with the highest score; of equal ones the deepest, which has read most of the context."""
+    return max(scores, key=lambda layer: (scores[layer], layer))
+
+
+def layer_rankings(
+    ground: Ground, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
+) -> dict[int, Rankings]:
+    """The finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every layer).
+
+    ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
+    """
+    depth = judge_room(ground).num_layers
+    every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
+    weighed = weigh(at_layers(ground, 1, every), sample_of(encoded, sample))
+    return {
+        layer: rankings(
+            build(at_layers(ground, layer, []).cfg.weights).resolve(depth), weighed.captured, weighed.layers
+        )
+        for layer in every
+    }
+
+
+def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
+    """``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
+    place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}
+    rows = [encoded.encoded[place[pair.pair_id]] for pair in sample]
+    nothing = replace(encoded, pairs=[], encoded=[])
+    return {"train": replace(encoded, pairs=list(sample), encoded=rows), "val": nothing}
+
+
+def at_layers(ground: Ground, layer: int, layers: list[int]) -> Ground:
+    """The same ground with weights that read ``layer``, or ``layers`` when there are any."""
+    from omegaconf import OmegaConf
+
+    cfg = ground.cfg.copy()
+    OmegaConf.update(cfg, "weights.layer", layer, force_add=True)
+    OmegaConf.update(cfg, "weights.layers", layers, force_add=True)
+    return replace(ground, cfg=cfg)
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    return dict(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
+
+
+def _progress(done: int, total: int) -> None:
+    log.info("weights.layer=auto: %d of %d judge prompts", done, total)
+
+
+def _read(path: Path, key: Mapping[str, Any]) -> Choice | None:
+    """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
+    if not path.exists():
+        return None
+    stored = read_record(path)
+    try:
+        if stored is None or digest(stored.pop("key")) != digest(dict(key)):
+            raise ValueError("not as it was written, or of another key")
+        scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
+        errors = {int(layer): error for layer, error in stored.pop("errors").items()}
+        del stored["doubts"]
+        choice = Choice(scores=scores, errors=errors, **stored)
+        if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
+            raise ValueError("no layer with finite scores")
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        log.warning("weights.layer=auto: %s is found anew, what was stored is of no use (%s)", path, problem)
+        return None
+    return choice

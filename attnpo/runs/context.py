@@ -1,0 +1,195 @@
+"""The context of a run: its settled config, its store, model spec, tokenizer, chat format, judge and verbalizer."""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as quiet
+
+from attnpo.config import build
+from attnpo.config_files import read_template
+from attnpo.files import in_bytes
+from attnpo.models.compiled import require_backend
+from attnpo.models.described import require_exact
+from attnpo.models.loading import (
+    attention_of,
+    load_config,
+    load_tokenizer,
+    model_depth,
+    text_config,
+    weights_fingerprint,
+)
+from attnpo.models.spec import ModelSpec
+from attnpo.runs.folders import store_root
+from attnpo.runs.judges import JudgeRoom, VerbalizerRoom
+from attnpo.runs.settings import JudgePreparer, require_reader, wants_auto
+from attnpo.runs.startup import once
+from attnpo.schema import UserError
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.chat import ChatFormat
+from attnpo.training.memory import count_parameters
+from attnpo.weights.base import WeightSource
+from attnpo.weights.cache import Store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What every later step stands on: a settled config and the objects that read text."""
+
+    cfg: DictConfig
+    store: Store
+    model: ModelSpec
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    prepared: dict[str, Any]
+
+
+def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+    """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
+
+    A path given by hand is kept. UserError when a path is still missing.
+    """
+    cfg = cfg.copy()
+    report: dict[str, Any] = {}
+    if cfg.prepare is not None:
+        prepared = build(cfg.prepare).prepare(store_root(cfg) / "prepared")
+        report = {**prepared.report, "reused": prepared.reused}
+        for node, path in (("model", prepared.model_path), ("data", prepared.data_path)):
+            if OmegaConf.is_missing(cfg[node], "path"):
+                cfg[node].path = str(path)
+    lacking = [f"{node}.path" for node in ("model", "data") if OmegaConf.is_missing(cfg[node], "path")]
+    if lacking:
+        raise UserError(f"{' and '.join(lacking)} must be given, as in {lacking[0]}=FOLDER_OR_HUB_NAME")
+    cfg, judge = settle_judge(cfg)
+    return cfg, {**report, "second": judge} if judge else report
+
+
+def settle_judge(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+    """The config with the path of a judge that is another model, and what ``prepare`` reports of one it built for it.
+
+    Nothing is built (and the report is empty) for weights without a judge, for the own model and for a path that is
+    given. UserError when another model is meant, none is named and ``prepare`` has none.
+    """
+    if not cfg.judge.get("other", False) or cfg.judge.path is not None or "judge" not in build(cfg.weights).requires:
+        return cfg, {}
+    preparer = None if cfg.prepare is None else build(cfg.prepare)
+    if not isinstance(preparer, JudgePreparer):
+        raise UserError(
+            "judge=other reads another model, and other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
+            "(setting=testbed builds one of its own)"
+        )
+    try:
+        made = preparer.prepare_judge(store_root(cfg) / "prepared")
+    except UserError as error:
+        raise UserError(f"judge=other, and other_judge.path is null: {error}, or set other_judge.path") from error
+    cfg = cfg.copy()
+    cfg.other_judge.path = cfg.judge.path = str(made.path)
+    return cfg, {**made.report, "reused": made.reused}
+
+
+def lay_ground(cfg: DictConfig) -> Ground:
+    """The settled config with store, model description, tokenizer and chat format.
+
+    Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
+    weights that nothing would read, before any data is.
+    """
+    # Model folders load and save in moments; their bars bury the log.
+    quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    cfg, prepared = settle(cfg)
+    model: ModelSpec = build(cfg.model)
+    model = replace(model, chat_template=read_template(model.chat_template))
+    if model.compile is not None:
+        require_backend(model.compile)
+    tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
+    log_model(model)
+    require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
+    ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    source: WeightSource = build(cfg.weights)
+    require_reader(source, build(cfg.objective))
+    if "generator" in source.requires:
+        verbalizer_room(ground)
+    if "judge" in source.requires:
+        room = judge_room(ground)
+        depth = room.num_layers
+        if len(depth.attending) < depth:
+            layers = ", ".join(map(str, depth.attending))
+            once([f"judge: {room.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
+        if not wants_auto(cfg):
+            source.resolve(depth)
+    return ground
+
+
+def log_model(spec: ModelSpec) -> None:
+    """Nothing; logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
+    layers = model_depth(spec.path, spec.revision)
+    config = load_config(spec.path, spec.revision)
+    parameters, adapters = count_parameters(config, spec.lora)
+    name = (config.architectures or [type(config).__name__])[0]
+    trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
+    attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
+    instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
+    once([f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"])
+
+
+def judge_room(ground: Ground) -> JudgeRoom:
+    """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
+    room = JudgeRoom(build(settle_judge(ground.cfg)[0].judge), ground.model, ground.chat)
+    require_exact(text_config(room.path, room.revision), room.path, "judge.max_length", room.judge.max_length)
+    check_tokenizers(ground, room)
+    return room
+
+
+def verbalizer_room(ground: Ground) -> VerbalizerRoom:
+    """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
+    return VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
+
+
+def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
+    """Nothing; refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+    if room.judge.path is None or room.tokenizer.get_vocab() == ground.tokenizer.get_vocab():
+        return
+    if build(ground.cfg.align).method is AlignMethod.LEVENSHTEIN:
+        raise UserError(
+            f"judge.path={room.path} has another vocabulary than {ground.model.path}: token ids cannot be matched; set "
+            "align.method=characters (and objective.length_from=train)"
+        )
+    if ground.cfg.objective.get("length_from") == "source":
+        _warn_of_lengths(room.path, ground.model.path)
+
+
+@cache
+def _warn_of_lengths(judge: str, model: str) -> None:
+    log.warning(
+        "objective.length_from=source: |y| counts the tokens of %s, another vocabulary than that of %s, so the scale "
+        "differs from training tokens; objective.length_from=train counts those",
+        judge,
+        model,
+    )
+
+
+def reference_fingerprint(ground: Ground) -> dict[str, Any]:
+    """What identifies the reference's numbers: weights, number format, attention kernel family."""
+    return {
+        "weights": weights_fingerprint(ground.model.path, ground.model.revision),
+        "dtype": ground.model.dtype,
+        "kernel": attention_of(ground.model.path, ground.model.revision, ground.model.attn_implementation),
+        "precision": ground.cfg.trainer.precision,
+        **({} if ground.model.quantize is None else {"quantize": ground.model.quantize}),
+    }
+
+
+def log_store(what: str, total: int, lacking: int, difference: str | None, size: int) -> None:
+    """Nothing; logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
+
+    ``difference`` is the first key part in which the nearest other table differs; ``size`` an upper bound in bytes.
+    """
+    line = f"{what}: {total - lacking} of {total} pairs in the store"
+    if lacking:
+        nearest = f" (nearest stored: {difference})" if difference else ""
+        line += f"{nearest}; {lacking} to compute, at most about {in_bytes(size)} to write"
+    log.info("%s", line)

@@ -1,0 +1,46 @@
+"""``attnpo.weigh``: fills the store with weights and reference log-probabilities ahead of training."""
+
+import logging
+
+from omegaconf import DictConfig
+
+from attnpo.config import build
+from attnpo.console import process
+from attnpo.data.prepare import prepare_examples
+from attnpo.models.scored import ScoredLM
+from attnpo.runs.auto_layer import settle_layer
+from attnpo.runs.context import lay_ground
+from attnpo.runs.input_summary import answer_lines, log_verdicts
+from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.memory_check import log_budget
+from attnpo.runs.models import fill_reference, load_start
+from attnpo.runs.weighing import weigh
+from attnpo.weights.sources.uniform import Uniform
+
+log = logging.getLogger(__name__)
+
+
+def fill_store(cfg: DictConfig) -> None:
+    """Nothing; puts this process's share of captured weights and reference log-probabilities into the store."""
+    ground = lay_ground(cfg)
+    log_budget(ground)
+    cfg = ground.cfg
+    encoded = encode(ground, read_pairs(ground))
+    for split, found in encoded.items():
+        for line in found.tally.lines():
+            log.warning("%s: %s", split, line)
+    shard = process()
+    if build(cfg.weights).requires:
+        weighed = weigh(settle_layer(ground, encoded), encoded, shard=shard)
+        log_verdicts(weighed.verdicts)
+        if weighed.answers is not None:
+            for line in answer_lines(weighed.answers):
+                log.info("%s", line)
+    else:
+        log.info("%s needs no judge: no weights to store", cfg.weights._target_.rpartition(".")[2])
+    if cfg.reference != "cached":
+        return
+    # Reference log-probs depend on training ids alone: any weights give the same ones.
+    align = build(cfg.align)
+    sets = {split: prepare_examples(found, Uniform(), {}, align) for split, found in encoded.items()}
+    fill_reference(ground, sets, ScoredLM(load_start(ground)), shard)

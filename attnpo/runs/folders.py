@@ -1,0 +1,97 @@
+"""Where a command's results go: a folder that no other run writes into, the same for all processes of one job.
+
+And where the store is, which all runs share. Light: known before anything heavy is loaded.
+"""
+
+import os
+import shlex
+import time
+from pathlib import Path
+from tempfile import TemporaryFile
+
+from omegaconf import DictConfig
+
+from attnpo.config import cache_root
+from attnpo.console import world_size
+from attnpo.machine import launcher
+from attnpo.schema import UserError
+
+STAMP = "ATTNPO_STAMP"
+STUDY_FILES = ("study.json", "results.csv", "table.md")  # what a finished study has beside its page
+
+
+def store_root(cfg: DictConfig) -> Path:
+    """The folder of stored weights, reference log-probabilities and testbed bases."""
+    return Path(str(cfg.store)).expanduser() if cfg.store is not None else cache_root()
+
+
+def run_folder(cfg: DictConfig) -> Path:
+    """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
+
+    Raises:
+        UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
+            would not meet in one folder; a path that cannot be.
+    """
+    require_one_process(cfg)
+    folder = _named(cfg)
+    try:
+        folder.exists()
+    except OSError as problem:  # a name that is too long, a folder that may not be looked into
+        raise _unusable(folder, problem) from problem
+    return folder
+
+
+def require_one_process(cfg: DictConfig) -> None:
+    """Nothing; raises UserError for a study in a job of several processes, naming what started them and what to do."""
+    if cfg.study is None or world_size() == 1:
+        return
+    name, instead = launcher()
+    given = shlex.join(str(override) for override in cfg.composed.get("overrides", []))
+    raise UserError(
+        f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
+        f"it as one process (`{instead}python -m attnpo.fit {given}`), or a single run under {name} with study=none"
+    )
+
+
+def make_folder(folder: Path) -> None:
+    """Nothing; makes the folder of a run or study, with its parents. UserError when nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder, prefix="."):
+            pass
+    except OSError as problem:
+        raise _unusable(folder, problem) from problem
+
+
+def _unusable(folder: Path, problem: OSError) -> UserError:
+    return UserError(
+        f"output=: the folder {folder} must be one that can be made and written into, but: {problem.strerror}; give "
+        "output= a folder that can (and name= a short plain name)"
+    )
+
+
+def _named(cfg: DictConfig) -> Path:
+    output = Path(str(cfg.output))
+    if cfg.name is not None:
+        return output / str(cfg.name)
+    if cfg.resume == "auto":
+        raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
+    if cfg.study is not None and not cfg.study.get("restart"):
+        setting = cfg.composed.get("choices", {}).get("setting", "setting")
+        return output / f"{cfg.study.name}-{setting}"
+    return stamped(output, "run" if cfg.study is None else str(cfg.study.name))
+
+
+def stamped(output: Path, prefix: str) -> Path:
+    """``prefix`` with a time stamp that no other folder has; processes launched by this one inherit it."""
+    if world_size() > 1:
+        if STAMP not in os.environ:
+            raise UserError(f"this job has {world_size()} processes, which need name=NAME to share one run folder")
+        return output / f"{prefix}-{os.environ[STAMP]}"
+    stamp = now = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while (output / f"{prefix}-{stamp}").exists():
+        number += 1
+        stamp = f"{now}-{number}"
+    os.environ[STAMP] = stamp
+    return output / f"{prefix}-{stamp}"

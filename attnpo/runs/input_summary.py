@@ -1,0 +1,231 @@
+"""What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from attnpo.analysis.weight_stats import effective_number
+from attnpo.config import build
+from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import require_room
+from attnpo.data.partition import COSTS, SHARED_PREFIX
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
+from attnpo.data.rules import BatchPlan
+from attnpo.data.sampler import steps_in
+from attnpo.machine import planned_processes
+from attnpo.runs.inputs import Inputs
+from attnpo.runs.settings import CHOICE
+from attnpo.runs.weighing import SPLITS
+from attnpo.schema import UserError
+from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.training.trainer import total_steps
+from attnpo.weights.base import OnlineSource
+from attnpo.weights.readings import AnswerStatistics
+from attnpo.weights.verdicts import JudgeStatistics, judge_warning
+
+log = logging.getLogger(__name__)
+
+
+def effective_share(example: TrainingExample) -> float:
+    """Effective number of weighted tokens over |y|, mean of both sides; 1 for uniform weights."""
+    shares = [
+        effective_number(row) / max(1.0, length) for row, length in zip(example.weights, example.lengths, strict=True)
+    ]
+    return sum(shares) / 2
+
+
+def weight_statistics(kept: Sequence[TrainingExample]) -> dict[str, float]:
+    """Effective number of weights over |y| and sum of the weights, means over responses."""
+    return {
+        "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
+        "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
+    }
+
+
+def example_statistics(inputs: Inputs) -> dict[str, Any]:
+    """Counts, coverage and weight statistics of both splits, and of the judge."""
+    out: dict[str, Any] = {}
+    for split in SPLITS:
+        pairs, made = inputs.pairs[split], inputs.examples[split]
+        kept = made.examples
+        out[split] = {
+            "read": pairs.read,
+            "pairs": len(kept),
+            "rows": {**pairs.counts, **{f"note: {name}": count for name, count in pairs.notes.items()}},
+            "examples": dict(made.tally.counts),
+            "unmatched_share": round(made.unmatched_share, 5),
+            "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
+            **({} if isinstance(inputs.weighed.source, OnlineSource) else weight_statistics(kept)),
+            "lengths": percentiles([example.longest for example in kept]),
+            "tokens": token_percentiles(kept),
+        }
+    weighed = inputs.weighed
+    if weighed.report is not None:
+        out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
+    if weighed.report is not None and "judge" in weighed.source.requires:
+        rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
+        out["judge_prompts"] = {"read": len(rounds), "cut": sum(item.cut for item in rounds)}
+    if weighed.answers is not None:
+        lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
+        out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
+    if CHOICE in inputs.ground.prepared:
+        out[CHOICE] = inputs.ground.prepared[CHOICE]
+    if weighed.verdicts is not None:
+        out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
+        warning = judge_warning(weighed.verdicts)
+        if warning is not None:
+            out["judge"]["warning"] = warning
+    return out
+
+
+def token_percentiles(examples: Sequence[TrainingExample]) -> dict[str, dict[str, int]]:
+    """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
+    parts = {
+        "prompt": [len(example.chosen.prompt_ids) for example in examples],
+        "chosen": [len(example.chosen.response_ids) for example in examples],
+        "rejected": [len(example.rejected.response_ids) for example in examples],
+        "longest": [example.longest for example in examples],
+    }
+    return {name: percentiles(counts) for name, counts in parts.items()}
+
+
+def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
+    """What became of a split's rows, how long they are, and how much of their weights arrived."""
+    pairs, made = inputs.pairs[split], inputs.examples[split]
+    dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
+    yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
+    for event, count in sorted(made.tally.counts.items()):
+        first = ", ".join(made.tally.first[event])
+        yield f"{split}: {event}: {count} of {made.read} ({count / made.read:.1%}; first: {first})"
+    lengths = [
+        f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
+    ]
+    yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
+    coverage, effective = statistics["coverage"], statistics.get("effective_share")
+    share = "weights come with each step" if effective is None else f"effective share of weights {effective:.3f}"
+    yield f"{split}: coverage {coverage:.4f}, {share}"
+
+
+def plan_lines(inputs: Inputs) -> Iterator[str]:
+    """How the pairs become optimiser steps, and when the run is validated and saved."""
+    cfg = inputs.ground.cfg
+    plan: BatchPlan = build(cfg.batch)
+    settings: TrainerSettings = build(cfg.trainer)
+    kept: CallbackSettings = build(cfg.callbacks)
+    processes = planned_processes(cfg)
+    accumulation = plan.accumulation(processes)
+    cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
+    if plan.tokens is not None:
+        cut = f", at most {plan.tokens} tokens per forward on"
+    each = steps_in(len(inputs.examples["train"].examples), plan.pairs, processes)
+    saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
+    yield (
+        f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
+        f"{each} in an epoch, {total_steps(settings, each)} in all; "
+        f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
+    )
+
+
+def log_inputs(inputs: Inputs) -> None:
+    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
+
+    UserError, when all of it is said, for a split with rows of which no pair is left, and for a budget of tokens that
+    its longest pair does not keep.
+    """
+    statistics = example_statistics(inputs)
+    for split in SPLITS:
+        for line in split_lines(inputs, split, statistics[split]):
+            log.info("%s", line)
+    if statistics.get("judge_prompts", {}).get("cut"):
+        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
+    log_verdicts(inputs.weighed.verdicts)
+    if inputs.weighed.answers is not None:
+        for line in answer_lines(inputs.weighed.answers):
+            log.info("%s", line)
+    for split in SPLITS:
+        _require_examples(inputs, split)
+    _require_budgets(inputs)
+    for line in plan_lines(inputs):
+        log.info("%s", line)
+    for line in row_lines(inputs, inputs.examples["train"].examples[0]) if inputs.examples["train"].examples else []:
+        log.info("%s", line)
+
+
+def log_verdicts(verdicts: JudgeStatistics | None) -> None:
+    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
+    if verdicts is None or not verdicts.pairs:
+        return
+    log.info(
+        "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
+        "agree in %.1f %%; %.1f %% of the verdicts are neither label",
+        100 * verdicts.agreement,
+        100 * verdicts.pair_accuracy,
+        100 * verdicts.consistency,
+        100 * verdicts.other_tokens,
+    )
+    warning = judge_warning(verdicts)
+    if warning is not None:
+        log.warning("warning: %s", warning)
+
+
+def _require_examples(inputs: Inputs, split: str) -> None:
+    made = inputs.examples[split]
+    if made.read and not made.examples:
+        events = "; ".join(f"{event}: {count}" for event, count in sorted(made.tally.counts.items()))
+        raise UserError(
+            f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
+            "align.min_coverage, lengths) or the data"
+        )
+    pairs, processes = len(made.examples), planned_processes(inputs.ground.cfg)
+    if 0 < pairs < processes:
+        raise UserError(
+            f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
+            f"more (data.{split}_rows), or start fewer processes"
+        )
+
+
+def _require_budgets(inputs: Inputs) -> None:
+    """Nothing; refuses early what the data module would. Which layout auto will be is not known: the least counts."""
+    cfg = inputs.ground.cfg
+    cost = COSTS.get(cfg.layout, SHARED_PREFIX)
+    for split, key in (("train", "tokens"), ("val", "eval_tokens")):
+        require_room(inputs.examples[split].examples, cost, cfg.batch[key], f"batch.{key}")
+
+
+def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
+    """How well the answers about importance could be read, and what could not be used of them."""
+    yield (
+        f"verbalizer: {answers.parse_rate:.1%} of {answers.answers} answers have a usable part, {answers.parts} parts "
+        f"in all; {answers.coverage:.1%} of a response's tokens have a score, in the mean"
+    )
+    for reason, count in answers.problems.items():
+        yield f"verbalizer: {reason}: {count}"
+    if answers.lost:
+        yield f"verbalizer: {answers.lost} answers are no longer in the store; their scores are"
+
+
+def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:
+    """An example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|weight times |y|.
+
+    Prompt tokens are outside the loss; a token without a partner on the judge's side shows a dot.
+    """
+    tokenizer = inputs.ground.tokenizer
+    lines = [
+        f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
+    ]
+    for name, side, row, length in zip(
+        ("chosen", "rejected"), example.sides, example.weights, example.lengths, strict=True
+    ):
+        scaled = (row * length).tolist()
+        parts = [
+            f"{tokenizer.decode([token])!r}|{'.' if weight == 0 else f'{weight:.2f}'}"
+            for token, weight in zip(side.response_ids[:width], scaled, strict=False)
+        ]
+        more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
+        lines.append(
+            f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
+            f"each token with |y| w, 1 if uniform: {' '.join(parts)}{more}"
+        )
+    return lines

@@ -1,0 +1,155 @@
+"""From a composed config to training examples: pairs read, encoded and weighed."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig
+
+from attnpo.config import build, plain
+from attnpo.data.base import PairSet
+from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
+from attnpo.data.rules import BatchPlan
+from attnpo.machine import planned_processes
+from attnpo.runs.auto_layer import settle_layer
+from attnpo.runs.context import Ground, lay_ground
+from attnpo.runs.weighing import SPLITS, Weighed, weigh
+from attnpo.schema import UserError, digest
+
+log = logging.getLogger(__name__)
+
+
+Texts = tuple[dict[str, PairSet], dict[str, EncodedSet]]
+Made = tuple[Weighed, dict[str, ExampleSet]]
+Some = TypeVar("Some")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Pairs, weights and training examples of both splits."""
+
+    ground: Ground
+    pairs: dict[str, PairSet]
+    weighed: Weighed
+    examples: dict[str, ExampleSet]
+
+
+def read_pairs(ground: Ground) -> dict[str, PairSet]:
+    """The pairs of both splits."""
+    source = build(ground.cfg.data)
+    return {split: source.load(split) for split in SPLITS}
+
+
+def encode(ground: Ground, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
+    """Training ids of both splits under the run's length rules."""
+    rules = build(ground.cfg.lengths)
+    encoded = {}
+    for split, found in pairs.items():
+        try:
+            encoded[split] = encode_pairs(found.pairs, ground.chat, rules)
+        except UserError as error:
+            raise UserError(f"{split}: {error}") from error
+    return encoded
+
+
+def make_inputs(cfg: DictConfig) -> Inputs:
+    """Everything before the policy: pairs, weights (from the store or computed), training examples."""
+    return inputs_on(lay_ground(cfg))
+
+
+def inputs_on(ground: Ground) -> Inputs:
+    """The same on ground that is laid already."""
+    plan: BatchPlan = build(ground.cfg.batch)
+    plan.accumulation(planned_processes(ground.cfg))  # refuses what cannot be split evenly
+    pairs, encoded = _memory.recall(lambda: _of_texts(ground), lambda: _read(ground))
+    ground = settle_layer(ground, encoded)
+    weighed, examples = _memory.recall(lambda: _of_weights(ground), lambda: _weigh(ground, encoded))
+    return Inputs(ground, pairs, weighed, examples)
+
+
+def _read(ground: Ground) -> Texts:
+    pairs = read_pairs(ground)
+    return pairs, encode(ground, pairs)
+
+
+def _weigh(ground: Ground, encoded: dict[str, EncodedSet]) -> Made:
+    weighed = weigh(ground, encoded)
+    align = build(ground.cfg.align)
+    source, captured, layers = weighed.source, weighed.captured, weighed.layers
+    chosen = [build(node) for node in ground.cfg.transforms.values()]
+    transforms = fit_transforms(chosen, encoded["train"], source, captured, layers, align)
+    examples = {
+        split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
+    }
+    return weighed, examples
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+# What touches neither the pairs nor their weights; any other key of a config may. Of the objective only its class is
+# looked at, which must read weights.
+APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
+         "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
+KEPT = 32  # more than a study has arms
+ROOM = 4096  # sets with more pairs than a laptop's study are not kept
+
+
+class _Memory:
+    """What was made for a key, while open; the one used longest ago gives way."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.kept: dict[str, Any] = {}
+
+    def recall(self, key: Callable[[], dict[str, Any]], make: Callable[[], Some]) -> Some:
+        """What ``make`` gives, or gave for the same ``key``."""
+        if not self.open:
+            return make()
+        name = digest(key())
+        if name in self.kept:
+            log.info("%s: as for an earlier point of this process", key()["what"])
+        found: Some = self.kept.pop(name) if name in self.kept else make()
+        if _size(found) <= ROOM:
+            self.kept[name] = found
+        if len(self.kept) > KEPT:
+            del self.kept[next(iter(self.kept))]
+        return found
+
+
+_memory = _Memory()
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """A context in which inputs are kept in memory for further runs of this process; ``forget`` lets go of them.
+
+    What the paths of the configs hold must not change meanwhile.
+    """
+    before, _memory.open = _memory.open, True
+    try:
+        yield
+    finally:
+        _memory.open = before
+
+
+def forget() -> None:
+    """Nothing; lets go of all inputs kept in memory."""
+    _memory.kept.clear()
+
+
+def _size(made: Any) -> int:
+    """The pairs in what is to be kept."""
+    return sum(found.read for found in made[1].values())
+
+
+def _of_texts(ground: Ground) -> dict[str, Any]:
+    values = plain(ground.cfg)
+    return {"what": "pairs", **{name: values[name] for name in ("data", "model", "lengths")}}
+
+
+def _of_weights(ground: Ground) -> dict[str, Any]:
+    values = plain(ground.cfg)
+    kept = {name: value for name, value in values.items() if name not in APART}
+    return {"what": "weights", **kept, "objective": values["objective"]["_target_"]}

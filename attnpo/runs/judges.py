@@ -1,0 +1,241 @@
+"""Judge and verbalizer of a run: described cheaply, loaded once, and only when something is missing in the store."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+
+from attnpo.config_files import read_template
+from attnpo.models.described import require_exact
+from attnpo.models.generate import HFGenerator, context_length
+from attnpo.models.judge import CausalJudge, kernel_for
+from attnpo.models.loading import (
+    described,
+    load_model,
+    load_tokenizer,
+    model_depth,
+    model_heads,
+    text_config,
+    weights_fingerprint,
+)
+from attnpo.models.spec import ModelSpec
+from attnpo.runs.settings import Judge, Verbalizer
+from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
+from attnpo.text.chat import ChatFormat
+from attnpo.text.judge_template import JudgePrompts
+from attnpo.text.score_prompt import ScoreQuestions
+from attnpo.weights.base import Tools
+from attnpo.weights.cache import Store, Table
+from attnpo.weights.layers import Depth
+from attnpo.weights.readings import AnswerStatistics, answer_statistics
+
+log = logging.getLogger(__name__)
+
+
+class JudgeRoom:
+    """A judge that is described cheaply and loaded at most once.
+
+    Args:
+        judge: the component. UserError when another model is meant and none is named, and for a tokenizer that gives
+            no characters.
+        model: the run's model, which judges unless ``judge.path`` names another.
+        chat: the run's chat format, used unless ``judge.path`` names another model.
+    """
+
+    def __init__(self, judge: Judge, model: ModelSpec, chat: ChatFormat) -> None:
+        own = judge.path is None
+        if own and judge.other:
+            raise UserError(
+                "judge.other=true means another model than the run's own, and judge.path is null: set "
+                "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
+            )
+        self.tokenizer = chat.tokenizer
+        self.judge = judge
+        self.path = model.path if judge.path is None else judge.path
+        self.revision = model.revision if own else judge.revision
+        if not own:
+            self.tokenizer = load_tokenizer(self.path, self.revision)
+            if not self.tokenizer.is_fast:
+                raise UserError(
+                    f"judge.path={self.path}: expected a fast tokenizer, which tells each token's characters, got "
+                    f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
+                    "training tokens: name a model folder with a tokenizer.json, or another judge"
+                )
+            chat = ChatFormat(self.tokenizer, read_template(judge.chat_template, "judge.chat_template"))
+        self.prompts = JudgePrompts(judge.rules(), chat)
+
+    @property
+    def num_layers(self) -> Depth:
+        """Depth of the judge, with the layers that have attention, read from its config alone.
+
+        UserError when there is none to read.
+        """
+        found, depth = described(self.path, self.revision), model_depth(self.path, self.revision)
+        if not found.layers:
+            raise UserError(
+                f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read, since none "
+                "goes through transformers' AttentionInterface; name another model as judge.path"
+            )
+        return Depth(depth, found.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer of the judge, read from its config alone; UserError when layers differ in it."""
+        return model_heads(self.path, self.revision)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the judge's numbers: weights, number format, attention kernel family."""
+        return {
+            "weights": weights_fingerprint(self.path, self.revision),
+            "dtype": self.judge.dtype,
+            "kernel": kernel_for(described(self.path, self.revision).attention),
+        }
+
+    def tools(self, device: torch.device) -> Tools:
+        """Model and prompts for capturing; loads the model onto ``device``."""
+        model = load_model(self.path, dtype=self.judge.dtype, revision=self.revision)
+        model.to(device)  # type: ignore[arg-type]
+        kernel = kernel_for(described(self.path, self.revision).attention)
+        judge = CausalJudge(model, token_budget=self.judge.token_budget, kernel=kernel)
+        return Tools(judge=judge, prompts=self.prompts, verdict=self.judge.verdict)
+
+
+ANSWERS = "answers"
+ANSWER = "answer"
+# Raised by hand with every change of the code that moves an answer.
+ANSWERS_VERSION = "1"
+BATCHES_AT_ONCE = 4
+"""Batches of answers that go into the store together."""
+
+
+class VerbalizerRoom:
+    """A verbalizer that is described cheaply and loaded only when an answer is missing.
+
+    Args:
+        verbalizer: the component.
+        model: the run's model, which answers unless ``verbalizer.path`` names another.
+        chat: the run's chat format: that of the prompts unless another model is named, and always that of the tokens.
+        store: where the answers are kept.
+    """
+
+    def __init__(self, verbalizer: Verbalizer, model: ModelSpec, chat: ChatFormat, store: Store) -> None:
+        own = verbalizer.path is None
+        self.verbalizer = verbalizer
+        self.path = model.path if verbalizer.path is None else verbalizer.path
+        self.revision = model.revision if own else verbalizer.revision
+        asked = chat
+        if not own:
+            tokenizer = load_tokenizer(self.path, self.revision)
+            asked = ChatFormat(tokenizer, read_template(verbalizer.chat_template, "verbalizer.chat_template"))
+        self.chat = asked
+        self.questions = ScoreQuestions(verbalizer.template(), asked, chat, self._prompt_room())
+        self._store = store
+
+    def _prompt_room(self) -> int | None:
+        """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
+        config = text_config(self.path, self.revision)
+        limit = self.verbalizer.max_length
+        if limit is None:
+            limit = context_length(config)
+        else:
+            require_exact(config, self.path, "verbalizer.max_length", limit)
+        new = self.verbalizer.sampling.max_new_tokens
+        if limit is not None and limit <= new:
+            source = "verbalizer.max_length" if self.verbalizer.max_length is not None else f"positions of {self.path}"
+            raise UserError(
+                f"verbalizer.sampling.max_new_tokens={new} leaves no room for a prompt within {limit} tokens "
+                f"({source}): lower it"
+            )
+        return None if limit is None else limit - new
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
+        maker = self.verbalizer.known_parts
+        return {
+            "weights": weights_fingerprint(self.path, self.revision),
+            "dtype": self.verbalizer.dtype,
+            "sampling": asdict(self.verbalizer.sampling),
+            "chat": self.chat.fingerprint(),
+            "known_parts": None if maker is None else maker.fingerprint(),
+            "code": ANSWERS_VERSION,
+        }
+
+    def _answers(self) -> Table:
+        return self._store.table(ANSWERS, self.fingerprint())
+
+    def tools(self, device: torch.device) -> Tools:
+        """Generator, questions and decoding for capturing; the model is loaded when the first answer is missing."""
+        at_once = BATCHES_AT_ONCE * self.verbalizer.batch_size
+        generator = KeptAnswers(self._answers(), lambda: self._generator(device), at_once)
+        return Tools(generator=generator, questions=self.questions, sampling=self.verbalizer.sampling)
+
+    def _generator(self, device: torch.device) -> Generator:
+        model = load_model(self.path, dtype=self.verbalizer.dtype, revision=self.revision)
+        model.to(device)  # type: ignore[arg-type]
+        if self.verbalizer.known_parts is not None:
+            return self.verbalizer.known_parts.generator(model, self.chat.tokenizer)
+        return HFGenerator(
+            model,
+            self.chat.tokenizer,
+            self.chat.prompt_ids,
+            batch_size=self.verbalizer.batch_size,
+            token_budget=self.verbalizer.token_budget,
+            end_ids=sorted(self.chat.end_ids),
+        )
+
+    def statistics(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
+        """How well the answers about ``pairs`` could be read, from the texts in the store."""
+        asked = {
+            (pair.pair_id, side): prompt_key(self.questions.messages(pair, side))
+            for pair in pairs
+            if pair.pair_id in captured and captured[pair.pair_id].rounds
+            for side in SIDES
+        }
+        stored = kept(self._answers(), list(asked.values()))
+        return answer_statistics(pairs, captured, {at: stored[key] for at, key in asked.items() if key in stored})
+
+
+def prompt_key(prompt: Sequence[Message]) -> str:
+    """The name under which the answer to a prompt is kept."""
+    return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
+
+
+def kept(table: Table, keys: Sequence[str]) -> dict[str, str]:
+    """The stored answers among ``keys``."""
+    known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
+    return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
+
+
+class KeptAnswers:
+    """A generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
+
+    Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
+    whenever there are ``at_once`` of them: an interruption loses no more.
+    """
+
+    def __init__(self, table: Table, make: Callable[[], Generator], at_once: int = 64) -> None:
+        self.table, self.make, self.at_once = table, make, at_once
+        self._generator: Generator | None = None
+
+    def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
+        """One answer per prompt, in their order."""
+        keys = [prompt_key(prompt) for prompt in prompts]
+        found = kept(self.table, keys)
+        missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
+        if missing and self._generator is None:
+            self._generator = self.make()
+        # The longest first, as within a batch: what does not fit into memory fails at once, and little is padded.
+        waiting = iter(sorted(missing, key=lambda key: -sum(len(turn["content"]) for turn in missing[key])))
+        done, began = 0, time.perf_counter()
+        while self._generator is not None and (some := list(islice(waiting, self.at_once))):
+            answers = self._generator.generate([missing[key] for key in some], sampling)
+            new = dict(zip(some, answers, strict=True))
+            self.table.append({key: {ANSWER: text} for key, text in new.items()})
+            found |= new
+            done += len(new)
+            log.info("verbalizer: %d of %d answers, %.0f s", done, len(missing), time.perf_counter() - began)
+        return [found[key] for key in keys]

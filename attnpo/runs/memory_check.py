@@ -1,0 +1,101 @@
+"""Whether a run fits its device: estimates of training and of the judge pass, logged before any model is loaded."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from transformers import PretrainedConfig
+
+from attnpo.config import build, compose, groups
+from attnpo.data.rules import BatchPlan
+from attnpo.machine import device_of, planned_processes
+from attnpo.models.loading import load_config
+from attnpo.models.spec import ModelSpec
+from attnpo.runs.context import Ground
+from attnpo.runs.startup import once
+from attnpo.schema import UserError
+from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
+
+log = logging.getLogger(__name__)
+
+
+def log_budget(ground: Ground) -> None:
+    """Nothing; logs what training and the judge pass need, and whether the device holds it if there is one.
+
+    Raises UserError when hardware asks for a GPU and there is none.
+    """
+    cfg, spec = ground.cfg, ground.model
+    if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"trainer.accelerator={cfg.trainer.accelerator}, but no CUDA device is visible: leave hardware= out, or "
+            "set trainer.accelerator=auto, to run on the CPU; or check CUDA_VISIBLE_DEVICES and the driver"
+        )
+    config = load_config(spec.path, spec.revision)
+    capacity = capacity_of(cfg)
+    with _estimating(spec.path):
+        found = training_estimate(cfg, spec, config)
+        others = {}
+        if capacity is not None and not found.fits(capacity):
+            others = dict(alternatives(cfg, spec, config))
+        once(found.lines(capacity, others))
+    if "judge" in build(cfg.weights).requires:
+        judge = build(cfg.judge)
+        own = judge.path is None
+        of = config if own else load_config(judge.path, judge.revision)
+        tokens = max(judge.token_budget, judge.max_length)
+        with _estimating(spec.path if own else judge.path):
+            once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+
+
+@contextmanager
+def _estimating(path: str) -> Iterator[None]:
+    """A context in which an estimate that fails is a warning: configs of some kinds say less, or say it otherwise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # noqa: BLE001  # configs of any model; the run does not need the estimate
+        words = " ".join(str(error).split())[:200]
+        log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
+
+
+def capacity_of(cfg: DictConfig) -> int | None:
+    """Bytes of the device this process will use; None without a GPU."""
+    device = device_of(cfg)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
+    """What training this configuration needs on each device."""
+    plan: BatchPlan = build(cfg.batch)
+    return estimate_training(
+        config,
+        spec,
+        build(cfg.optimizer),
+        precision=cfg.trainer.precision,
+        max_length=cfg.lengths.max_length,
+        reference=cfg.reference if "reference" in build(cfg.objective).requires else None,
+        strategy=cfg.trainer.strategy,
+        devices=planned_processes(cfg),
+        micro=plan.per_forward,
+        eval_micro=plan.eval_per_forward,
+        tokens=plan.tokens,
+        eval_tokens=plan.eval_tokens,
+    )
+
+
+def alternatives(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
+    """The same command under every option of the group hardware that this machine has the devices for."""
+    given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
+    folder = None if cfg.composed.get("config_dir") is None else Path(cfg.composed.config_dir)
+    for option in groups(folder).get("hardware", []):
+        try:
+            other = compose("fit", [*given, f"hardware={option}"], folder)
+        except UserError:  # its keys contradict those given
+            continue
+        other.model.path = spec.path
+        if planned_processes(other) <= max(1, torch.cuda.device_count()):
+            yield f"hardware={option}", training_estimate(other, build(other.model), config)

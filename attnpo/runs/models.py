@@ -1,0 +1,194 @@
+"""The policy a run trains and the reference it is held against: loaded live, or read as stored log-probabilities.
+
+A stored reference is per-token float32 log-probabilities, so that no second model is held.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from omegaconf import DictConfig
+from transformers import PreTrainedModel
+
+from attnpo.config import build
+from attnpo.console import world_size
+from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import ExampleSet
+from attnpo.data.rules import LengthRules
+from attnpo.machine import device_of
+from attnpo.models.compiled import compile_blocks, require_same_numbers
+from attnpo.models.layouts import Layout, choose, padded
+from attnpo.models.loading import load_model
+from attnpo.models.lora import AdapterOff, add_lora
+from attnpo.models.scored import ScoredLM
+from attnpo.runs.context import Ground, log_store, reference_fingerprint
+from attnpo.schema import SIDES, UserError
+from attnpo.training.keeping import KeptReference
+from attnpo.training.module import frozen
+from attnpo.weights.cache import Table
+from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
+
+log = logging.getLogger(__name__)
+
+
+TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
+PAIRS_PER_SHARD = 1024
+BYTES_PER_TOKEN = 4
+
+
+def fill_reference(
+    ground: Ground, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
+) -> Table:
+    """The store's table of reference log-probabilities, with what the examples need computed and added.
+
+    ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
+    example; without it a job of several processes is refused, since each would compute everything.
+    """
+    table = reference_table(ground)
+    unique = {example.pair_id: example for made in sets.values() for example in made.examples}
+    wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
+    lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
+    tokens = sum(len(side.response_ids) for example in lacking for side in example.sides)
+    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
+    log_store("reference log-probs", len(wanted), len(lacking), difference, BYTES_PER_TOKEN * tokens)
+    if lacking and shard is None and world_size() > 1:
+        raise UserError(
+            "reference log-probs are missing in the store and this job has several processes; fill the store first "
+            "with the same overrides: python -m attnpo.weigh ... reference=cached"
+        )
+    pad_id = int(ground.tokenizer.pad_token_id or 0)
+    if lacking:
+        model.to(device_of(ground.cfg))
+    layout = choose(ground.cfg.layout, [model], (), device_of(ground.cfg)) if lacking else padded
+    began = time.perf_counter()
+    for start in range(0, len(lacking), PAIRS_PER_SHARD):
+        chunk = lacking[start : start + PAIRS_PER_SHARD]
+        with autocast(ground.cfg):
+            store_logps(table, dict(score_examples(model, chunk, pad_id, layout)))
+        done = start + len(chunk)
+        pace = done / (time.perf_counter() - began)
+        log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
+    return table
+
+
+def reference_table(ground: Ground) -> Table:
+    """The store's table of this run's reference log-probabilities."""
+    rules: LengthRules = build(ground.cfg.lengths)
+    limits = rules.max_prompt_length, rules.max_length
+    key = reference_key(reference_fingerprint(ground), ground.chat, *limits, keep=rules.keep.value)
+    return ground.store.table(REFERENCE, key)
+
+
+def keeper(ground: Ground, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
+    table = reference_table(ground)
+    pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
+    lacking = table.missing(pair_ids, SIDES)
+    tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
+    difference = table.nearest_difference() if len(lacking) == len(pair_ids) else None
+    size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
+    log_store("reference log-probs", len(pair_ids), len(lacking), difference, size)
+    if not lacking:
+        return None
+
+    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
+        if table.missing(pair_ids, SIDES):
+            return None
+        return {split: with_reference(table, made) for split, made in sets.items()}
+
+    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
+
+
+def autocast(cfg: DictConfig) -> torch.autocast:
+    """The number formats the policy will run in, so that stored and live log-probabilities come the same way."""
+    device = device_of(cfg).type
+    return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
+
+
+def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
+    """The examples of a split with the stored log-probabilities; UserError when one is missing or of another length."""
+    lengths = {
+        example.pair_id: (len(example.chosen.response_ids), len(example.rejected.response_ids))
+        for example in made.examples
+    }
+    stored = load_logps(table, list(lengths), lengths)
+    return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
+
+
+def score_examples(
+    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded
+) -> Iterator[tuple[str, LogpPair]]:
+    """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    ordered = sorted(examples, key=lambda example: example.longest)
+    with torch.no_grad():
+        for chunk in within_budget(ordered):
+            rows = [*(example.chosen for example in chunk), *(example.rejected for example in chunk)]
+            inputs, ids, mask = layout([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
+            logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
+            for i, example in enumerate(chunk):
+                counts = [len(side.response_ids) for side in example.sides]
+                yield example.pair_id, (logps[i, : counts[0]].clone(), logps[len(chunk) + i, : counts[1]].clone())
+    model.train(was_training)
+
+
+def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
+    """Examples, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens (one pair at least)."""
+    batch: list[TrainingExample] = []
+    for example in ordered:
+        if batch and 2 * (len(batch) + 1) * example.longest > TOKENS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
+
+
+def load_start(ground: Ground) -> PreTrainedModel:
+    """The model that training starts from, in eval mode and without adapters."""
+    model = ground.model
+    return load_model(
+        model.path,
+        dtype=model.dtype,
+        attn_implementation=model.attn_implementation,
+        revision=model.revision,
+        quantize=model.quantize,
+        device=device_of(ground.cfg),
+    )
+
+
+def load_policy(ground: Ground) -> ScoredLM:
+    """The model to train; under ``model.lora`` with fresh adapters, which change no number before the first step."""
+    model = load_start(ground)
+    if ground.model.lora is not None:
+        add_lora(model, ground.model.lora)
+    policy = ScoredLM(model)
+    if ground.model.gradient_checkpointing:
+        policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
+    return policy
+
+
+def compile_policy(ground: Ground, policy: ScoredLM, layout: Layout) -> None:
+    """Nothing; compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
+
+    Raises ``UserError`` where compiled blocks do not run, or give other numbers than plain ones.
+    """
+    backend = ground.model.compile
+    if backend is not None:
+        autocast = ground.cfg.trainer.precision == "bf16-mixed"
+        require_same_numbers(policy.model, backend, layout, device_of(ground.cfg), autocast=autocast)
+        compile_blocks(policy.model, backend)
+
+
+def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM:
+    """The reference that is run during training: a frozen copy, or the policy without its adapters."""
+    if ground.cfg.reference == "adapter_off":
+        return AdapterOff(policy)
+    reference = ScoredLM(load_start(ground))
+    frozen(reference)
+    return reference

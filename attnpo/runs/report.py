@@ -1,0 +1,335 @@
+"""What a finished run leaves for readers: its page, what its tracker gets, and the facts of its model card."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from omegaconf import OmegaConf
+
+from attnpo.config import plain
+from attnpo.display.figures import training_curves
+from attnpo.display.heat import HeatRow, heat_row
+from attnpo.display.heatmap import heatmap_html
+from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
+from attnpo.display.tables import Cell
+from attnpo.machine import versions
+from attnpo.models.loading import text_config, weights_fingerprint
+from attnpo.models.older_readers import warning_for
+from attnpo.runs.folders import store_root
+from attnpo.runs.input_summary import example_statistics, row_lines
+from attnpo.runs.inputs import Inputs
+from attnpo.runs.weighing import SPLITS
+from attnpo.training.export import Exporter
+from attnpo.training.loggers import trackers
+from attnpo.training.metrics_file import METRICS, read_metrics
+from attnpo.training.settings import CallbackSettings
+from attnpo.weights.base import OnlineSource
+
+log = logging.getLogger(__name__)
+
+
+CURVES, REPORT = "curves.png", "report.html"
+
+
+def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
+    """The first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
+
+    None where training computes the weights.
+    """
+    if isinstance(inputs.weighed.source, OnlineSource):
+        return []
+    pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
+    tokenizer = inputs.ground.tokenizer
+    rows = []
+    for example in inputs.examples["train"].examples[:count]:
+        captured = inputs.weighed.captured.get(example.pair_id)
+        rows.append(
+            heat_row(
+                pairs[example.pair_id],
+                example.sides,
+                example.weights,
+                lambda token: str(tokenizer.decode([token])),
+                lengths=example.lengths,
+                coverage=example.coverage,
+                rounds=() if captured is None else captured.rounds,
+            )
+        )
+    return rows
+
+
+def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackSettings, folder: Path) -> None:
+    """Nothing; writes ``curves.png`` and ``report.html`` of one run."""
+    training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
+    warning = result["inputs"].get("judge", {}).get("warning")
+    blocks: list[Section] = [
+        *([Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)])] if warning else []),
+        Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
+    ]
+    if result["truth"]:
+        scores = result["truth"]["scores"]
+        names = [name for name in scores["test"] if name != "rewards"]
+        table: list[list[Cell]] = [[split, *(values[name] for name in names)] for split, values in scores.items()]
+        blocks.append(Section("Against the truth, on held-out prompts", [TableBlock(["prompts", *names], table)]))
+    blocks.append(
+        Section(
+            "Inputs",
+            [
+                KeyValues(
+                    {
+                        f"{part}: {name}": value
+                        for part, values in result["inputs"].items()
+                        for name, value in _leaves(values)
+                    }
+                )
+            ],
+        )
+    )
+    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
+        blocks.append(Section("Token weights of the first pairs", [Fragment(heatmap_html(shown, page=False))]))
+    example = next(iter(inputs.examples["train"].examples), None)
+    if example is not None:
+        blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(inputs, example)))]))
+    blocks.append(
+        Section(
+            "Versions and configuration",
+            [
+                KeyValues(result["versions"]),
+                Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(inputs.ground.cfg)))),
+            ],
+        )
+    )
+    (folder / REPORT).write_text(report_page(folder.name, blocks), encoding="utf-8")
+    log.info("report: %s", folder / REPORT)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Cell]]:
+    """Dotted names and values below a mapping."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name} ")
+        else:
+            yield (
+                f"{prefix}{name}",
+                value if isinstance(value, str | float | int | bool) or value is None else str(value),
+            )
+
+
+Table = tuple[list[str], list[list[Any]]]
+
+TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
+WEIGHT_NUMBERS = ("coverage", "effective_share", "unmatched_share")
+# Overrides that change no number; they hold folders and names of the machine the run was made on.
+PRIVATE = ("name", "output", "store", "resume", "logger")
+OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder
+DROPPED = "dropped: "  # how events of dropped pairs begin in a tally
+BOS_WRITTEN = (
+    "training puts the tokenizer's BOS in front of a prompt and the base's chat template writes none, so the exported "
+    "chat template writes it"
+)
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def publish_run(
+    loggers: Sequence[Logger], inputs: Inputs, result: Mapping[str, Any], settings: CallbackSettings, folder: Path
+) -> None:
+    """Nothing; sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
+
+    The numbers of ``result.json`` become the summary under ``result/`` and their path in that file.
+    """
+    for tracker in trackers(loggers):
+        import wandb
+
+        from attnpo.display.heatmap import heatmap_html
+
+        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result)})
+        media: dict[str, Any] = {"account": _table(account_table(result["inputs"]))}
+        if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
+            media["samples"] = _table(samples)
+        if settings.report and (folder / CURVES).is_file():
+            media["curves"] = wandb.Image(str(folder / CURVES))
+        if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
+            page = heatmap_html(shown, title=folder.name)
+            media["weights/heat_maps"] = wandb.Html(page, inject=False)
+        tracker.log_metrics(media, step=int(result["steps"]))
+
+
+def account_table(inputs: Mapping[str, Any]) -> Table:
+    """Columns and rows of a run's account: every number of its inputs, one column per split."""
+    per_split = {split: dict(numbers(inputs[split])) for split in SPLITS}
+    names = list(dict.fromkeys(name for values in per_split.values() for name in values))
+    return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
+
+
+def sample_table(path: Path) -> Table | None:
+    """Columns and rows of ``generations.jsonl``, prompts as text; None when there is no such file."""
+    if not path.is_file():
+        return None
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    names = [name for name in (rows[0] if rows else {}) if name != "prompt"]
+    shown = [["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]), *(row[n] for n in names)]
+             for row in rows]  # fmt: skip
+    return ["prompt", *names], shown
+
+
+def numbers(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int]]:
+    """(path, value) of every finite number in nested dicts; lists, texts and truth values are passed over."""
+    for name, value in node.items():
+        where = f"{path}/{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from numbers(value, where)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield where, value
+
+
+def _table(table: Table) -> Any:
+    """A W&B table; columns that mix numbers and texts are allowed."""
+    import wandb
+
+    return wandb.Table(columns=list(table[0]), data=table[1], allow_mixed_types=True)
+
+
+# ------------------------------------------------------------------------------------------------ card
+
+
+def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True) -> Exporter:
+    """The exporter of a run: its tokenizer and template, every id that ends a turn, and the facts of its model card.
+
+    Logs what users of the folder must know, which the card tells too. ``card`` false spares facts and log, since the
+    digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
+    nothing.
+    """
+    ground = inputs.ground
+    ends, template = tuple(sorted(ground.chat.end_ids)), ground.chat.inference_template()
+    if not card:
+        return Exporter(ground.tokenizer, ends, dtype, chat_template=template)
+    notes = []
+    if template != ground.chat.chat_template:
+        notes.append(BOS_WRITTEN)
+        log.info("checkpoints: %s", BOS_WRITTEN)
+    older = warning_for(text_config(ground.model.path, ground.model.revision))
+    if older is not None:
+        notes.append(older)
+        log.warning("checkpoints: %s", older)
+    return Exporter(ground.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
+
+
+def card_facts(inputs: Inputs) -> dict[str, Any]:
+    """What the model card of a run tells apart from its metrics, as plain data (keys: ``attnpo/training/card.py``)."""
+    cfg = plain(inputs.ground.cfg)
+    statistics = example_statistics(inputs)
+    return {
+        "base": _base_facts(inputs),
+        "data": _data_facts(inputs, statistics),
+        "method": {
+            "objective": {"name": _class_name(cfg["objective"]), "settings": settings_of(cfg["objective"])},
+            "weights": {
+                "name": type(inputs.weighed.source).__name__,
+                "settings": dict(_flat(as_plain(inputs.weighed.source))),
+            },
+            "judge": _judge_facts(inputs, cfg["judge"]),
+            "verdicts": statistics.get("judge"),
+        },
+        "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
+        "hyperparameters": {
+            **{
+                f"{node}.{name}": value
+                for node in ("optimizer", "batch", "lengths", "align")
+                for name, value in settings_of(cfg[node]).items()
+            },
+            **{f"trainer.{name}": cfg["trainer"][name] for name in TRAINER_KEYS},
+            **{f"model.{name}": value for name, value in settings_of(cfg["model"]).items() if name not in OWN_WORDS},
+            "reference": cfg["reference"],
+            "seed": cfg["seed"],
+        },
+        "versions": versions(),
+        "command": command(cfg["composed"]),
+    }
+
+
+def command(composed: Mapping[str, Any]) -> list[str]:
+    """The command that composes a run's config, without the overrides that only say where things lie."""
+    kept = [
+        override
+        for override in composed.get("overrides", [])
+        if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
+    ]
+    given = composed.get("config_dir")
+    return ["python", "-m", "attnpo.fit", *kept, *([] if given is None else ["--config-dir", str(given)])]
+
+
+def settings_of(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a component's config node, nested ones under dotted names."""
+    return dict(_flat(node))
+
+
+def as_plain(value: Any) -> Any:
+    """A component as its config would say it: dataclasses as dicts, enums by value."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value
+
+
+def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        where = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping):
+            yield from _flat(value, where)
+        elif name != "_target_":
+            yield where, value
+
+
+def _class_name(node: Mapping[str, Any]) -> str:
+    return str(node["_target_"]).rpartition(".")[2]
+
+
+def _base_facts(inputs: Inputs) -> dict[str, Any]:
+    model = inputs.ground.model
+    return {
+        **_place(inputs, model.path),
+        "revision": model.revision,
+        "fingerprint": weights_fingerprint(model.path, model.revision),
+    }
+
+
+def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
+    data = inputs.ground.cfg.data
+    splits = {}
+    for split in SPLITS:
+        pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
+        lost = {name.removeprefix(DROPPED): count for name, count in events.items() if name.startswith(DROPPED)}
+        splits[split] = {
+            "read": statistics[split]["read"],
+            "kept": statistics[split]["pairs"],
+            "dropped": {**pairs.counts, **lost},
+            "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
+        }
+    return {**_place(inputs, str(data.path)), "revision": data.revision, "subset": data.subset, "splits": splits}
+
+
+def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | None:
+    if "judge" not in inputs.weighed.source.requires:
+        return None
+    path = node["path"]
+    name = "the base model itself" if path is None else _place(inputs, str(path))["name"]
+    return {"name": name, "settings": {key: value for key, value in settings_of(node).items() if key != "path"}}
+
+
+def _place(inputs: Inputs, path: str) -> dict[str, Any]:
+    """What a card says of a model's or data set's path: as the user gave it, never where the store lies."""
+    prepared = store_root(inputs.ground.cfg) / "prepared"
+    if Path(path).is_relative_to(prepared):
+        return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
+    local = Path(path).expanduser().exists()
+    hub = None if local or HUB_ID.fullmatch(path) is None else path
+    return {"name": path.rstrip("/").rpartition("/")[2] or path, "path": path, "hub": hub}

@@ -1,0 +1,295 @@
+"""A run's components as plain values, and which of them go together.
+
+Light: read before anything heavy is loaded.
+"""
+
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attnpo.config_files import find_file
+from attnpo.data.base import PairSet
+from attnpo.data.rules import BatchPlan
+from attnpo.models.spec import DTYPES, ModelSpec
+from attnpo.objectives.base import LengthFrom, PreferenceObjective
+from attnpo.schema import Generator, Kind, Sampling, UserError, check_choice, check_least
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.judge_template import JudgeRules
+from attnpo.text.score_prompt import ScoreTemplate
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import TrainerSettings
+from attnpo.weights.base import WeightSource, is_neutral
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+AUTO = "auto"
+LAYER = "weights.layer"
+CHOICE = "auto_layer"
+"""Where the record of a choice stands: the folder in the store, the key in ``Ground.prepared`` and in a result."""
+
+
+@dataclass(frozen=True)
+class AutoLayer:
+    """How ``weights.layer=auto`` finds its layer (config node ``auto_layer``).
+
+    ``pairs``: the calibration sample, training pairs in the order of their ids. The top-weighted ``shares`` of the
+    tokens are removed and compared with ``draws`` random removals (keyed by ``seed``) of as many tokens from the same
+    places, an even number so that the judge's liking for a place cancels. Takes pairs x layers x shares x (2 + draws)
+    judge prompts.
+    """
+
+    pairs: int = 64
+    shares: tuple[float, ...] = (0.1, 0.2, 0.4)
+    draws: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_least("auto_layer", 1, pairs=self.pairs, draws=self.draws)
+        if not self.shares or not all(0 < share < 1 for share in self.shares):
+            raise UserError(f"auto_layer.shares: expected shares between 0 and 1, got {list(self.shares)}")
+
+
+def is_auto(layer: object) -> bool:
+    """Whether a value of ``weights.layer`` asks for the layer to be found."""
+    return isinstance(layer, str) and layer.strip().lower() == AUTO
+
+
+def wants_auto(cfg: "DictConfig") -> bool:
+    """Whether the layer of the weights is yet to be found. UserError when it would not be read."""
+    if not is_auto(cfg.weights.get("layer")):
+        return False
+    if cfg.weights.get("layers"):
+        raise UserError(
+            f"weights.layer=auto finds one layer, and weights.layers={list(cfg.weights.layers)} names those to read: "
+            "leave one of them out"
+        )
+    return True
+
+
+@runtime_checkable
+class JudgePreparer(Protocol):
+    """A ``prepare`` component that can also build another model to judge."""
+
+    def prepare_judge(self, root: Path) -> Any:
+        """Where it is (``path``), what was measured (``report``), whether it was there already (``reused``)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Judge(JudgeRules):
+    """The judge's prompt rules (``JudgeRules``) and its model.
+
+    ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
+    full depth; without it the forward stops behind the deepest stored layer. ``token_budget`` is tokens per forward.
+    ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    verdict: bool = True
+    token_budget: int = 16384
+    other: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("judge.dtype", self.dtype, DTYPES)
+        check_least("judge", 1, token_budget=self.token_budget)
+
+    def rules(self) -> JudgeRules:
+        """The prompt rules alone, with the template's path settled."""
+        plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
+        return replace(plain, template_file=str(find_file(self.template_file, "judge.template_file")))
+
+
+@dataclass(frozen=True)
+class OtherJudge:
+    """The other judge of a setting, which ``judge=other`` takes its keys from.
+
+    ``path`` None is the model that ``prepare`` builds as one. ``layer`` is the one to read, ``align`` and
+    ``length_from`` are what its tokens ask of ``align.method`` and ``objective.length_from``: levenshtein and source
+    for the run's own tokenizer, characters and train for another.
+    """
+
+    template_file: str
+    path: str | None = None
+    revision: str | None = None
+    chat_template: str | None = None
+    dtype: str = "float32"
+    max_length: int = 2048
+    max_response_length: int = 768
+    layer: int | str = "last"
+    align: AlignMethod = AlignMethod.LEVENSHTEIN
+    length_from: LengthFrom = LengthFrom.SOURCE
+
+    def __post_init__(self) -> None:
+        check_choice("other_judge.dtype", self.dtype, DTYPES)
+        check_least("other_judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
+
+
+REFERENCES = ("live", "cached", "first_epoch", "adapter_off")
+
+
+@runtime_checkable
+class PairReader(Protocol):
+    """Where pairs come from (config node ``data``)."""
+
+    def load(self, split: str) -> PairSet:
+        """The pairs of a split."""
+        ...
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """What builds model and data first (config node ``prepare``)."""
+
+    def prepare(self, root: Path) -> Any:
+        """Where the artefacts are."""
+        ...
+
+
+@runtime_checkable
+class Truth(Protocol):
+    """What scores a policy against a known truth (config node ``truth``)."""
+
+    def score(self, *arguments: Any, **named: Any) -> Any:
+        """The scores."""
+        ...
+
+
+def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for weights that cost something and that the objective would not read."""
+    if "factors" in objective.requires and source.kind is not Kind.FACTOR:
+        raise UserError(
+            f"objective {type(objective).__name__} reads factors, and weights are {type(source).__name__}, a "
+            "distribution: set weights=transport (OTPO's own) or weights=gradient (TI-DPO's)"
+        )
+    if not is_neutral(source) and "token_weights" not in objective.requires:
+        raise UserError(
+            f"objective {type(objective).__name__} reads no token weights, so those of {type(source).__name__} would "
+            "be computed for nothing: set weights=uniform, or an objective that reads weights (objective=twdpo)"
+        )
+
+
+def require_reference(reference: str, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for an objective that asks more of its reference than stored log-probs can say."""
+    more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
+    if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
+        raise UserError(
+            f"objective {type(objective).__name__} needs the reference itself ({', '.join(more)}), and "
+            f"reference={reference} keeps one number per token of the pairs: set reference=live (model=lora: "
+            "adapter_off)"
+        )
+
+
+def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for steps of one pair under an objective that compares pairs of a step."""
+    if "several_pairs" in objective.requires and batch.pairs < 2:
+        raise UserError(
+            f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
+            f"batch.pairs of at least 2, got {batch.pairs}"
+        )
+
+
+LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES, which imports torch
+
+
+def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
+    """Nothing; raises UserError for sharded weights under an objective that samples from the policy."""
+    if "group:anchor" in objective.requires and trainer.strategy == "fsdp":
+        raise UserError(
+            f"objective {type(objective).__name__} samples anchors from the whole policy, and trainer.strategy=fsdp "
+            "shards it: set trainer.strategy=auto, or objective.gamma_triplet=0"
+        )
+
+
+def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
+    """Nothing; raises UserError for sharded weights in a form that this project does not shard."""
+    for name, value in (("quantize", model.quantize), ("compile", model.compile)):
+        if value is not None and trainer.strategy == "fsdp":
+            raise UserError(
+                f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp shards them: set "
+                f"trainer.strategy=auto or model.{name}=null"
+            )
+
+
+def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
+    """Nothing; raises UserError for a kind of reference that does not exist or cannot be, and for absent packages."""
+    if reference not in REFERENCES:
+        raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
+    if reference == "adapter_off" and model.lora is None:
+        raise UserError(
+            "reference=adapter_off needs a fresh adapter, and model.lora is null: set model=lora, or reference=live or "
+            "cached"
+        )
+    for wanted, package, extra, key in (
+        (model.lora is not None, "peft", "lora", "model.lora"),
+        (model.quantize is not None, "bitsandbytes", "qlora", "model.quantize"),
+        (optimizer.moments == "8bit", "torchao", "opt8bit", "optimizer.moments=8bit"),
+    ):
+        if wanted and find_spec(package) is None:
+            raise UserError(f"{key} needs the package {package}, which is not installed: pip install 'attnpo[{extra}]'")
+
+
+@runtime_checkable
+class GeneratorMaker(Protocol):
+    """What makes a generator out of a loaded model in another way than free decoding."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Every setting that changes an answer."""
+        ...
+
+    def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
+        """The generator."""
+        ...
+
+
+@dataclass(frozen=True)
+class Verbalizer:
+    """Who scores the parts of responses, and how.
+
+    ``template_file``: the user message, with {question} and {answer}; ``system_file``: the system message, if any.
+    ``path`` None is the run's own model and chat format. A prompt that leaves no room for ``sampling.max_new_tokens``
+    within ``max_length`` tokens (None: the positions of the model) drops its pair. A batch has at most ``batch_size``
+    prompts and ``token_budget`` tokens; neither changes an answer beyond rounding. ``known_parts``: a component that
+    feeds the parts to the model and reads their scores, for models that cannot quote.
+    """
+
+    template_file: str
+    system_file: str | None = None
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=2048, temperature=0.0))
+    batch_size: int = 16
+    token_budget: int = 65536
+    max_length: int | None = None
+    known_parts: GeneratorMaker | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("verbalizer.dtype", self.dtype, DTYPES)
+        for name in ("batch_size", "token_budget", "max_length"):
+            check_least("verbalizer", 1, **{name: getattr(self, name)})
+
+    def template(self) -> ScoreTemplate:
+        """The wording, read from its files."""
+        system = None if self.system_file is None else find_file(self.system_file, "verbalizer.system_file")
+        return ScoreTemplate.from_files(find_file(self.template_file, "verbalizer.template_file"), system)
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: greedy decoding draws nothing, the run's own model has its own revision and chat."""
+        found: dict[str, str] = {}
+        if self.sampling.temperature == 0:
+            found |= dict.fromkeys(
+                ("sampling.top_p", "sampling.top_k", "sampling.seed"), "verbalizer.sampling.temperature=0"
+            )
+        if self.path is None:
+            own = "the verbalizer is the model itself (verbalizer.path=null)"
+            found |= {"revision": own, "chat_template": own}
+        return found

@@ -1,0 +1,239 @@
+"""Captured weights of a run's pairs: read from the store, or computed where it lacks them."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from attnpo.config import build
+from attnpo.console import world_size
+from attnpo.data.prepare import EncodedSet, Tally
+from attnpo.machine import device_of
+from attnpo.runs.context import Ground, judge_room, log_store, verbalizer_room
+from attnpo.runs.settings import require_reader
+from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.weights.base import Tools, WeightSource
+from attnpo.weights.cache import Table
+from attnpo.weights.capture import (
+    TOKENS,
+    VERDICTS,
+    WEIGHTS,
+    CaptureReport,
+    ensure_captured,
+    estimate_bytes,
+    rows_to_store,
+    unreadable_pairs,
+    weights_key,
+)
+from attnpo.weights.layers import Row, layer_column, rows_in_words
+from attnpo.weights.readings import AnswerStatistics
+from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
+
+log = logging.getLogger(__name__)
+
+
+SPLITS = ("train", "val")
+
+Captured = Mapping[str, PairWeights]
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
+
+    ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
+    is the store's key of the captured rows. ``verdicts`` and ``answers`` are the account of the judge's verdicts and of
+    the answers about parts, where such were read.
+    """
+
+    source: WeightSource
+    captured: dict[str, PairWeights]
+    report: CaptureReport | None
+    verdicts: JudgeStatistics | None
+    layers: tuple[Row, ...]
+    depth: int
+    key: dict[str, Any]
+    answers: AnswerStatistics | None = None
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a source captures with, described without loading a model.
+
+    ``name`` and ``done`` are the words for it in the log ("judge", "judged"); ``work`` is a pass that reads the given
+    rows, in words. ``depth``: layers of the model if layers are read, else 0; ``heads`` counts its query heads.
+    ``rounds``: rows per response and layer. ``verdict``: verdicts are read as well. ``model`` and ``prompts`` are
+    fingerprints for the store's key. ``tools`` loads the model and makes what capturing needs. ``verdicts`` and
+    ``answers`` are the account of what was captured.
+    """
+
+    name: str
+    done: str
+    work: Callable[[str], str]
+    depth: int
+    heads: Callable[[], int]
+    rounds: int
+    verdict: bool
+    model: dict[str, Any]
+    prompts: dict[str, Any]
+    tools: Callable[[], Tools]
+    verdicts: Callable[[Captured], JudgeStatistics | None]
+    answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]
+
+
+def _judge(ground: Ground) -> Means:
+    room = judge_room(ground)
+    verdict = room.judge.verdict
+    return Means(
+        name="judge",
+        done="judged",
+        work=lambda rows: f"judge pass: reading {rows} of {room.path} in both orders",
+        depth=room.num_layers,
+        heads=lambda: room.num_heads,
+        rounds=2,
+        verdict=verdict,
+        model=room.fingerprint(),
+        prompts=room.prompts.fingerprint(),
+        tools=lambda: room.tools(device_of(ground.cfg)),
+        verdicts=lambda captured: (
+            judge_statistics(list(captured.values()), room.prompts.label_ids) if verdict else None
+        ),
+        answers=lambda pairs, captured: None,
+    )
+
+
+def _verbalizer(ground: Ground) -> Means:
+    room = verbalizer_room(ground)
+    return Means(
+        name="verbalizer",
+        done="scored in words",
+        work=lambda rows: f"verbalizer pass: {room.path} scores the parts of both responses",
+        depth=0,
+        heads=lambda: 0,
+        rounds=1,
+        verdict=False,
+        model=room.fingerprint(),
+        prompts=room.questions.fingerprint(),
+        tools=lambda: room.tools(device_of(ground.cfg)),
+        verdicts=lambda captured: None,
+        answers=room.statistics,
+    )
+
+
+MEANS: Mapping[str, Callable[[Ground], Means]] = {"judge": _judge, "generator": _verbalizer}
+
+
+def means_of(ground: Ground, source: WeightSource) -> Means | None:
+    """What ``source`` captures with in this run; None when it captures nothing. UserError for what is not there."""
+    wanted = sorted(source.requires)
+    if not wanted:
+        return None
+    if len(wanted) > 1 or wanted[0] not in MEANS:
+        raise UserError(
+            f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(MEANS)}: choose "
+            "other weights"
+        )
+    return MEANS[wanted[0]](ground)
+
+
+def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
+    """The run's weight source with everything it captured for the pairs of ``encoded``; computes what the store lacks.
+
+    ``shard`` (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
+    it, missing rows in a job of several processes are refused: they would be computed by every process. Logs the pairs
+    that the model cannot be shown. ``weights.layer=auto`` must be settled already
+    (``settle_layer``). UserError when the model can be shown none of them, whichever process stored that.
+    """
+    require_reader(build(ground.cfg.weights), build(ground.cfg.objective))
+    source: WeightSource = build(ground.cfg.weights)
+    means = means_of(ground, source)
+    if means is None:
+        return Weighed(source.resolve(1), {}, None, None, (), 0, {})
+    source = source.resolve(means.depth or 1)
+    layers = rows_to_store(source, means.depth or 1, means.heads)
+    wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
+    share = wanted if shard is None else wanted[shard[0] :: shard[1]]
+    key = weights_key(source, means.model, means.prompts)
+    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if means.verdict else [])]
+    table = ground.store.table(WEIGHTS, key)
+    _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, means.rounds, len(layers))
+
+    def tools() -> Tools:
+        if shard is None and world_size() > 1:
+            raise UserError(
+                f"weights are missing in the store and this job has {world_size()} processes; fill the store first "
+                "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
+            )
+        log.info("%s", means.work(rows_in_words(layers)))
+        return replace(
+            means.tools(), progress=lambda done, total: log.info("%s: %d of %d pairs", means.name, done, total)
+        )
+
+    captured, report = ensure_captured(
+        share, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=means.verdict
+    )
+    if report.computed:
+        log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
+    _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, means)
+    return Weighed(
+        source,
+        captured,
+        report,
+        means.verdicts(captured),
+        source.wanted(),
+        means.depth,
+        key,
+        means.answers(share, captured),
+    )
+
+
+def _log_stored(
+    table: Table, wanted: set[str], encoded: dict[str, EncodedSet], columns: list[str], rounds: int, layers: int
+) -> None:
+    """Nothing; logs what the store holds of the wanted pairs and about how much will be written for the others.
+
+    Their size goes by the training tokens, in each round.
+    """
+    lacking = set(table.missing(sorted(wanted), columns))
+    tokens = rounds * sum(
+        len(side.response_ids)
+        for made in encoded.values()
+        for pair, sides in zip(made.pairs, made.encoded, strict=True)
+        if pair.pair_id in lacking
+        for side in sides.values()
+    )
+    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
+    log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
+
+
+def _log_unreadable(table: Table, wanted: list[str], columns: list[str], means: Means) -> None:
+    """Nothing; logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
+
+    UserError when that is every pair: the last of several processes sees what all of them stored.
+    """
+    found = unreadable_pairs(table, wanted)
+    if not found:
+        return
+    first = next(iter(found.values()))
+    if len(found) == len(wanted):
+        raise UserError(
+            f"the {means.name} can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: {first.story}"
+        )
+    tally = Tally()
+    for pair_id, pair in found.items():
+        tally.add(pair.reason, pair_id)
+        tally.words.setdefault(pair.reason, "" if pair.story == pair.reason else f"; the first: {pair.story}")
+    pending = len(table.missing(wanted, columns))
+    stored = f" ({pending} more are still with other processes)" if pending else ""
+    for reason, count in sorted(tally.counts.items()):
+        log.warning(
+            "%d of %d pairs%s cannot be %s and get no weights: %s: %s%s%s",
+            count,
+            len(wanted) - pending,
+            stored,
+            means.done,
+            reason,
+            ", ".join(tally.first[reason]),
+            ", ..." if count > len(tally.first[reason]) else "",
+            tally.words[reason],
+        )

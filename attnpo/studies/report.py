@@ -1,0 +1,224 @@
+"""A finished study printed and written: tables, figures, page, tracker and study.json."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+
+from attnpo.config import build, plain
+from attnpo.display.figures import FrontierPoint, LayerPoint, frontier, layer_curve
+from attnpo.display.page import Image, Paragraph, Section, TableBlock, report_page
+from attnpo.display.sections import markdown, print_sections
+from attnpo.display.tables import Cell, table_csv
+from attnpo.files import changed, clean, is_sealed, seal, write_whole
+from attnpo.runs.folders import STUDY_FILES
+from attnpo.runs.report import REPORT, _table, numbers
+from attnpo.studies.footnotes import footnotes, warnings
+from attnpo.studies.ranking import ranking_table
+from attnpo.studies.selection import Spot, best_by_arm, by_arm, gather, has_truth
+from attnpo.studies.study import Outcome
+from attnpo.studies.tables import DIGITS, Row, level_tables, main_table
+from attnpo.training.loggers import TrackedRun
+
+log = logging.getLogger(__name__)
+
+
+def study_figures(outcome: Outcome) -> list[Image]:
+    """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
+
+    Of each world its own; none without a known truth.
+    """
+    if not has_truth(gather(outcome.points)):
+        return []
+    return [image for world in outcome.worlds for image in _world_figures(outcome, world)]
+
+
+def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
+    best = best_by_arm(outcome, world)
+    if not best:
+        return
+    name = f"{outcome.study.name}, {world}" if world else outcome.study.name
+    of = f", world {world}" if world else ""
+    stem = f"-{clean(world)}" if world else ""
+    base = next(iter(best.values())).truth("test", "base_reward")
+    points = [
+        FrontierPoint(
+            spot.arm.name,
+            spot.truth("test", "kl"),
+            spot.interval.mean,
+            spot.label,
+            spot.interval.low,
+            spot.interval.high,
+            best[spot.arm.name].values == spot.values,
+        )
+        for spots in by_arm(outcome, world).values()
+        for spot in spots
+    ]
+    path = frontier(
+        points,
+        outcome.folder / f"frontier{stem}.png",
+        limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
+        base_reward=base,
+        ylabel="true reward, test prompts",
+        title=f"{name}: reward against KL",
+    )
+    yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
+    layers = [
+        LayerPoint(spot.arm.layer, spot.interval.mean, spot.interval.low, spot.interval.high)
+        for spot in best.values()
+        if spot.arm.layer is not None
+    ]
+    if len(layers) > 1:
+        levels = {name: spot.truth("test", "reward") for name, spot in best.items() if spot.arm.layer is None}
+        path = layer_curve(
+            layers,
+            outcome.folder / f"layers{stem}.png",
+            baselines={**levels, "base": base},
+            ylabel="true reward, test prompts",
+            title=f"{name}: each arm at its best point",
+        )
+        yield Image(path, f"true reward by layer{of}, each at its best grid point")
+
+
+def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
+    """The names of the study's figures, those in ``tables`` included; draws its own and writes its ``report.html``.
+
+    The page begins with ``tables``.
+    """
+    images = study_figures(outcome)
+    runs: list[list[Cell]] = [
+        [*([world] if world else []), name, spot.label, ", ".join(map(str, spot.seeds))]
+        for world in outcome.worlds
+        for name, spot in best_by_arm(outcome, world).items()
+    ]
+    heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
+    sections = [
+        *tables,
+        *([Section("Figures", images)] if images else []),
+        Section("Chosen points", [TableBlock(heads, runs)]),
+    ]
+    title = outcome.study.title or outcome.study.name
+    (outcome.folder / REPORT).write_text(report_page(title, sections), encoding="utf-8")
+    drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
+    return sorted({path.name for path in drawn if isinstance(path, Path) and path.parent == outcome.folder})
+
+
+def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
+    """Nothing; sends a study's table, all its points and its figures to a W&B run of the points' group."""
+    settings = build(cfg.logger)
+    if settings.wandb is None:
+        return
+    import wandb
+
+    columns, rows = main_table(outcome)
+    worlds = ["world"] if outcome.study.worlds else []
+    points = [
+        [*([point.arm.world] if worlds else []), point.arm.name, point.seed, " ".join(point.values)]
+        for point, _ in outcome.points
+    ]
+    every = [dict(numbers(result)) for _, result in outcome.points]
+    names = list(dict.fromkeys(name for one in every for name in one))
+    media: dict[str, Any] = {
+        "study/table": _table((columns, [[row.get(name) for name in columns] for row in rows])),
+        "study/points": _table(
+            (
+                [*worlds, "arm", "seed", "values", *names],
+                [[*point, *(one.get(name) for name in names)] for point, one in zip(points, every, strict=True)],
+            )
+        ),
+    }
+    for image in sorted(outcome.folder.glob("*.png")):
+        media[f"study/{image.stem}"] = wandb.Image(str(image))
+    group = settings.wandb.group or outcome.study.name
+    tracker = TrackedRun(replace(settings.wandb, group=group), outcome.folder, plain(cfg), job="study")
+    status = "failed"
+    try:
+        tracker.experiment.summary.update({"digest": outcome.digest, "failed": len(outcome.failed)})
+        tracker.log_metrics(media)
+        status = "success"
+    finally:
+        tracker.close(status)
+
+
+# ------------------------------------------------------------------------------------------------ what is written
+
+
+def arms_section(outcome: Outcome) -> Section:
+    """The study's own table, warnings above and footnotes below it."""
+    columns, rows = main_table(outcome)
+    above = [Paragraph(line, warning=True) for line in warnings(outcome)]
+    below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
+    table = TableBlock(columns, rows, digits=DIGITS)
+    return Section("Arms at their best points", [*above, table, *below])
+
+
+def analysis_sections(outcome: Outcome) -> list[Section]:
+    """What the study's analyses show of what they have measured; one that cannot says so and keeps the tables."""
+    found: list[Section] = []
+    for name, analysis in outcome.study.analyses.items():
+        if not outcome.measured.get(name):
+            continue
+        try:
+            found += analysis.sections(outcome, outcome.measured[name])
+        except Exception as error:
+            log.exception("analysis %s cannot be shown", name)
+            found.append(Section(name, [Paragraph(f"FAILED analysis {name} cannot be shown: {error}", warning=True)]))
+    return found
+
+
+def finish_study(outcome: Outcome) -> None:
+    """Nothing; prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
+    folder = outcome.folder
+    sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
+    console = Console(width=None if Console().is_terminal else 190)
+    print_sections(console, outcome.study.title or outcome.study.name, sections)
+    write_whole(folder / "table.md", "\n\n".join(markdown(sections)) + "\n")
+    write_whole(folder / "results.csv", all_points(gather(outcome.points)))
+    keep_record(outcome, write_study_report(outcome, sections))
+    seal(folder, only=STUDY_FILES)
+    console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
+    for place in sorted(folder.glob("points/*/best")):
+        console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
+
+
+def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
+    """Nothing; writes study.json, and removes the figures of an earlier command in the folder that are none of these.
+
+    ``figures``: the names of those that belong to this one.
+    """
+    path = outcome.folder / "study.json"
+    damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
+    try:
+        earlier = [] if damaged else json.loads(path.read_text(encoding="utf-8"))["figures"]
+    except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
+        earlier = []
+    for name in earlier:
+        if name not in figures:
+            (outcome.folder / name).unlink(missing_ok=True)
+    record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
+    write_whole(path, json.dumps(record, indent=1) + "\n")
+
+
+# ------------------------------------------------------------------------------------------------ every run
+
+
+def all_points(spots: Sequence[Spot]) -> str:
+    """Every run of the study as CSV."""
+    rows: list[Row] = []
+    for spot in spots:
+        for seed, result in zip(spot.seeds, spot.results, strict=True):
+            row: Row = {**({"world": spot.arm.world} if spot.arm.world else {}), "arm": spot.arm.name, "seed": seed}
+            row.update({key: value for key, value in (item.split("=", 1) for item in spot.values)})
+            for split, scores in (result["truth"] or {"scores": {}})["scores"].items():
+                row.update({f"{split}/{name}": value for name, value in scores.items() if name != "rewards"})
+            row.update({name: value for name, value in result["metrics"].items() if name.startswith("val/")})
+            row["pairs"], row["steps"] = result["inputs"]["train"].get("pairs"), result["steps"]
+            row["seconds"] = result["seconds"]["all"]
+            rows.append(row)
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    return table_csv(columns, rows)

@@ -1,0 +1,187 @@
+"""Results of a study by arm and grid point, and which point stands for an arm: chosen on validation data alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from attnpo.analysis.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.studies.study import Arm, Outcome, Point, short
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """All results of one arm at one grid point, one per seed in rising order."""
+
+    arm: Arm
+    values: tuple[str, ...]
+    seeds: tuple[int, ...]
+    results: tuple[Result, ...]
+
+    def truth(self, split: str, name: str) -> float:
+        """The mean over seeds of a truth score."""
+        return float(np.mean([result["truth"]["scores"][split][name] for result in self.results]))
+
+    def rewards(self, split: str) -> Float[np.ndarray, "seeds prompts"]:
+        """True rewards, a row per seed and a column per held-out prompt."""
+        return np.array([result["truth"]["scores"][split]["rewards"] for result in self.results])
+
+    @cached_property
+    def interval(self) -> Interval:
+        """The mean test reward with its interval over seeds and prompts."""
+        return hierarchical_bootstrap(self.rewards("test"))
+
+    def metric(self, name: str) -> float:
+        """The mean over seeds of a last logged metric; NaN where it is missing."""
+        return float(np.mean([result["metrics"].get(name, math.nan) for result in self.results]))
+
+    def input(self, name: str, split: str = "train") -> float:
+        """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
+        return float(np.mean([result["inputs"][split].get(name, math.nan) for result in self.results]))
+
+    def tokens(self, side: str) -> float:
+        """The median training tokens of a side's responses, mean over seeds; NaN where they are missing."""
+        found = [result["inputs"]["train"].get("tokens", {}).get(side, {}) for result in self.results]
+        return float(np.mean([counts.get("p50", math.nan) for counts in found]))
+
+    @property
+    def steps(self) -> float:
+        """The mean optimiser steps of a run."""
+        return float(np.mean([result["steps"] for result in self.results]))
+
+    @property
+    def seconds(self) -> float:
+        """The mean seconds of a run."""
+        return float(np.mean([result["seconds"]["all"] for result in self.results]))
+
+    @property
+    def label(self) -> str:
+        """The grid values, as in "lr 5e-05 beta 0.1"."""
+        return label_of(self.values)
+
+
+def label_of(values: Sequence[str]) -> str:
+    """Grid values for reading."""
+    pairs = [value.split("=", 1) for value in values]
+    return " ".join(f"{short(key)} {value}" for key, value in pairs)
+
+
+def gather(points: Sequence[tuple[Point, Result]]) -> list[Spot]:
+    """The results by world, arm and grid point, in the order the study lists them."""
+    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, Result]]] = {}
+    for point, result in points:
+        groups.setdefault((point.arm.world, point.arm.name, point.values), []).append((point, result))
+    out = []
+    for members in groups.values():
+        members.sort(key=lambda item: item[0].seed)
+        first = members[0][0]
+        seeds = tuple(point.seed for point, _ in members)
+        out.append(Spot(first.arm, first.values, seeds, tuple(result for _, result in members)))
+    return out
+
+
+def has_truth(spots: Sequence[Spot]) -> bool:
+    """Whether every result carries scores against a known truth."""
+    return all(result.get("truth") for spot in spots for result in spot.results)
+
+
+def complete(spots: Sequence[Spot]) -> list[Spot]:
+    """The grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
+    most = max((len(spot.results) for spot in spots), default=0)
+    return [spot for spot in spots if len(spot.results) == most]
+
+
+def all_seeds(outcome: Outcome) -> list[int]:
+    """The seeds of a study, those without results too."""
+    return sorted({point.seed for point, _ in [*outcome.points, *outcome.failed]})
+
+
+def lacking_seeds(outcome: Outcome, world: str) -> dict[str, dict[tuple[str, ...], int]]:
+    """Of arms with results, the grid points that are no candidates: by arm and values, how many seeds they have."""
+    out: dict[str, dict[tuple[str, ...], int]] = {}
+    for name, spots in by_arm(outcome, world).items():
+        ran = [*outcome.points, *outcome.failed]
+        every = dict.fromkeys(point.values for point, _ in ran if (point.arm.name, point.arm.world) == (name, world))
+        counts = {spot.values: len(spot.results) for spot in spots}
+        candidates = {spot.values for spot in complete(spots)}
+        lacking = {values: counts.get(values, 0) for values in every if values not in candidates}
+        if spots and lacking:
+            out[name] = lacking
+    return out
+
+
+def best_point(spots: Sequence[Spot], kl_limit: float) -> Spot:
+    """The point that stands for an arm, chosen on validation data alone.
+
+    With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
+    one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses.
+    """
+    whole = complete(spots)
+    if not has_truth(whole):
+        return max(whole, key=lambda spot: _or_worst(spot.metric("val/rewards/accuracies"), -math.inf))
+    found = best_within(whole, kl_limit)
+    return min(whole, key=lambda spot: _or_worst(spot.truth("validation", "kl"), math.inf)) if found is None else found
+
+
+def best_within(spots: Sequence[Spot], kl: float) -> Spot | None:
+    """The point with the highest validation reward among those with validation KL up to ``kl``; None if none has."""
+    within = [spot for spot in complete(spots) if spot.truth("validation", "kl") <= kl]
+    return max(within, key=lambda spot: _or_worst(spot.truth("validation", "reward"), -math.inf), default=None)
+
+
+def _or_worst(value: float, worst: float) -> float:
+    """``value``, or ``worst`` for one that is not finite: NaN has no order."""
+    return value if math.isfinite(value) else worst
+
+
+def by_arm(outcome: Outcome, world: str) -> dict[str, list[Spot]]:
+    """The grid points of every arm of a world, in the study's order; none for an arm without results."""
+    spots = [spot for spot in gather(outcome.points) if spot.arm.world == world]
+    return {
+        arm.name: [spot for spot in spots if spot.arm.name == arm.name] for arm in outcome.arms if arm.world == world
+    }
+
+
+def best_by_arm(outcome: Outcome, world: str | None = None) -> dict[str, Spot]:
+    """The best point of every arm of a world (None: the first) that has results, in the study's order."""
+    found = by_arm(outcome, outcome.worlds[0] if world is None else world)
+    return {name: best_point(mine, outcome.study.kl_limit) for name, mine in found.items() if mine}
+
+
+def against(one: Spot, other: Spot) -> Interval | None:
+    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
+    shared = [seed for seed in one.seeds if seed in other.seeds]
+    if not shared:
+        return None
+    rows = [one.rewards("test")[[one.seeds.index(seed) for seed in shared]]]
+    rows.append(other.rewards("test")[[other.seeds.index(seed) for seed in shared]])
+    return paired_difference(rows[0], rows[1])
+
+
+def seeds_mark(have: int, outcome: Outcome) -> str:
+    """A mark on what stands on fewer seeds than the study has; else empty."""
+    every = len(all_seeds(outcome))
+    return "" if have == every else f" ({have} of {every} seeds)"
+
+
+def interval_text(interval: Interval) -> str:
+    """Both ends, or a remark where there is none."""
+    return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def difference_text(difference: Interval | None, none: str = "") -> str:
+    """A difference with its interval, ``none`` where there is none."""
+    return none if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
+
+
+def verdict(difference: Interval) -> str:
+    """What a difference of rewards says, by whether its interval excludes 0 and by nothing else."""
+    if not difference.excludes_zero:
+        return "no clear difference"
+    return "helps" if difference.mean > 0 else "harms"

@@ -1,0 +1,159 @@
+"""Points run in processes of their own, or one after the other in this one; one that is killed ends alone."""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from attnpo.config import compose
+from attnpo.console import end_with_parent
+from attnpo.runs.identity import source_digest
+from attnpo.runs.inputs import forget, remembering
+from attnpo.runs.run import run
+from attnpo.schema import UserError
+
+Job = tuple[list[str], Path]  # the overrides of a point and its folder
+
+
+Done = tuple[int, dict[str, Any], str | None]  # a job's place, its result, its error
+
+KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
+EDITED = "the package's source was changed while the study ran; run the study's command again"
+
+
+def on_gpu(configs: Iterable[DictConfig]) -> bool:
+    """Whether one of these points would train on a GPU of this machine."""
+    import torch
+
+    return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
+
+
+def execute(
+    jobs: Sequence[Job], workers: int, config_dir: Path | None, store: str | None, here: bool = False
+) -> Iterator[Done]:
+    """(place in ``jobs``, result, error) of every job as it finishes, ``workers`` at a time in processes of their own.
+
+    ``here``: one after the other in this process, as where they need a GPU, which is not shared.
+    """
+    if not jobs:
+        return
+    workers = min(workers, max(1, os.cpu_count() or 1))
+    if workers == 1 or here:
+        try:
+            for place, (overrides, folder) in enumerate(jobs):
+                yield (place, *run_point(overrides, folder, config_dir, store, None))
+        finally:
+            forget()
+        return
+    workers = min(workers, len(jobs))
+    threads = max(1, (os.cpu_count() or workers) // workers)
+    calls = [(overrides, folder, config_dir, store, threads) for overrides, folder in jobs]
+    left = deque(range(len(jobs)))
+    while left:
+        for place in (yield from _until_broken(calls, left, workers)):
+            # One that was killed by itself is the culprit; beside others each is tried once more, by itself.
+            if workers == 1 or (yield from _until_broken(calls, deque([place]), 1)):
+                yield place, {}, KILLED
+
+
+Call = tuple[list[str], Path, Path | None, str | None, int]
+
+
+def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
+    """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
+    at_work: dict[Future[tuple[dict[str, Any], str | None]], int] = {}
+    killed: list[int] = []
+    with ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
+    ) as pool:
+        try:
+            while (left or at_work) and not killed:
+                # No more than are worked on: what only waits for a process is not lost with it.
+                while left and len(at_work) < workers:
+                    at_work[pool.submit(run_point, *calls[left[0]])] = left[0]
+                    left.popleft()
+                # The pool's thread looks whom it must watch when something is submitted, before that starts a process:
+                # without one thing more the death of the process started last went unseen until another point ended.
+                pool.submit(int)
+                ended = wait(at_work, return_when=FIRST_COMPLETED).done
+                if any(isinstance(future.exception(), BrokenProcessPool) for future in ended):
+                    ended = wait(at_work).done
+                for future in ended:
+                    place = at_work.pop(future)
+                    if isinstance(future.exception(), BrokenProcessPool):
+                        killed.append(place)
+                    else:
+                        yield place, *future.result()
+        except BrokenProcessPool:  # on submitting, to a pool that broke just before
+            killed += at_work.values()
+        except KeyboardInterrupt:  # also a point's own Interrupted
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                worker.terminate()
+            raise
+    return sorted(killed)
+
+
+def _begin(source: str) -> None:
+    """Readies a worker: it ends with its parent, and runs points with that one's ``source`` alone.
+
+    A point's folder is named by the source of the process that began the study; a worker imports what is there now.
+    """
+    end_with_parent()
+    if source_digest() != source:
+        _edited.append(EDITED)
+
+
+def run_point(
+    overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
+) -> tuple[dict[str, Any], str | None]:
+    """The result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
+    import traceback
+
+    import torch
+
+    if _ended:
+        raise _ended[0]
+    if _edited:
+        return {}, _edited[0]
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    level = root.level
+    root.setLevel(logging.INFO)
+    try:
+        cfg = compose("fit", list(overrides), config_dir)
+        if store is not None:
+            OmegaConf.update(cfg, "store", store)
+        OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
+        with remembering():
+            return run(cfg, folder, point=True), None
+    except KeyboardInterrupt as stop:
+        if threads is not None:
+            _ended.append(stop)
+        raise
+    except UserError as error:
+        return {}, str(error)
+    except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
+        (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        return {}, traceback.format_exc().strip()
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
+
+
+# In a worker: the signal that ended its point ends the point that is queued to it already.
+_ended: list[KeyboardInterrupt] = []
+_edited: list[str] = []  # in a worker: why it runs no point

@@ -1,0 +1,1 @@
+"""The paper's theory on policies small enough to enumerate (``python -m attnpo.theory``)."""

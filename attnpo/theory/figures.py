@@ -1,0 +1,105 @@
+"""The theory study's figure: both parts of the theorem, the sandwich of KL_w, and KL per token along training."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from attnpo.display.figures import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.theory.claims import FreedomPath, LemmaRow, PolicyRow, Reads, Study
+
+LOOK = {Reads.POSITION: (COLOURS[0], MARKERS[0]), Reads.RESPONSE: (COLOURS[1], MARKERS[1])}
+NAMES = {Reads.POSITION: "weights of the position", Reads.RESPONSE: "weights that read the response"}
+LEAST = 1e-3  # total variation below which a panel does not reach
+FREEDOM = (COLOURS[2], COLOURS[6], COLOURS[3])
+
+
+def theory_figure(study: Study, path: Path | str) -> Path:
+    """The path of a PNG with four panels."""
+    figure = new_figure(10.4, 7.8)
+    grid = figure.subplots(2, 2)
+    _optimum(grid[0, 0], study.policies)
+    _dpo(grid[0, 1], study.policies)
+    _sandwich(grid[1, 0], study.lemmas)
+    _freedom(grid[1, 1], study.freedom)
+    figure.tight_layout(h_pad=2.2, w_pad=2.2)
+    return save(figure, path)
+
+
+def _of(rows: Sequence[PolicyRow], reads: Reads) -> list[PolicyRow]:
+    return [row for row in rows if row.reads is reads]
+
+
+def _optimum(axes: Axes, rows: Sequence[PolicyRow]) -> None:
+    panel(axes, "optimum of J_w and heuristic policy h", "delta, largest |w - 1|", "total variation")
+    loose = _of(rows, Reads.RESPONSE)
+    deltas = [row.delta for row in loose]
+    colour, marker = LOOK[Reads.RESPONSE]
+    axes.plot(deltas, [row.tv_best_h for row in loose], "-", color=colour, marker=marker, label=NAMES[Reads.RESPONSE])
+    axes.plot(deltas, [row.bound_a for row in loose], "--", color=colour, label="bound (a)")
+    most = max((row.tv_best_h for row in _of(rows, Reads.POSITION)), default=0.0)
+    axes.text(
+        0.98,
+        0.05,
+        f"weights of the position: at most {most:.0e}",
+        transform=axes.transAxes,
+        ha="right",
+        fontsize=8,
+        color=LOOK[Reads.POSITION][0],
+    )
+    _logs(axes, deltas)
+    legend(axes, loc="upper left")
+
+
+def _dpo(axes: Axes, rows: Sequence[PolicyRow]) -> None:
+    panel(axes, "heuristic policy h and DPO's policy", "delta, largest |w - 1|", "total variation")
+    for reads, (colour, marker) in LOOK.items():
+        kind = _of(rows, reads)
+        deltas = [row.delta for row in kind]
+        axes.plot(deltas, [row.tv_h_dpo for row in kind], "-", color=colour, marker=marker, label=NAMES[reads])
+        axes.plot(deltas, [row.bound_b for row in kind], "--", color=colour, label="bound (b)")
+    _logs(axes, [row.delta for row in rows])
+    legend(axes, loc="lower right")
+
+
+def _logs(axes: Axes, deltas: Sequence[float]) -> None:
+    """Nothing; puts both axes on logarithms, up to a total variation of 1, above which a bound says nothing."""
+    axes.set(xscale="log", yscale="log", ylim=(LEAST, 1.15))
+    axes.axhline(1.0, color=SOFT, linewidth=0.9)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(set(deltas))))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _sandwich(axes: Axes, rows: Sequence[LemmaRow]) -> None:
+    panel(axes, "weighted over plain KL, from random policies to h", "delta, largest |w - 1|", "KL_w / KL")
+    for reads in (Reads.RESPONSE, Reads.POSITION):
+        kind = [row for row in rows if row.reads is reads]
+        deltas, colour = [row.delta for row in kind], LOOK[reads][0]
+        low, high = [row.lowest for row in kind], [row.highest for row in kind]
+        axes.fill_between(deltas, low, high, color=colour, alpha=0.18, linewidth=0, label=f"range, {NAMES[reads]}")
+        axes.plot(deltas, low, color=colour, linewidth=1.2)
+        axes.plot(deltas, high, color=colour, linewidth=1.2)
+    deltas = sorted({row.delta for row in rows})
+    axes.plot(deltas, [1 + delta for delta in deltas], "--", color=INK, linewidth=1.1, label="1 - delta, 1 + delta")
+    axes.plot(deltas, [1 - delta for delta in deltas], "--", color=INK, linewidth=1.1)
+    axes.axhline(0.0, color=SOFT, linewidth=0.9)
+    legend(axes, loc="lower left")
+
+
+def _freedom(axes: Axes, path: FreedomPath) -> None:
+    panel(axes, "how far tokens move: KL per token over DPO's", "gradient steps on TwDPO's loss", "KL over DPO's")
+    for place, weight in enumerate(path.weights):
+        colour = FREEDOM[place % len(FREEDOM)]
+        axes.plot(
+            path.steps, path.ratios[:, place].tolist(), "-", color=colour, linewidth=1.7, label=f"w = {weight:.1f}"
+        )
+        axes.plot([path.steps[-1] * 1.5], [float(path.limit[place])], "D", color=colour, markersize=6, clip_on=False)
+    axes.plot([], [], "D", color=SOFT, markersize=6, label="at the optimum", linestyle="none")
+    axes.set(xscale="log", yscale="log", ylim=(0.09, None))
+    axes.axhline(1.0, color=SOFT, linewidth=0.9)
+    axes.yaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 4]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    legend(axes, loc="lower right")

@@ -1,0 +1,84 @@
+"""Tables: one set of numbers, five ways to write it."""
+
+import csv
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from attnpo.display.tables import format_cell, table_csv, table_html, table_markdown, table_rich, table_text
+from attnpo.schema import UserError
+
+COLUMNS = ["arm", "reward", "seeds", "lr"]
+ROWS = [
+    ["uniform = DPO", 0.4567, 5, 5e-7],
+    {"arm": "layer 1", "reward": -0.1, "seeds": 10},
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.12345, "0.123"), (2, "2"), (None, ""), (True, "yes"), ("a", "a"), (math.nan, "nan"), (math.inf, "inf"),
+     (0.0, "0.000"), (-0.0, "0.000"), (5e-7, "5.0e-07"), (-0.0004, "-4.0e-04"), (0.0006, "0.001"),
+     (1234.5678, "1234.568")],
+)  # fmt: skip
+def test_format_cell(value: float | str | None, text: str) -> None:
+    assert format_cell(value) == text
+
+
+def test_text_lines_up() -> None:
+    assert table_text(COLUMNS, ROWS, digits={"reward": 2}, title="Results") == (
+        "Results\n"
+        "arm            reward  seeds       lr\n"
+        "-------------  ------  -----  -------\n"
+        "uniform = DPO    0.46      5  5.0e-07\n"
+        "layer 1         -0.10     10"
+    )
+
+
+def test_text_counts_wide_characters_and_joins_lines() -> None:
+    lines = table_text(["a", "b"], [["日本", 1], ["x\ny", 2]]).split("\n")
+    assert lines[2:] == ["日本  1", "x y   2"]
+
+
+def test_control_characters_never_reach_a_terminal() -> None:
+    rows = [["\x1b[31mred", 1]]
+    assert "\x1b" not in table_text(["a", "b"], rows)
+    out = io.StringIO()
+    Console(file=out, color_system=None, width=60).print(table_rich(["a", "[b]"], [["[red]x[/red]\x1b", 1]]))
+    assert "[red]x[/red]␛" in out.getvalue() and "[b]" in out.getvalue()
+
+
+def test_markdown_escapes() -> None:
+    assert table_markdown(["a", "b"], [["x|y\nz<i>", 1.5]], digits=1) == (
+        "| a | b |\n| --- | ---: |\n| x\\|y z&lt;i> | 1.5 |"
+    )
+
+
+def test_csv_reads_back_equal() -> None:
+    rows = [['say "x, y"\nz', 0.1 + 0.2, 7, None]]
+    read = list(csv.reader(io.StringIO(table_csv(COLUMNS, rows))))
+    assert read[0] == COLUMNS
+    assert read[1] == ['say "x, y"\nz', "0.30000000000000004", "7", ""]
+    assert "0.30," in table_csv(COLUMNS, rows, digits=2)
+
+
+def test_html_escapes_everything() -> None:
+    code = table_html(["<b>", "n"], [["<script>&", 2]], caption="a<b")
+    assert "<script>" not in code and "&lt;script&gt;&amp;" in code
+    assert "<caption>a&lt;b</caption>" in code and '<td class="num">2</td>' in code
+    assert '<th scope="col">&lt;b&gt;</th>' in code
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(UserError, match=r"row 1: expected 2 cells \(a, b\), got 1"):
+        table_text(["a", "b"], [[1, 2], [1]])
+    with pytest.raises(UserError, match="no column c"):
+        table_text(["a", "b"], [{"c": 1}])
+    with pytest.raises(UserError, match="twice"):
+        table_csv(["a", "a"], [])
+
+
+def test_a_table_without_rows_has_its_head() -> None:
+    assert table_text(["a", "bb"], []) == "a  bb\n-  --"

@@ -1,0 +1,87 @@
+"""An exported folder's own chat template gives the prompt ids of training, whether or not the base's writes BOS."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from attnpo.answers.answering import answer_prompts
+from attnpo.config import compose
+from attnpo.models.loading import load_tokenizer
+from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.runs.report import make_exporter
+from attnpo.runs.run import run
+from tests.runs.worlds import World, build_world
+from tests.text.formats import PLAIN
+
+TOKENIZERS = {"llama": "golden/extraction/tokenizer", "mistral": "golden_sentencepiece/extraction/tokenizer"}
+ZEPHYR = (
+    "{% for m in messages %}\n{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token }}\n"
+    "{% if loop.last and add_generation_prompt %}\n{{ '<|assistant|>' }}\n{% endif %}\n{% endfor %}"
+)
+QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
+
+
+@pytest.fixture
+def world(shared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> World:
+    """A tiny random Llama with the tokenizer that the test's parameter names, in its folder."""
+    made = build_world(tmp_path)
+    tokenizer = load_tokenizer(shared / TOKENIZERS[request.param])
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(made.model)
+    tokenizer.save_pretrained(made.model)
+    return made
+
+
+def exported_ids(folder: Path) -> list[int]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids: list[int] = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
+    return ids
+
+
+def inputs_of(world: World, template: str | None, folder: Path) -> Inputs:
+    more = ["weights=uniform"]
+    if template is not None:
+        (folder / "chat.jinja").write_text(template)
+        more.append(f"model.chat_template={folder / 'chat.jinja'}")
+    return make_inputs(world.config(*more))
+
+
+@pytest.mark.parametrize("template", [None, PLAIN, ZEPHYR], ids=["with BOS", "plain", "zephyr"])
+@pytest.mark.parametrize("world", TOKENIZERS, indirect=True)
+def test_the_exported_template_gives_the_ids_of_training(world: World, template: str | None, tmp_path: Path) -> None:
+    inputs = inputs_of(world, template, tmp_path)
+    chat = inputs.ground.chat
+    assert (chat.inference_template() == chat.chat_template) == (template is None)
+    model = LlamaForCausalLM.from_pretrained(world.model)
+    make_exporter(inputs).export(model, tmp_path / "out")
+    ids = chat.prompt_ids(QUESTION)
+    assert ids.count(chat.tokenizer.bos_token_id) == 1 and exported_ids(tmp_path / "out") == ids
+    assert ("so the exported chat template writes it" in (tmp_path / "out/README.md").read_text()) == bool(template)
+    assert inputs.ground.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
+
+
+@pytest.mark.parametrize("world", ["mistral"], indirect=True)
+def test_a_run_says_it_and_generation_begins_with_one_bos(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through fit and generate: the same answers from the exported folder, whoever puts the BOS in front."""
+    chat = tmp_path / "chat.jinja"
+    chat.write_text(ZEPHYR)
+    with caplog.at_level(logging.INFO):
+        run(world.config("weights=uniform", f"model.chat_template={chat}", "callbacks.samples=0"), tmp_path / "run")
+    assert caplog.text.count("so the exported chat template writes it") == 1
+    best = tmp_path / "run" / "best"
+    assert exported_ids(best)[0] == 1 and exported_ids(best).count(1) == 1
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Why?"}) + "\n")
+    answers = []
+    for number, template in enumerate(("null", str(chat))):
+        asked = [f"model.path={best}", f"data.path={tmp_path}/prompts.jsonl", f"output={tmp_path}/{number}.jsonl"]
+        asked += [f"model.chat_template={template}", "sampling.max_new_tokens=4", "sampling.temperature=0"]
+        answer_prompts(compose("generate", [*asked, "trainer.accelerator=cpu"]))
+        answers.append(json.loads((tmp_path / f"{number}.jsonl").read_text())["answer"])
+    assert answers[0] == answers[1]

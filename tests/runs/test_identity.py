@@ -1,0 +1,157 @@
+"""Which code and which files tell a study's points apart: all that can run one, and nothing that only shows results."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from attnpo.config import build, compose
+from attnpo.runs import identity
+from attnpo.runs.identity import SHOWING, source_digest
+from attnpo.studies.arms import point_folder
+from attnpo.studies.bases import lay_basis
+from attnpo.studies.study import Arm, Point
+from tests.runs.worlds import build_world
+from tests.test_layering import imported_names
+
+PACKAGE = Path(identity.__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A copy of the package's sources."""
+    return shutil.copytree(PACKAGE, tmp_path / "attnpo", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def fresh(root: Path) -> str:
+    source_digest.cache_clear()
+    return source_digest(root=root)
+
+
+def shows(name: str) -> bool:
+    return any(name == one or name.startswith(f"{one}/") for one in SHOWING)
+
+
+def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) -> None:
+    """Each file is changed in turn: a comment is enough, what it means is not judged."""
+    names = sorted(path.relative_to(package).as_posix() for path in package.rglob("*.py"))
+    before, stayed = fresh(package), set()
+    for name in names:
+        content = (package / name).read_bytes()
+        (package / name).write_bytes(content + b"# changed\n")
+        if fresh(package) == before:
+            stayed.add(name)
+        (package / name).write_bytes(content)
+    assert fresh(package) == before and len(names) > 150
+    assert stayed == {name for name in names if shows(name)}
+    runs_a_point = {
+        *(
+            "runs/run.py",
+            "runs/models.py",
+            "runs/inputs.py",
+            "runs/judges.py",
+            "runs/models.py",
+        ),
+        *("runs/judges.py", "runs/weighing.py", "runs/auto_layer.py", "analysis/faithfulness.py"),
+        *("training/module.py", "weights/sources/attention.py", "testbed/scoring.py", "config.py", "schema.py"),
+    }
+    assert runs_a_point <= set(names) - stayed
+
+
+def test_what_only_shows_results_is_named_once_and_is_there(package: Path) -> None:
+    """A file renamed, or named beside its room, would be a line that means nothing."""
+    assert [name for name in SHOWING if not (package / name).exists()] == []
+    assert len(set(SHOWING)) == len(SHOWING)
+    assert [name for name in SHOWING if any(name.startswith(f"{room}/") for room in SHOWING)] == []
+
+
+def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
+    """A number that came from there would change unseen: think, and take the module off the list, or add the line."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        for dotted, _, _ in imported_names(path, PACKAGE):
+            parts = dotted.split(".")[1:] if dotted.startswith("attnpo.") and not shows(name) else []
+            asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
+            found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
+    assert found == {
+        ("runs/report.py", "display/figures.py"),
+        ("runs/report.py", "display/heat.py"),
+        ("runs/report.py", "display/heatmap.py"),
+        ("runs/report.py", "display/page.py"),
+        ("runs/report.py", "display/tables.py"),
+        ("studies/study.py", "display/page.py"),
+    }
+
+
+def test_files_that_come_go_or_move_count_whatever_their_room(package: Path) -> None:
+    found = [fresh(package)]
+    (package / "rewards").mkdir()
+    for name in ("rewards/new.py", "studies/new.py"):
+        (package / name).write_text("one = 1\n", encoding="utf-8")
+        found.append(fresh(package))
+    (package / "studies/new.py").rename(package / "training/new.py")
+    found.append(fresh(package))
+    (package / "hub.py").unlink()
+    found.append(fresh(package))
+    assert len(set(found)) == len(found)
+
+
+def test_changed_code_of_the_reference_is_another_basis_for_the_points(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a study lays it: its points lie in folders named by these facts."""
+    cfg = build_world(tmp_path).config("study=quickstart")
+    study = build(cfg.study)
+    monkeypatch.setattr(identity, "PACKAGE", package)
+    codes = []
+    for name in (None, "report.py", "runs/models.py"):
+        if name is not None:
+            with (package / name).open("a", encoding="utf-8") as file:
+                file.write("# changed\n")
+        source_digest.cache_clear()
+        codes.append(lay_basis(cfg, study, 0).facts["code"])
+    source_digest.cache_clear()
+    assert codes[0] == codes[1] != codes[2]
+    assert {"torch", "tokenizers", "numpy"} <= codes[0].keys()
+
+
+# ------------------------------------------------------------------------------------------------ files of a config
+
+
+def folder_of(*overrides: str) -> str:
+    cfg = compose("fit", ["setting=testbed", "study=none", *overrides])
+    return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
+
+
+@pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template"])
+def test_a_file_that_a_config_names_counts_by_what_it_holds(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "wording.txt"
+    found = []
+    for text in ("one {{ messages }}", "two {{ messages }}", "one {{ messages }}"):
+        file.write_text(text, encoding="utf-8")
+        found.append(folder_of("weights=attention", f"{key}={file}"))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "wording.txt"
+    found = []
+    for text in ("one", "two"):
+        file.write_text(text, encoding="utf-8")
+        found.append(folder_of("weights=uniform", f"judge.template_file={file}"))
+    assert found[0] == found[1]
+
+
+def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own digest does not see it."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = compose("fit", ["setting=testbed", "study=none", "weights=uniform"])
+    OmegaConf.update(cfg, "transforms.mine", {"_target_": "my_transforms.Mine"}, force_add=True)
+    point = Point(Arm("arm", ()), (), 0)
+    found = []
+    for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):
+        (tmp_path / "my_transforms.py").write_text(text, encoding="utf-8")
+        found.append(point_folder(Path(), point, cfg, {}).name)
+    assert found[0] != found[1]

@@ -1,0 +1,257 @@
+"""What a command says of itself: the lines before anything is loaded, the account of the inputs, the store's hits."""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from attnpo import console, machine
+from attnpo.config import compose, plain
+from attnpo.data.partition import PADDED, SHARED_PREFIX
+from attnpo.data.prepare import percentiles
+from attnpo.files import in_bytes
+from attnpo.machine import planned_processes, versions
+from attnpo.runs import startup
+from attnpo.runs.context import lay_ground, log_store
+from attnpo.runs.folders import store_root
+from attnpo.runs.input_summary import example_statistics, log_inputs, token_percentiles
+from attnpo.runs.inputs import make_inputs
+from attnpo.runs.startup import announce, config_lines, once, opening
+from attnpo.schema import UserError
+from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
+
+PAIRS = TRAIN + VAL
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A process that has logged nothing yet."""
+    monkeypatch.setattr(startup, "_said", set())
+    with caplog.at_level(logging.INFO, logger="attnpo"):
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ before anything loads
+
+
+def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    (store / "weights").mkdir(parents=True)
+    (store / "weights" / "shard").write_bytes(bytes(3 * 2**20))
+    given = world.overrides(f"store={store}", "name='two words'")
+    lines = list(opening("fit", compose("fit", given), tmp_path / "run"))
+    assert lines[0].startswith("python -m attnpo.fit setting=real_smoke judge=testbed model.path=")
+    assert lines[0].endswith("""'name='"'"'two words'"'"''""") or "two words" in lines[0]
+    assert lines[1] == f"run folder: {tmp_path / 'run'}; the full configuration will be in its config.yaml"
+    assert lines[2] == f"store: {store} (3.0 MiB)"
+    parts = {line.partition(":")[0]: line for line in lines[3:]}
+    assert parts["objective"] == (
+        "objective: TwDPO beta=0.1 length_scale=true length_from=source label_smoothing=0.0 loss_type=sigmoid "
+        "sft_coef=0.0 sft=mean"
+    )
+    assert "postprocess.sink_tokens=1" in parts["weights"] and "labels=[A,B]" in parts["judge"]
+    assert parts["run"].startswith("run: name='two words' output=outputs ") and "seed=0" in parts["run"]
+    assert parts["devices"] == "devices: cpu; processes 1; CPU threads per process 1; seed 0"
+    assert all("\n" not in line for line in lines)
+    (tmp_path / "run").mkdir()
+    assert "which exists" in list(opening("fit", compose("fit", given), tmp_path / "run"))[1]
+    assert not any("run folder" in line for line in opening("weigh", compose("weigh", given), None))
+
+
+def test_every_value_that_is_set_is_in_the_configuration_lines() -> None:
+    values = plain(compose("fit"))
+    text = "\n".join(config_lines(values))
+    assert (
+        "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: Grid lr=[5e-05,0.0001]" in text
+    )
+    assert "null" not in text and "None" not in text and "composed" not in text
+    assert len(text.splitlines()) < len(values)
+
+
+def test_versions_are_those_installed_and_the_checkouts_commit() -> None:
+    line = machine.version_line()
+    for name, version in versions().items():
+        assert f"{name} {version}" in line
+    if (machine.ROOT / ".git").exists():
+        assert re.search(r"\(commit [0-9a-f]{7,}(, changed)?\)", line)
+
+
+def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    assert machine.commit() is None and "commit" not in machine.version_line()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "processes"),
+    [([], 1), (["trainer.devices='3'"], 3), (["trainer.devices='0,1'", "trainer.num_nodes=2"], 4)],
+)
+def test_planned_processes(overrides: list[str], processes: int) -> None:
+    assert planned_processes(compose("fit", ["trainer.accelerator=cpu", *overrides])) == processes
+
+
+def test_processes_already_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert planned_processes(compose("fit")) == 8
+
+
+def test_sizes_are_for_readers() -> None:
+    assert [in_bytes(count) for count in (0, 1023, 1536, 5 * 2**30, 3 * 2**40)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "5.0 GiB",
+        "3.0 TiB",
+    ]
+
+
+def test_a_store_that_is_a_number_is_a_folder_of_that_name() -> None:
+    assert store_root(compose("fit", ["store=3"])) == Path("3")
+
+
+# ------------------------------------------------------------------------------------------------ who reports
+
+
+@pytest.mark.parametrize(
+    ("environment", "place", "reports"),
+    [
+        ({}, (0, 1), True),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, (0, 2), True),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (1, 2), False),
+        ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}, (3, 4), False),
+        ({"LOCAL_RANK": "1", "NODE_RANK": "0", "WORLD_SIZE": "2"}, (1, 2), False),  # started by Lightning
+        ({"NODE_RANK": "1"}, (0, 1), False),
+    ],
+)
+def test_one_process_of_a_job_reports(
+    environment: dict[str, str], place: tuple[int, int], reports: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert (console.process(), console.leads()) == (place, reports)
+
+
+# ------------------------------------------------------------------------------------------------ the inputs
+
+
+def test_what_the_store_lacks_is_said_with_the_reason_and_the_size(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_inputs(world.config())
+    said = [record.getMessage() for record in caplog.records]
+    first = next(line for line in said if line.startswith("weights: "))
+    assert re.fullmatch(
+        rf"weights: 0 of {PAIRS} pairs in the store; {PAIRS} to compute, at most about .* to write", first
+    )
+    caplog.clear()
+    with judge_loads() as loaded:
+        make_inputs(world.config())
+    assert loaded == []
+    assert [line for record in caplog.records if (line := record.getMessage()).startswith("weights: ")] == [
+        f"weights: {PAIRS} of {PAIRS} pairs in the store"
+    ]
+    caplog.clear()
+    make_inputs(world.config("judge.dtype=float64"))
+    assert (
+        f"0 of {PAIRS} pairs in the store (nearest stored: judge.dtype: stored float32, asked float64)" in caplog.text
+    )
+
+
+def test_the_estimate_covers_what_is_written(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_inputs(world.config(f"store={tmp_path}"))
+    found = re.search(r"at most about ([\d.]+) KiB to write", caplog.text)
+    tables = list(tmp_path.glob("weights/*"))
+    assert found is not None and len(tables) == 1
+    arrays = 0.0
+    for made in make_inputs(world.config(f"store={tmp_path}")).weighed.captured.values():
+        parts = [part for item in made.rounds for part in (item.chosen, item.rejected)]
+        arrays += sum(part.token_ids.numel() * (2 * 4 + 12) for part in parts) / 1024  # two layers, an id, a range
+    assert 0.7 * arrays < float(found[1]) < 1.5 * arrays
+
+
+def test_the_model_is_told_once_from_its_config(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        lay_ground(world.config())
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("model: ")]
+    assert told == [f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers"]
+
+
+def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    inputs = make_inputs(world.config("lengths.max_length=26", "lengths.max_prompt_length=11", "lengths.overlong=cut"))
+    log_inputs(inputs)
+    assert f"train: {TRAIN} pairs of {TRAIN} rows (0 dropped on reading, 0 later)" in caplog.text
+    assert f"train: cut: prompt to its last 11 tokens: 7 of {TRAIN} (58.3%; first: " in caplog.text
+    assert "prompt 11/11/11/11, chosen " in caplog.text and "longest " in caplog.text
+    statistics = example_statistics(inputs)["train"]
+    longest = sorted(example.longest for example in inputs.examples["train"].examples)
+    assert statistics["tokens"]["longest"] == statistics["lengths"] == percentiles(longest)
+    assert statistics["lengths"]["max"] == longest[-1] == 26
+    assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}
+    assert token_percentiles([])["longest"] == {}
+    assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
+    assert "validation and saving every 20 and at the end" in caplog.text
+    assert caplog.text.count("row 0, ") == 3
+    shown = re.findall(
+        r"weights w sum to ([\d.]+), \|y\| is (\d+); each token with \|y\| w, 1 if uniform: (.*)", caplog.text
+    )
+    example = inputs.examples["train"].examples[0]
+    for (total, length, tokens), row, count in zip(shown, example.weights, example.lengths, strict=True):
+        assert (float(total), float(length)) == (pytest.approx(float(row.sum()), abs=1e-3), count)
+        written = [0.0 if value == "." else float(value) for value in re.findall(r"'\|(\S+)", tokens)]
+        assert written == pytest.approx((count * row).tolist(), abs=6e-3), "few enough to be shown in full"
+
+
+BUDGETS = ("batch.micro=null", "batch.eval_micro=null", "batch.tokens=4096", "batch.eval_tokens=1024")
+
+
+def test_a_budget_of_tokens_is_told_and_held_against_the_pairs(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Any layout takes at least what shared_prefix does, so auto is refused early below that alone."""
+    inputs = make_inputs(world.config("batch.pairs=5", *BUDGETS))
+    log_inputs(inputs)
+    assert "steps: 5 pairs each, at most 4096 tokens per forward on 1 process; 3 in an epoch, 3 in all" in caplog.text
+    for layout, cost in (("padded", PADDED), ("auto", SHARED_PREFIX)):
+        for split, key in (("train", "tokens"), ("val", "eval_tokens")):
+            made = inputs.examples[split].examples
+            needed = max(cost.of([(side.prompt_ids, side.response_ids) for side in pair.sides]) for pair in made)
+            with pytest.raises(UserError, match=f"^batch.{key} must hold the longest pair: .* {needed}, .* got 9;"):
+                log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}=9", f"layout={layout}")))
+            log_inputs(make_inputs(world.config(*BUDGETS, f"batch.{key}={needed}", f"layout={layout}")))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["weights.layer=3"], "weights.layer: expected a whole number from 1 to 2"),
+        (["batch.pairs=5"], "batch.pairs 5 must be a multiple of batch.micro 2 x 1 processes"),
+        (["objective=dpo"], "objective DPO reads no token weights"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_data_is_read(
+    overrides: list[str], message: str, world: World, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_inputs(world.config(*overrides, f"data.path={tmp_path / 'nowhere'}"))
+
+
+def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        once(["memory of a run", "  weights 1.00"])
+    assert [record.getMessage() for record in caplog.records] == ["memory of a run", "  weights 1.00"]
+
+
+def test_announcing_logs_the_opening(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = world.config()
+    announce("fit", cfg, None)
+    log_store("reference log-probs", 4, 0, None, 0)
+    assert [record.getMessage() for record in caplog.records] == [
+        *opening("fit", cfg, None),
+        "reference log-probs: 4 of 4 pairs in the store",
+    ]

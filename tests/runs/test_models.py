@@ -1,0 +1,208 @@
+"""Whole runs with adapters: every kind of reference says the same, and what cannot be is refused before it costs."""
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from attnpo.config import build, check
+from attnpo.models.loading import load_model
+from attnpo.models.lora import AdapterOff, has_adapters
+from attnpo.models.spec import LoraSpec
+from attnpo.runs.context import Ground, lay_ground, reference_fingerprint
+from attnpo.runs.fill_store import fill_store
+from attnpo.runs.models import load_policy, load_reference, load_start
+from attnpo.runs.run import Trained, run, train
+from attnpo.schema import UserError
+from attnpo.training.metrics_file import read_metrics
+from tests.runs.worlds import World, build_world
+
+run_room = importlib.import_module("attnpo.runs.run")
+policies_room = importlib.import_module("attnpo.runs.models")
+LORA = ("model=lora", "model.lora.rank=4", "optimizer.lr=1e-2", "weights=uniform", "callbacks=none")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+    """Folder and result of one run per kind of reference, three steps each, every step validated."""
+    place = tmp_path_factory.mktemp("runs")
+    return {
+        kind: (
+            place / kind,
+            run(world.config(*LORA, f"reference={kind}", "trainer.validate_every=1"), place / kind),
+        )
+        for kind in ("adapter_off", "cached", "live")
+    }
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    return [row[name] for row in read_metrics(folder / "metrics.csv") if name in row]
+
+
+@pytest.mark.parametrize("kind", ["adapter_off", "cached", "live"])
+def test_the_loss_starts_at_ln_2_and_moves(runs: dict[str, tuple[Path, dict[str, Any]]], kind: str) -> None:
+    folder, result = runs[kind]
+    metrics = result["metrics"]
+    sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
+    assert sums > 10
+    # A cached and a live reference are scored in batches of other shapes, which round otherwise.
+    bound = 1e-7 if kind == "adapter_off" else 0.1 * sums * 2**-21
+    assert abs(metrics["first/val/loss"] - math.log(2)) < bound
+    assert abs(losses(folder, "train/loss")[0] - math.log(2)) < bound
+    assert abs(metrics["val/loss"] - math.log(2)) > 1e-3
+    assert json.loads((folder / "result.json").read_text())["steps"] == 3
+
+
+def test_every_kind_of_reference_trains_alike(runs: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        wanted = losses(runs["live"][0], name)
+        assert len(wanted) >= 3
+        for kind in ("adapter_off", "cached"):
+            assert losses(runs[kind][0], name) == pytest.approx(wanted, rel=2e-5), (kind, name)
+
+
+def test_checkpointing_and_half_precision_run_the_whole_way(world: World, tmp_path: Path) -> None:
+    """The form an 8B model takes on one GPU: bfloat16 base, float32 adapters, autocast, recomputed activations."""
+    half = ("model.dtype=bfloat16", "trainer.precision=bf16-mixed", "model.gradient_checkpointing=true")
+    result = run(world.config(*LORA, *half, "reference=adapter_off"), tmp_path / "half")
+    assert abs(result["metrics"]["first/val/loss"] - math.log(2)) < 1e-7
+    assert abs(result["metrics"]["val/loss"] - math.log(2)) > 1e-3
+
+
+def test_cached_log_probs_are_the_bases_to_the_bit(world: World, tmp_path: Path) -> None:
+    """Computed from the policy with fresh adapters or from the plain base: the store's key is one, so must they be."""
+    found = []
+    for name, overrides in (("base", ()), ("adapted", LORA)):
+        cfg = World(world.model, world.data, tmp_path / name).config(*LORA[3:], *overrides, "reference=cached")
+        if name == "base":
+            fill_store(cfg)
+        else:
+            run(cfg, tmp_path / "run")
+        rows = sorted(path for path in (tmp_path / name).rglob("*") if path.suffix in (".arrow", ".parquet"))
+        assert rows
+        found.append([(path.relative_to(tmp_path / name).as_posix(), path.read_bytes()) for path in rows])
+    assert found[0] == found[1]
+
+
+def test_what_the_settings_build(world: World) -> None:
+    ground = lay_ground(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
+    assert ground.model.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
+    policy = load_policy(ground)
+    assert has_adapters(policy.model)
+    trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
+    assert isinstance(load_reference(ground, policy), AdapterOff)
+    live = lay_ground(world.config(*LORA, "reference=live"))
+    copy = load_reference(live, policy)
+    assert not has_adapters(copy.model)
+    base = load_model(world.model).state_dict()
+    assert all(torch.equal(value, base[name]) for name, value in copy.model.state_dict().items())
+    plain = lay_ground(world.config())
+    assert plain.model.lora is None and not has_adapters(load_policy(plain).model)
+
+
+def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
+    cfg = world.config("reference=adapter_off")
+    with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
+        check(cfg)
+    with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, first_epoch, adapter_off"):
+        check(world.config("reference=adapter"))
+
+
+def test_adapters_without_peft_are_refused_before_anything_loads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    check(world.config())
+    with pytest.raises(UserError, match=r"pip install 'attnpo\[lora\]'"):
+        check(world.config(*LORA))
+
+
+def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
+    for override, text in (
+        ("model.lora.rank=0", "model.lora.rank must be at least 1, got 0"),
+        ("model.lora.dropout=1.5", "model.lora.dropout must be from 0"),
+        ("model.lora.target_modules=q_proj", r"write model.lora.target_modules=\[q_proj\]"),
+        ("+model.lora.alfa=1", r"model.lora.alfa: unknown key .*did you mean model.lora.alpha"),
+    ):
+        with pytest.raises(UserError, match=text):
+            check(world.config("model=lora", override))
+    assert build(world.config("model=lora").model).lora == LoraSpec()
+
+
+@pytest.mark.parametrize("objective", ["cpo", "orpo", "simpo", "rrhf", "slic_hf", "dpo"])
+def test_an_objective_without_a_reference_holds_none(
+    objective: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No second model is loaded and no log-prob of one is stored, whatever ``reference`` says; DPO loads its own."""
+    found: list[Trained] = []
+
+    def watched(*arguments: Any) -> Trained:
+        found.append(train(*arguments))
+        return found[-1]
+
+    loaded: list[PreTrainedModel] = []
+
+    def counted(ground: Ground) -> PreTrainedModel:
+        loaded.append(load_start(ground))
+        return loaded[-1]
+
+    monkeypatch.setattr(run_room, "train", watched)
+    monkeypatch.setattr(policies_room, "load_start", counted)
+    run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
+    assert (found[0].reference is None) == (objective != "dpo")
+    assert len(loaded) == (2 if objective == "dpo" else 1)
+
+
+# ------------------------------------------------------------------------------------------------ weights of 4 bits
+QLORA = ("model=qlora", "model.dtype=float32", "model.lora.rank=4", "optimizer.lr=1e-2", "weights=uniform")
+
+
+def test_a_base_of_four_bits_runs_the_whole_way(world: World, tmp_path: Path) -> None:
+    """Stored or with the adapters off, the reference is the quantised base; what is exported is whole."""
+    for kind in ("cached", "adapter_off"):
+        result = run(world.config(*QLORA, f"reference={kind}", "trainer.validate_every=1"), tmp_path / kind)
+        metrics = result["metrics"]
+        sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
+        assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
+        assert abs(metrics["val/loss"] - math.log(2)) > 1e-3
+    found = [losses(tmp_path / kind, "train/loss") for kind in ("cached", "adapter_off")]
+    assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 3
+    whole = run(world.config(*LORA[1:4], "model=lora", "reference=cached", "callbacks=none"), tmp_path / "whole")
+    assert whole["metrics"]["first/val/logps/chosen"] != pytest.approx(metrics["first/val/logps/chosen"], rel=1e-4)
+    state = torch.load(tmp_path / "cached" / "last" / "state.ckpt", weights_only=False)["state_dict"]
+    assert state and all(".lora_" in name for name in state)
+    exported = load_model(tmp_path / "cached" / "last")
+    assert all(value.is_floating_point() for value in exported.parameters())
+    assert getattr(exported.config, "quantization_config", None) is None
+
+
+def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> None:
+    keys = [reference_fingerprint(lay_ground(world.config(*overrides))) for overrides in ((), LORA, QLORA)]
+    assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("quantize", "nf4"), ("compile", "inductor")])
+def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: str) -> None:
+    cfg = world.config(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
+    with pytest.raises(UserError, match=f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp"):
+        check(cfg)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
+def test_compiled_blocks_train_alike(
+    world: World, runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
+) -> None:
+    cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=aot_eager")
+    run(cfg, tmp_path / "compiled")
+    for name in ("train/loss", "val/loss"):
+        assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
