@@ -77,6 +77,12 @@ def paths_of(cfg: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in _flat(plain(cfg), "") if key in PATHS and not below(key, _unread(cfg))}
 
 
+def component(value: object) -> object:
+    """A value of a config; for a component of the package its class alone, whichever module it was in or is in now."""
+    own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
+    return str(value).rpartition(".")[2] if own else value
+
+
 def may_lack(key: str) -> bool:
     """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
     return below(key, (LAYER, *BOOKKEEPING, *PATHS, *BESIDE, *NEEDED))

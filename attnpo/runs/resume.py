@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnpo.config import save as save_config
 from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to_disk
 from attnpo.models.loading import weights_fingerprint
-from attnpo.runs.identity import LATER, may_lack, numbers_of
+from attnpo.runs.identity import LATER, component, may_lack, numbers_of
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
@@ -53,7 +53,7 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path)
             continue  # compared when it is found, with the contents
         if key not in stored and new is None:
             continue  # an option that came later and is not used
-        if old != new:
+        if component(old) != component(new):
             raise UserError(
                 f"resume: {key} was {old!r} in {place} and is {new!r} now, which would be another run: give the saved "
                 f"value again, or start a new run under another name (model.path={place.parent / 'best'} begins with "

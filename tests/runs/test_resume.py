@@ -135,7 +135,13 @@ def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
     asked = numbers_of(compose("fit", ["weights=attention"]))
     later = {key for key, value in asked.items() if key not in older and value is not None}
     assert later - LATER.keys() == set()
-    check_same({**asked, **older}, {**asked, **older, **{key: asked[key] for key in later}}, Path("last"))
+    check_same(older, asked, Path("last"))
+    moved = {key for key, value in older.items() if key.endswith("_target_") and asked[key] != value}
+    assert "judge._target_" in moved  # a class that has changed its module since
+    with pytest.raises(
+        UserError, match=r"^resume: judge\._target_ was 'attnpo\.studies\.judging\.Judge' in last and is "
+    ):
+        check_same(older, {**asked, "judge._target_": "attnpo.runs.settings.OtherJudge"}, Path("last"))
 
 
 def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:
