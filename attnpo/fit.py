@@ -48,7 +48,7 @@ def _work(cfg: "DictConfig", folder: "Path") -> int:
     from attnpo.runs.run import run
     from attnpo.studies.report import finish_study, publish_study
     from attnpo.studies.runner import run_study
-    from attnpo.training.interruption import Interrupted
+    from attnpo.training.signals import Interrupted
 
     if cfg.study is None:
         refuse_taken(cfg, folder)

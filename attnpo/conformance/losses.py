@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from attnpo.config import build, compose
-from attnpo.conformance import distributions, importance, transport, unpaired, weights
+from attnpo.conformance import distributions, transport, unpaired, weights
+from attnpo.conformance import gradient_importance as importance
 from attnpo.conformance.records import Absent, Check, Comparison, Item, as_double, has_option
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats

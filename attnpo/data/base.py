@@ -1,7 +1,7 @@
 """Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
 
-JSON is read by ``attnpo.data.lines``, Parquet and the hub by the ``datasets`` library; rows are turned into pairs by
-``attnpo.data.adapters`` and never lost in silence:
+JSON is read by ``attnpo.data.json_lines``, Parquet and the hub by the ``datasets`` library; rows are turned into pairs
+by ``attnpo.data.adapters`` and never lost in silence:
 ``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for what was dropped.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.lines import Table, read_lines
+from attnpo.data.json_lines import Table, read_lines
 from attnpo.hub import hub, out_of_reach
 from attnpo.schema import PreferencePair, UserError, digest
 

@@ -9,9 +9,9 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from attnpo.data.ahead import MAKERS, StepRows, cut
 from attnpo.data.collate import Layout, TrainingExample, collate
-from attnpo.data.partition import PADDED, ByCount, ByTokens, Cutting, RowCost
+from attnpo.data.micro_batches import PADDED, ByCount, ByTokens, Cutting, RowCost
+from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, StepBatches, steps_in
 from attnpo.schema import PreferenceBatch, UserError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from attnpo.data.partition import ByCount, Cutting
+from attnpo.data.micro_batches import ByCount, Cutting
 from attnpo.schema import UserError, digest
 
 

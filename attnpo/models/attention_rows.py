@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from attnpo.models.segments import FAR, whole
+from attnpo.models.packed_attention import FAR, whole
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnpo.models.attention_rows import CAUSAL, LayerAttention, MaskRule, cut, rolled
-from attnpo.models.segments import Bucket, Plan
+from attnpo.models.packed_attention import Bucket, Plan
 from attnpo.schema import UserError
 
 # transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from attnpo.models.backbone import layer_stack
 from attnpo.models.layouts import Layout, first_layers
-from attnpo.models.parts import layer_stack
+from attnpo.models.packed_attention import keep_out_of_graphs
 from attnpo.models.scored import ScoredLM
-from attnpo.models.segments import keep_out_of_graphs
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)

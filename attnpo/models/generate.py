@@ -27,8 +27,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from attnpo.models.backbone import eval_mode, require_causal_lm
 from attnpo.models.described import exact_length
-from attnpo.models.parts import eval_mode, require_causal_lm
 from attnpo.schema import Message, Sampling, UserError, digest
 
 

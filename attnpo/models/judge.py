@@ -17,10 +17,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
+from attnpo.models.backbone import (
+    Parts,
+    eval_mode,
+    find_parts,
+    layer_stack,
+    parts_agree,
+    probe_bound,
+    require_causal_lm,
+)
 from attnpo.models.described import backbone_of, widest
 from attnpo.models.logps import project
-from attnpo.models.parts import Parts, eval_mode, find_parts, layer_stack, parts_agree, probe_bound, require_causal_lm
-from attnpo.models.prefixes import WORTH, one_row, row_batches
+from attnpo.models.prompt_rows import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
 
 log = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.models.parts import eval_mode, is_materialised, probe_bound
+from attnpo.models.backbone import eval_mode, is_materialised, probe_bound
+from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
-from attnpo.models.segments import attend_as_before
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 log = logging.getLogger(__name__)

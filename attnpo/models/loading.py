@@ -28,8 +28,8 @@ from transformers.utils import logging as library
 
 from attnpo.files import SEAL, changed, file_digest, is_sealed
 from attnpo.hub import hub, out_of_reach
+from attnpo.models.backbone import require_causal
 from attnpo.models.described import Described, describe, on_meta, per_layer
-from attnpo.models.parts import require_causal
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import Head
-from attnpo.models.parts import eval_mode
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError

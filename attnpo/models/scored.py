@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from attnpo.models.backbone import Parts, final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
 from attnpo.models.logps import (
     JOINT_STATISTICS,
     VOCAB_STATISTICS,
@@ -19,8 +20,7 @@ from attnpo.models.logps import (
     statistics_of_logits,
     token_statistics,
 )
-from attnpo.models.parts import Parts, final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
-from attnpo.models.segments import PLAN, Plan, attend_in_segments
+from attnpo.models.packed_attention import PLAN, Plan, attend_in_segments
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from attnpo.analysis.weight_stats import effective_number
 from attnpo.config import build
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import require_room
-from attnpo.data.partition import COSTS, SHARED_PREFIX
+from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import steps_in
@@ -21,8 +21,8 @@ from attnpo.runs.weighing import SPLITS
 from attnpo.schema import UserError
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import total_steps
+from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.readings import AnswerStatistics
 from attnpo.weights.verdicts import JudgeStatistics, judge_warning
 
 log = logging.getLogger(__name__)

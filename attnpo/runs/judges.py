@@ -28,10 +28,10 @@ from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.text.score_prompt import ScoreQuestions
+from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store, Table
 from attnpo.weights.layers import Depth
-from attnpo.weights.readings import AnswerStatistics, answer_statistics
 
 log = logging.getLogger(__name__)
 

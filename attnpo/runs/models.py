@@ -26,8 +26,8 @@ from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import Ground, log_store, reference_fingerprint
 from attnpo.schema import SIDES, UserError
-from attnpo.training.keeping import KeptReference
 from attnpo.training.module import frozen
+from attnpo.training.reference_cache import KeptReference
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 

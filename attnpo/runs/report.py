@@ -221,7 +221,7 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
 
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
-    """What the model card of a run tells apart from its metrics, as plain data (keys: ``attnpo/training/card.py``)."""
+    """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
     cfg = plain(inputs.ground.cfg)
     statistics = example_statistics(inputs)
     return {

@@ -17,7 +17,7 @@ from attnpo.runs.identity import LATER, component, may_lack, numbers_of
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
-from attnpo.training.folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
+from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
 from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
 

@@ -21,15 +21,15 @@ from attnpo.config import build, plain
 from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.partition import COSTS
+from attnpo.data.micro_batches import COSTS
 from attnpo.data.prompts import Prompt
 from attnpo.data.rules import BatchPlan
 from attnpo.machine import as_launched, device_of, environment, require_world, versions
 from attnpo.models.generate import context_length
 from attnpo.models.layouts import LAYOUTS, Layout, choose
 from attnpo.models.loading import parameter_count
+from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
-from attnpo.models.segments import attend_as_before
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.context import lay_ground
@@ -64,14 +64,14 @@ from attnpo.runs.resume import (
 )
 from attnpo.runs.settings import require_parts
 from attnpo.schema import Sampling
-from attnpo.training.anchors import AnchoredObjective, Anchors
-from attnpo.training.continuation import Continuation
-from attnpo.training.gather import WholePolicy
-from attnpo.training.interruption import Interruption
+from attnpo.training.fsdp import WholePolicy
 from attnpo.training.loggers import check_tracker, open_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule, RowMaker, frozen
+from attnpo.training.resume_state import Continuation
+from attnpo.training.sampled_rows import AnchoredObjective, Anchors
 from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning, total_steps
 from attnpo.weights.base import OnlineSource
 

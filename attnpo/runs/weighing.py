@@ -12,6 +12,7 @@ from attnpo.machine import device_of
 from attnpo.runs.context import Ground, judge_room, log_store, verbalizer_room
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import Tools, WeightSource
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import (
@@ -26,7 +27,6 @@ from attnpo.weights.capture import (
     weights_key,
 )
 from attnpo.weights.layers import Row, layer_column, rows_in_words
-from attnpo.weights.readings import AnswerStatistics
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
-from attnpo.text.lengths import first_tokens, last_tokens, share_room
+from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 
 Range = tuple[int, int]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from attnpo.training.finite import check_validation, check_weights
+from attnpo.training.nonfinite import check_validation, check_weights
 
 log = logging.getLogger(__name__)
 

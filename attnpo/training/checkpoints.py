@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 
 from attnpo.files import seal
 from attnpo.schema import UserError
-from attnpo.training.continuation import KEY
+from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, write_account
 from attnpo.training.export import Exporter
-from attnpo.training.finite import check_weights
-from attnpo.training.folders import STATE, newest, read_account, replaced, write_account
-from attnpo.training.interruption import validation_follows
 from attnpo.training.metrics_file import METRICS, merge_metrics
+from attnpo.training.nonfinite import check_weights
+from attnpo.training.resume_state import KEY
+from attnpo.training.signals import validation_follows
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from attnpo.models.loading import DTYPES
 from attnpo.models.lora import has_adapters, merged_state
 from attnpo.models.older_readers import open_to_readers
 from attnpo.schema import UserError
-from attnpo.training.card import model_card
+from attnpo.training.model_card import model_card
 
 log = logging.getLogger(__name__)
 

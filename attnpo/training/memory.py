@@ -14,9 +14,9 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from attnpo.models.backbone import layer_stack
 from attnpo.models.described import backbone_of, on_meta, widest
 from attnpo.models.loading import DTYPES
-from attnpo.models.parts import layer_stack
 from attnpo.models.spec import ALL_LINEAR, LoraSpec, ModelSpec
 from attnpo.training.optimizer import Optimizer
 

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from attnpo.models.importance import input_gradient
+from attnpo.models.input_gradient import input_gradient
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
-from attnpo.training.finite import PairLosses, Scored, detached, everywhere, message, named, save_step, unsound
+from attnpo.training.fsdp import shard
 from attnpo.training.metrics import PairMeans, pair_values, peak_memory, read_tokens
+from attnpo.training.nonfinite import PairLosses, Scored, detached, everywhere, message, named, save_step, unsound
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.sharding import shard
 from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 
 from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
-from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
-from attnpo.training.interruption import Interruption
+from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import CallbackSettings, TrainerSettings
+from attnpo.training.signals import Interruption
 
 # Lightning's remarks on choices that are deliberate here.
 HARMLESS = (

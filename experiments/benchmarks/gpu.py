@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
-from attnpo.models.segments import attend_as_before
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
 from experiments.benchmarks.harness import Bar, finish, interleaved, median, new_parser, parsed, table, timed

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.tokenizer import build_tokenizer
-from attnpo.text.verbal import read_answer
+from attnpo.text.score_answers import read_answer
 from attnpo.weights.base import Tools
 from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts

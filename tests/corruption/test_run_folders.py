@@ -21,8 +21,8 @@ from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError
 from attnpo.studies.runner import finished
 from attnpo.studies.workers import run_point
+from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import CheckpointFolder, LastCheckpoint
-from attnpo.training.folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from tests.corruption.damages import DAMAGES, Damage, empty, flip_bit, garbage
 from tests.runs.worlds import GRAMMAR, World, build_world

@@ -7,7 +7,7 @@ import torch
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule, cost_of
-from attnpo.data.partition import COSTS, PACKED, PADDED, RowCost
+from attnpo.data.micro_batches import COSTS, PACKED, PADDED, RowCost
 from attnpo.data.rules import BatchPlan
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError

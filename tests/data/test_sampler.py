@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from attnpo.data.partition import ByCount, Cutting
+from attnpo.data.micro_batches import ByCount, Cutting
 from attnpo.data.sampler import PlannedBatch, StepBatches
 from attnpo.schema import UserError
 

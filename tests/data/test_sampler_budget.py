@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.data.partition import PACKED, PADDED, ByCount, ByTokens, RowCost
+from attnpo.data.micro_batches import PACKED, PADDED, ByCount, ByTokens, RowCost
 from attnpo.data.sampler import PlannedBatch, StepBatches, steps_in
 from attnpo.schema import UserError
 from tests.data.test_sampler import counted, over, ranks, steps

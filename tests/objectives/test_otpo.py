@@ -18,7 +18,7 @@ from attnpo.conformance.transport import record
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.weights.unbalanced import Plan
+from attnpo.weights.optimal_transport import Plan
 
 
 def made_batch(factors: Tensor, mask: Tensor) -> PreferenceBatch:

@@ -9,7 +9,7 @@ import pytest
 
 from attnpo import console, machine
 from attnpo.config import compose, plain
-from attnpo.data.partition import PADDED, SHARED_PREFIX
+from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
 from attnpo.machine import planned_processes, versions

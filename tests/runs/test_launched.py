@@ -20,7 +20,7 @@ from attnpo.fit import main
 from attnpo.machine import as_launched, device_of, environment, planned_processes, require_world
 from attnpo.runs.folders import STAMP
 from attnpo.schema import UserError
-from attnpo.training.folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning

@@ -12,7 +12,7 @@ from attnpo.files import seal
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.resume import finished
 from attnpo.schema import UserError
-from attnpo.training.folders import read_account
+from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.settings import CallbackSettings
 from tests.runs.worlds import World, build_world
 

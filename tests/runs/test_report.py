@@ -22,8 +22,8 @@ from attnpo.runs.run import run
 from attnpo.studies.arms import study_overrides
 from attnpo.studies.report import publish_study
 from attnpo.studies.study import Arm, Outcome, Point, Study
-from attnpo.training.card import model_card
 from attnpo.training.loggers import open_loggers
+from attnpo.training.model_card import model_card
 from tests.runs.worlds import TRAIN, VAL, World, build_world
 from tests.training.wandb_files import keep_home, only, records, rows, sessions, values
 

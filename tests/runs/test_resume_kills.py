@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from attnpo.training.folders import read_account, whole
+from attnpo.training.checkpoint_folders import read_account, whole
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.forked import BEST, FIRST, LAST, MOMENTS, STEP, VALIDATING
 from tests.runs.worlds import World, build_world

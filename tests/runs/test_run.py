@@ -18,7 +18,7 @@ from attnpo.runs.inputs import forget, make_inputs, remembering
 from attnpo.runs.resume import find_resume
 from attnpo.runs.run import run
 from attnpo.schema import UserError
-from attnpo.training.folders import write_account
+from attnpo.training.checkpoint_folders import write_account
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
 from tests.training.processes import in_two_processes

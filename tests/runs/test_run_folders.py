@@ -14,7 +14,7 @@ from attnpo.runs.folders import make_folder, run_folder
 from attnpo.runs.resume import clear, find_resume, refuse_taken
 from attnpo.runs.run import run
 from attnpo.schema import UserError
-from attnpo.training.folders import STATE, read_account
+from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.worlds import World, build_world
 from tests.training.processes import in_two_processes

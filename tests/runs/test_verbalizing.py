@@ -19,8 +19,8 @@ from attnpo.runs.inputs import make_inputs
 from attnpo.runs.judges import ANSWERS, KeptAnswers, VerbalizerRoom
 from attnpo.runs.run import run
 from attnpo.schema import Message, Sampling, UserError
-from attnpo.testbed.forced import ForcedScores
-from attnpo.text.verbal import NO_PARTS
+from attnpo.testbed.forced_scores import ForcedScores
+from attnpo.text.score_answers import NO_PARTS
 from attnpo.weights.cache import Store
 from tests.runs.worlds import TRAIN, VAL, World, build_world
 

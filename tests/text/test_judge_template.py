@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import SIDES, JudgePrompt, PreferencePair, UserError
+from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 from attnpo.text.judge_template import (
     BLANK,
     QUESTION_CUT,
@@ -21,7 +22,6 @@ from attnpo.text.judge_template import (
     SpanMode,
     question_text,
 )
-from attnpo.text.lengths import first_tokens, last_tokens, share_room
 from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
 

@@ -21,12 +21,12 @@ from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
-from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
-from attnpo.training.gather import WholePolicy
+from attnpo.training.fsdp import WholePolicy
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
+from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import LoggerSettings, TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning, total_steps
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference

@@ -18,10 +18,10 @@ from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training import checkpoints
+from attnpo.training.checkpoint_folders import STATE, read_account, replaced, tidy, whole
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
-from attnpo.training.continuation import KEY, Continuation
 from attnpo.training.export import Exporter
-from attnpo.training.folders import STATE, read_account, replaced, tidy, whole
+from attnpo.training.resume_state import KEY, Continuation
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import make_callbacks
 from tests.training.tiny import make_data, make_examples, make_module

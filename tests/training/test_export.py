@@ -29,7 +29,7 @@ from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter, full_state
-from attnpo.training.sharding import shard
+from attnpo.training.fsdp import shard
 
 IDS = torch.tensor([[5, 9, 3, 11, 7, 4]])
 

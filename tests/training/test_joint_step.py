@@ -22,9 +22,9 @@ from attnpo.models.spec import LoraSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.tdpo import TDPO1, TDPO2
 from attnpo.schema import UserError
+from attnpo.training.fsdp import shard
 from attnpo.training.module import PreferenceModule, frozen
 from attnpo.training.optimizer import Optimizer
-from attnpo.training.sharding import shard
 from tests.training.tiny import VOCAB, make_data, make_examples
 
 Fit = Callable[..., list[dict[str, float]]]

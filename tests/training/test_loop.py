@@ -15,7 +15,7 @@ from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
-from attnpo.training.continuation import Continuation
+from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import TrainerSettings
 from tests.training.stored import epoch_order, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module

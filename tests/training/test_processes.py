@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from attnpo.data.rules import BatchPlan
-from attnpo.training.folders import read_account
+from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import read_metrics
 from tests.training.processes import in_two_processes
 from tests.training.several import CASES, STOP, Case, bad_pair, run_case

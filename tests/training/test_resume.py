@@ -9,9 +9,9 @@ import torch
 
 from attnpo.data.rules import BatchPlan
 from attnpo.schema import UserError
-from attnpo.training.continuation import KEY, Continuation, random_state, set_random_state
 from attnpo.training.metrics_file import cut_metrics, merge_metrics, read_metrics
 from attnpo.training.module import PreferenceModule
+from attnpo.training.resume_state import KEY, Continuation, random_state, set_random_state
 from tests.training.tiny import make_data, make_examples, make_module
 
 Fit = Callable[..., list[dict[str, float]]]

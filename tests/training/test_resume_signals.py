@@ -18,16 +18,16 @@ from attnpo.console import SIGNALS
 from attnpo.data.rules import BatchPlan
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
-from attnpo.training import interruption
+from attnpo.training import signals as interruption
 from attnpo.training.callbacks import FinalValidation
+from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import LastCheckpoint
-from attnpo.training.continuation import Continuation
 from attnpo.training.export import Exporter
-from attnpo.training.folders import STATE, read_account
-from attnpo.training.interruption import Interrupted, Interruption
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics, read_metrics
+from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import LoggerSettings, TrainerSettings
+from attnpo.training.signals import Interrupted, Interruption
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.processes import in_two_processes
 from tests.training.tiny import make_data, make_examples, make_module

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.partition import COSTS
+from attnpo.data.micro_batches import COSTS
 from attnpo.data.rules import BatchPlan
 from attnpo.models.layouts import choose
 from attnpo.training.callbacks import FinalValidation
-from attnpo.training.continuation import Continuation
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
+from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import LoggerSettings, TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.test_step_objective import Gradients, assert_same, kto_module

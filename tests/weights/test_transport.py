@@ -15,11 +15,11 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.runs.settings import require_reader
 from attnpo.schema import EncodedResponse, Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
 from attnpo.weights.base import OnlineSource, Tools, is_neutral
+from attnpo.weights.optimal_transport import LEAST_REG, sweeps_needed, token_costs, transport
 from attnpo.weights.pipeline import check_transforms, training_weights
 from attnpo.weights.sources.transport import Transport
 from attnpo.weights.sources.uniform import Uniform
 from attnpo.weights.transforms import Mixture
-from attnpo.weights.unbalanced import LEAST_REG, sweeps_needed, token_costs, transport
 
 COUNTS = ((7, 4), (1, 5), (3, 3), (6, 1))  # tokens of the chosen and the rejected response
 WIDTH = 9

@@ -11,11 +11,11 @@ import torch
 
 from attnpo.schema import Message, PairWeights, PreferencePair, Sampling, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.text.verbal import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
+from attnpo.text.score_answers import NO_PARTS, NOT_IN_RESPONSE, ScoredSpan, read_answer
+from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
 from attnpo.weights.base import PartialSource, QuestionBuilder, Tools, WeightSource, least_coverage
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import Unreadable, ensure_captured, weights_key
-from attnpo.weights.readings import AnswerStatistics, answer_statistics
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.verbalized import Verbalized, spread
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from attnpo.schema import Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import Row
+from attnpo.weights.optimal_transport import LEAST_REG, Plan, sweeps_needed, token_costs, transport
 from attnpo.weights.sources.uniform import Uniform
-from attnpo.weights.unbalanced import LEAST_REG, Plan, sweeps_needed, token_costs, transport
 
 MOST_REG_M = 1e9  # beyond it the masses are as good as fixed
 LEAST_TOLERANCE = 1e-11  # what rounding in float64 leaves

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.text.verbal import ScoredSpan, read_answer
+from attnpo.text.score_answers import ScoredSpan, read_answer
 from attnpo.weights.base import QuestionBuilder, Tools
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row

@@ -13,7 +13,7 @@ import lightning as L
 import torch
 
 from attnpo.console import REPEAT, SIGNALS
-from attnpo.training.folders import whole
+from attnpo.training.checkpoint_folders import whole
 
 log = logging.getLogger(__name__)
 

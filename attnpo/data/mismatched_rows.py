@@ -14,6 +14,7 @@ from attnpo.schema import RowGroup
 
 log = logging.getLogger(__name__)
 
+
 Ids = tuple[Sequence[int], Sequence[int]]
 """Prompt ids and response ids of one row."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard
 
-from attnpo.training.card import DPO, PAPER, model_card
+from attnpo.training.model_card import DPO, PAPER, model_card
 
 FACTS: dict[str, Any] = {
     "base": {

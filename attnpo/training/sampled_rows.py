@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from attnpo.data.collate import bare_rows
+from attnpo.models.backbone import eval_mode, is_materialised
 from attnpo.models.generate import Request, context_length, own_settings, processors
-from attnpo.models.importance import prompt_lengths
+from attnpo.models.input_gradient import prompt_lengths
 from attnpo.models.layouts import padded
-from attnpo.models.parts import eval_mode, is_materialised
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import PreferenceBatch, RowGroup, Sampling, UserError, digest
 

@@ -5,9 +5,9 @@ import logging
 import pytest
 import torch
 
-from attnpo.data.ahead import StepRows, mismatched, partners
 from attnpo.data.collate import TrainingExample
-from attnpo.data.partition import ByCount
+from attnpo.data.micro_batches import ByCount
+from attnpo.data.mismatched_rows import StepRows, mismatched, partners
 from attnpo.data.sampler import PlannedBatch, StepBatches
 from attnpo.models.layouts import padded
 from attnpo.schema import EncodedResponse, RowGroup

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import project
-from attnpo.models.parts import eval_mode
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
 

@@ -19,6 +19,7 @@ from attnpo.weights.capture import LogpPair
 
 log = logging.getLogger(__name__)
 
+
 AT_ONCE = 1024  # micro-batches whose log-probabilities wait to be stored
 
 Examples = Mapping[str, Sequence[TrainingExample]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair
-from attnpo.text.verbal import read_answer
+from attnpo.text.score_answers import read_answer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from attnpo.config import run_entry
 from attnpo.fit import main
-from attnpo.training.folders import read_account
+from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.module import PreferenceModule
 from tests.runs.worlds import World, build_world
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 from attnpo.models import judge as judge_room
 from attnpo.models.attention_tap import KERNELS
 from attnpo.models.judge import CausalJudge
-from attnpo.models.prefixes import WORTH, one_row, row_batches
+from attnpo.models.prompt_rows import WORTH, one_row, row_batches
 
 Build = Callable[..., PreTrainedModel]
 LAYERS = (1, 2, 3, 4)

@@ -11,8 +11,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
+from attnpo.models.packed_attention import FAR, Plan, Rule, attend_as_before, attend_in_segments
 from attnpo.models.scored import ScoredLM
-from attnpo.models.segments import FAR, Plan, Rule, attend_as_before, attend_in_segments
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]

@@ -13,6 +13,7 @@ from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 
+
 Hands = list[list[tuple[int, ...]]]
 """The pairs of a step by rank and micro-batch; every rank has as many micro-batches."""
 

@@ -32,6 +32,6 @@ class KnownParts:
 
     def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast") -> "Generator":
         """The generator."""
-        from attnpo.testbed.forced import ForcedScores  # transformers takes seconds to import
+        from attnpo.testbed.forced_scores import ForcedScores
 
         return ForcedScores(model, tokenizer, self.grammar, self.batch_size)

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from attnpo.models.segments import PLAN, Plan
+from attnpo.models.packed_attention import PLAN, Plan
 
 WORTH = 24
 """A common beginning of fewer tokens is computed again: looking it up costs more."""

@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
-from attnpo.training.folders import newest
+from attnpo.training.checkpoint_folders import newest
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 

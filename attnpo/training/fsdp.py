@@ -1,11 +1,21 @@
-"""The whole policy of a sharded run, gathered while the devices still hold it."""
+"""FSDP2: shards a model over the mesh of processes, and gathers it whole after training."""
 
 import lightning as L
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from attnpo.models.backbone import layer_stack
 from attnpo.training.export import policy_state
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Nothing; shards ``model`` in place. Its forward, not a submodule's, must be called afterwards."""
+    for block in layer_stack(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 class WholePolicy(L.Callback):

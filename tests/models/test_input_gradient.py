@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from attnpo.models.importance import input_gradient, prompt_lengths
+from attnpo.models.input_gradient import input_gradient, prompt_lengths
 from attnpo.models.layouts import packed, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import RowGroup, UserError

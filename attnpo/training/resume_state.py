@@ -14,6 +14,7 @@ from attnpo.data.datamodule import PreferenceDataModule
 
 log = logging.getLogger(__name__)
 
+
 KEY = "attnpo"
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.data.partition import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition, shares
+from attnpo.data.micro_batches import COSTS, PACKED, PADDED, ByCount, ByTokens, RowCost, deal, fill, partition, shares
 from attnpo.data.sampler import StepBatches
 from attnpo.models.layouts import LAYOUTS
 from attnpo.schema import UserError

@@ -12,14 +12,14 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from attnpo.config import CONFIG_DIR
 from attnpo.schema import Generator, Sampling, UserError
 from attnpo.testbed import words
-from attnpo.testbed.forced import ForcedScores
+from attnpo.testbed.forced_scores import ForcedScores
 from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.known_parts import KnownParts
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.recipes import BaseRecipe
 from attnpo.testbed.tasks import TaskSampler
 from attnpo.testbed.tokenizer import SCORE_TEMPLATE, build_tokenizer, chat_prompts, encode_all, token_ids
-from attnpo.testbed.verbal import KnownParts
-from attnpo.text.verbal import read_answer
+from attnpo.text.score_answers import read_answer
 
 GRAMMAR = Grammar()
 GREEDY = Sampling(max_new_tokens=64, temperature=0.0)
