@@ -233,7 +233,7 @@ def test_a_source_that_gives_no_weights_names_the_pair(
 
 
 def test_malformed_answers_are_read_as_far_as_they_go(record: Record) -> None:
-    """The answers themselves, and what is read of each, stand in tests/text/test_verbal.py."""
+    """The answers themselves, and what is read of each, stand in tests/text/test_score_answers.py."""
     problems: Counter[str] = Counter()
     usable = 0
     for _, answer, _, _ in MALFORMED:
@@ -244,7 +244,7 @@ def test_malformed_answers_are_read_as_far_as_they_go(record: Record) -> None:
     assert len(MALFORMED) >= 30 and 0 < usable < len(MALFORMED)
     message = "; ".join(f"{reason}: {count}" for reason, count in sorted(problems.items()))
     record(
-        f"{len(MALFORMED)} malformed answers in words (tests/text/test_verbal.py)",
+        f"{len(MALFORMED)} malformed answers in words (tests/text/test_score_answers.py)",
         f"{usable} have a usable part; {message}",
         "what cannot be read, counted",
     )
