@@ -17,7 +17,7 @@ from attnpo.conformance.extraction_folder import ROUNDS, GivenCuts, Golden, Reco
 from attnpo.conformance.records import PRODUCT_ERRORS, Absent, Check, Comparison, Item, built, has_option
 from attnpo.conformance.weights import attention_source, is_tied, moved, on_training_tokens, rollout_source, unit_items
 from attnpo.models.loading import load_tokenizer
-from attnpo.runs.judges import JudgeRoom
+from attnpo.runs.judges import RunJudge
 from attnpo.schema import SIDES, JudgeReading, Message, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
@@ -89,15 +89,15 @@ class Extraction:
         """The folder's tokenizer with its own chat template."""
         return ChatFormat(load_tokenizer(self.golden.path / "tokenizer"))
 
-    def _room(self, span: str) -> JudgeRoom:
+    def _room(self, span: str) -> RunJudge:
         choices = ["judge=pairwise"]
         rules = {"template_file": str(self.golden.path / "template.txt"), **self.golden.span_rules}
         judge = built("judge", choices, span=span, **rules)
         model = built("model", choices, path=str(self.golden.path / "model"), chat_template=None)
-        return JudgeRoom(judge, model, self.chat)
+        return RunJudge(judge, model, self.chat)
 
     @cached_property
-    def room(self) -> JudgeRoom:
+    def room(self) -> RunJudge:
         """The judge with the reference's spans."""
         return self._room("reference")
 
@@ -201,7 +201,7 @@ class Extraction:
         """Nothing; compares the tokens of both rounds, and for a cut pair also checks that ours is cut and fits."""
         rebuilt = self._is_rebuilt(pair, found)
         prompts = self.room.prompts
-        limit = self.room.judge.max_length
+        limit = self.room.settings.max_length
         rounds = zip(ROUNDS, prompts.build(preference(pair)), prompts.build(self.shown(pair)), strict=True)
         for order, ours, shown in rounds:
             info = pair["rounds"][order]

@@ -38,7 +38,7 @@ from attnpo.machine import versions
 from attnpo.reports.output import publish
 from attnpo.reports.report_config import files, mark_of
 from attnpo.runs.auto_layer import at_layers, settle_layer
-from attnpo.runs.context import Ground, judge_room, lay_ground
+from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.inputs import Inputs, encode, read_pairs
 from attnpo.runs.report import heat_rows
 from attnpo.runs.weighing import Weighed, weigh
@@ -78,25 +78,25 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
 
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
     """
-    ground = lay_ground(cfg)
-    pairs = read_pairs(ground)
-    encoded = encode(ground, pairs)
+    context = make_context(cfg)
+    pairs = read_pairs(context)
+    encoded = encode(context, pairs)
     measured = [
         measure(made, encoded, min_count=cfg.min_count, heat_maps=cfg.heat_maps)
-        for made in each_weights(ground, pairs, encoded, asked_layers(ground, cfg.layers))
+        for made in each_weights(context, pairs, encoded, asked_layers(context, cfg.layers))
     ]
-    piece = ground.tokenizer.convert_ids_to_tokens
+    piece = context.tokenizer.convert_ids_to_tokens
     tables = weight_tables(
-        measured, model_label(ground), lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top
+        measured, model_label(context), lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top
     )
-    notes = notes_on(ground, measured, cfg)
+    notes = notes_on(context, measured, cfg)
     below: list[list[KeyedTable]] = [[] for _ in tables]
     for path in files(plain(cfg)["printed"]):
         printed = read_printed(path, KEYS)
         place = counterpart(tables, printed)
-        mine = rows_on(printed, model_label(ground))
+        mine = rows_on(printed, model_label(context))
         below[place] += [beside(tables[place], mine)] if mine.rows else []
-        notes += left_out(printed, mine, model_label(ground))
+        notes += left_out(printed, mine, model_label(context))
     tables[1] = shortened(tables[1], cfg.top)
     shown = [one for table, joined in zip(tables, below, strict=True) for one in (table, *joined)]
     sections = [
@@ -108,49 +108,49 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
         Section(
             "Versions and configuration",
-            [KeyValues(versions()), Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(ground.cfg))))],
+            [KeyValues(versions()), Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(context.cfg))))],
         ),
     ]
-    heading = f"Token weights: {model_label(ground)}"
+    heading = f"Token weights: {model_label(context)}"
     publish(heading, shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
 
 
 # ------------------------------------------------------------------------------------------------ what is weighed
 
 
-def asked_layers(ground: Ground, layers: Sequence[int | str] | str) -> list[int | None]:
+def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list[int | None]:
     """The layers to report on as numbers, each once; [None] for the weights as they are configured.
 
     UserError for weights without a layer to choose, and for layers outside the judge's.
     """
     if not layers:
         return [None]
-    name = ground.cfg.composed.get("choices", {}).get("weights")
-    if "layer" not in ground.cfg.weights:
+    name = context.cfg.composed.get("choices", {}).get("weights")
+    if "layer" not in context.cfg.weights:
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
-    depth = judge_room(ground).num_layers
+    depth = run_judge(context).num_layers
     return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
 
 
 def each_weights(
-    ground: Ground, pairs: dict[str, PairSet], encoded: dict[str, EncodedSet], layers: Sequence[int | None]
+    context: RunContext, pairs: dict[str, PairSet], encoded: dict[str, EncodedSet], layers: Sequence[int | None]
 ) -> Iterator[Inputs]:
     """The weights of each layer on the training examples, one after the other; the judge is asked at most once."""
     chosen = [layer for layer in layers if layer is not None]
     if len(chosen) > 1:
-        source: WeightSource = build(ground.cfg.weights)
-        if not set(chosen) <= set(source.capture_layers(judge_room(ground).num_layers)):
-            weigh(at_layers(ground, chosen[0], chosen), encoded)  # store_layers: selected would judge once per layer
+        source: WeightSource = build(context.cfg.weights)
+        if not set(chosen) <= set(source.capture_layers(run_judge(context).num_layers)):
+            weigh(at_layers(context, chosen[0], chosen), encoded)  # store_layers: selected would judge once per layer
     for layer in layers:
-        here = settle_layer(ground, encoded) if layer is None else at_layers(ground, layer, [])
+        here = settle_layer(context, encoded) if layer is None else at_layers(context, layer, [])
         weighed = weigh(here, encoded)
         yield Inputs(here, pairs, weighed, {"train": examples_of(here, encoded["train"], weighed)})
 
 
-def examples_of(ground: Ground, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
+def examples_of(context: RunContext, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
     """The training examples of a run with these weights."""
-    transforms = [build(node) for node in ground.cfg.transforms.values()]
-    align: AlignRules = build(ground.cfg.align)
+    transforms = [build(node) for node in context.cfg.transforms.values()]
+    align: AlignRules = build(context.cfg.align)
     fitted = fit_transforms(transforms, encoded, weighed.source, weighed.captured, weighed.layers, align)
     return prepare_examples(encoded, weighed.source, weighed.captured, align, weighed.layers, fitted)
 
@@ -161,7 +161,7 @@ def examples_of(ground: Ground, encoded: EncodedSet, weighed: Weighed) -> Exampl
 def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1, heat_maps: int = 0) -> Measured:
     """Everything the tables say of one set of weights. UserError when no pair is left to train on."""
     examples = made.examples["train"]
-    label = weights_label(made.ground, made.weighed)
+    label = weights_label(made.context, made.weighed)
     if not examples.examples:
         raise UserError(f"{label}: none of {examples.read} pairs is left: {'; '.join(examples.tally.lines())}")
     sides, tokens, most = {}, {}, 0
@@ -257,26 +257,26 @@ def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, 
 # ------------------------------------------------------------------------------------------------ words
 
 
-def weights_label(ground: Ground, weighed: Weighed) -> str:
+def weights_label(context: RunContext, weighed: Weighed) -> str:
     """What the tables call these weights: the option, its layer, the transforms."""
-    name = str(ground.cfg.composed.get("choices", {}).get("weights", type(weighed.source).__name__))
-    if "layer" in ground.cfg.weights:
+    name = str(context.cfg.composed.get("choices", {}).get("weights", type(weighed.source).__name__))
+    if "layer" in context.cfg.weights:
         rows = weighed.source.wanted()
         name += " " + "+".join(f"L{row.layer}H{row.head}" if isinstance(row, HeadRow) else f"L{row}" for row in rows)
-    return " + ".join([name, *map(str, ground.cfg.transforms)])
+    return " + ".join([name, *map(str, context.cfg.transforms)])
 
 
-def model_label(ground: Ground) -> str:
+def model_label(context: RunContext) -> str:
     """What the tables call the model whose weights these are: ``label``, else the judge's own name, else the setting's.
 
     A model that ``prepare`` built has no name of its own.
     """
-    cfg = ground.cfg
+    cfg = context.cfg
     if cfg.label is not None:
         return str(cfg.label)
-    if cfg.judge.path is None and ground.prepared:
+    if cfg.judge.path is None and context.prepared:
         return str(cfg.composed.get("choices", {}).get("setting", "prepared"))
-    return Path(str(cfg.judge.path or ground.model.path)).name
+    return Path(str(cfg.judge.path or context.model.path)).name
 
 
 def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
@@ -300,7 +300,7 @@ def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]
     ]
 
 
-def notes_on(ground: Ground, measured: Sequence[Measured], cfg: DictConfig) -> list[str]:
+def notes_on(context: RunContext, measured: Sequence[Measured], cfg: DictConfig) -> list[str]:
     """What a reader must know under the tables."""
     cell = measured[0].account
     lines = [

@@ -18,8 +18,8 @@ from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
 from attnpo.machine import device_of
-from attnpo.runs.context import Ground, judge_room
-from attnpo.runs.judges import JudgeRoom
+from attnpo.runs.context import RunContext, run_judge
+from attnpo.runs.judges import RunJudge
 from attnpo.runs.settings import CHOICE, AutoLayer, wants_auto
 from attnpo.runs.weighing import weigh
 from attnpo.schema import PreferencePair, UserError, digest
@@ -35,7 +35,7 @@ CLEAR = 2.0
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """A layer and why: the mean over pairs and shares of the fall of the log-odds beyond that of random removals.
 
     ``error``: standard error over pairs of the layer's own score; ``errors``: by other layer, that of the pairs'
@@ -100,35 +100,35 @@ def _shown(error: float | None) -> str:
     return "unknown" if error is None else f"{error:.3f}"
 
 
-def settle_layer(ground: Ground, encoded: Mapping[str, EncodedSet]) -> Ground:
-    """``ground`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
+def settle_layer(context: RunContext, encoded: Mapping[str, EncodedSet]) -> RunContext:
+    """``context`` as it is, or with ``weights.layer`` found in the place of auto and the record in ``prepared``.
 
     Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
     otherwise the sample is judged, which is refused in a job of several processes (UserError).
     """
-    if not wants_auto(ground.cfg):
-        return ground
-    choice = find_choice(ground, encoded["train"])
-    cfg = ground.cfg.copy()
+    if not wants_auto(context.cfg):
+        return context
+    choice = find_layer(context, encoded["train"])
+    cfg = context.cfg.copy()
     cfg.weights.layer = choice.layer
-    return replace(ground, cfg=cfg, prepared={**ground.prepared, CHOICE: choice.numbers()})
+    return replace(context, cfg=cfg, prepared={**context.prepared, CHOICE: choice.numbers()})
 
 
-def find_choice(ground: Ground, train: EncodedSet) -> Choice:
+def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     """The layer for these training pairs, from the store or computed and stored."""
-    rules: AutoLayer = build(ground.cfg.auto_layer)
+    rules: AutoLayer = build(context.cfg.auto_layer)
     sample = calibration_pairs(train.pairs, rules.pairs)
-    room = judge_room(ground)
+    judge = run_judge(context)
     key = {
         "version": VERSION,
         "capture": CAPTURE_VERSION,
         "pairs": [pair.pair_id for pair in sample],
         "rules": asdict(rules),
-        "weights": {name: value for name, value in _plain(ground.cfg.weights).items() if name != "store_layers"},
-        "judge": room.fingerprint(),
-        "prompts": room.prompts.fingerprint(),
+        "weights": {name: value for name, value in _plain(context.cfg.weights).items() if name != "store_layers"},
+        "judge": judge.fingerprint(),
+        "prompts": judge.prompts.fingerprint(),
     }
-    path = Path(ground.store.root) / CHOICE / f"{digest(key)[:20]}.json"
+    path = Path(context.store.root) / CHOICE / f"{digest(key)[:20]}.json"
     known = _read(path, key)
     if known is None and world_size() > 1:
         raise UserError(
@@ -137,7 +137,7 @@ def find_choice(ground: Ground, train: EncodedSet) -> Choice:
             "number"
         )
     if known is None:
-        known = _score(ground, train, sample, room, rules)
+        known = _score(context, train, sample, judge, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_record(path, {"key": key, **known.numbers()})
         log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
@@ -155,17 +155,17 @@ def calibration_pairs(pairs: list[PreferencePair], count: int) -> list[Preferenc
 
 
 def _score(
-    ground: Ground, train: EncodedSet, sample: list[PreferencePair], room: JudgeRoom, rules: AutoLayer
-) -> Choice:
+    context: RunContext, train: EncodedSet, sample: list[PreferencePair], judge: RunJudge, rules: AutoLayer
+) -> LayerChoice:
     began = time.perf_counter()
-    ranked = layer_rankings(ground, train, sample)
+    ranked = layer_rankings(context, train, sample)
     log.info(
         "weights.layer=auto: scoring %d layers on %d training pairs, at most %d judge prompts",
         len(ranked),
         len(sample),
         2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
     )
-    tools = room.tools(device_of(ground.cfg))
+    tools = judge.tools(device_of(context.cfg))
     assert tools.judge is not None and tools.prompts is not None
     removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
     found = measure(
@@ -174,7 +174,7 @@ def _score(
     each = {layer: found.scores(str(layer)) for layer in ranked}
     scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
     best = best_layer(scores)
-    return Choice(
+    return LayerChoice(
         layer=best,
         scores=scores,
         error=standard_error(each[best].tolist()),
@@ -202,18 +202,18 @@ def best_layer(scores: Mapping[int, float]) -> int:
 
 
 def layer_rankings(
-    ground: Ground, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
+    context: RunContext, encoded: EncodedSet, sample: list[PreferencePair], layers: "tuple[int | str, ...]" = ()
 ) -> dict[int, Rankings]:
     """The finished weights of ``sample`` under the run's weights, once for each of ``layers`` (none: every layer).
 
     ``sample`` are pairs of ``encoded``; what the store lacks of them is judged, all layers at once.
     """
-    depth = judge_room(ground).num_layers
+    depth = run_judge(context).num_layers
     every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
-    weighed = weigh(at_layers(ground, 1, every), sample_of(encoded, sample))
+    weighed = weigh(at_layers(context, 1, every), sample_of(encoded, sample))
     return {
         layer: rankings(
-            build(at_layers(ground, layer, []).cfg.weights).resolve(depth), weighed.captured, weighed.layers
+            build(at_layers(context, layer, []).cfg.weights).resolve(depth), weighed.captured, weighed.layers
         )
         for layer in every
     }
@@ -227,14 +227,14 @@ def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, En
     return {"train": replace(encoded, pairs=list(sample), encoded=rows), "val": nothing}
 
 
-def at_layers(ground: Ground, layer: int, layers: list[int]) -> Ground:
-    """The same ground with weights that read ``layer``, or ``layers`` when there are any."""
+def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
+    """The same context with weights that read ``layer``, or ``layers`` when there are any."""
     from omegaconf import OmegaConf
 
-    cfg = ground.cfg.copy()
+    cfg = context.cfg.copy()
     OmegaConf.update(cfg, "weights.layer", layer, force_add=True)
     OmegaConf.update(cfg, "weights.layers", layers, force_add=True)
-    return replace(ground, cfg=cfg)
+    return replace(context, cfg=cfg)
 
 
 def _plain(node: DictConfig) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _progress(done: int, total: int) -> None:
     log.info("weights.layer=auto: %d of %d judge prompts", done, total)
 
 
-def _read(path: Path, key: Mapping[str, Any]) -> Choice | None:
+def _read(path: Path, key: Mapping[str, Any]) -> LayerChoice | None:
     """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
     if not path.exists():
         return None
@@ -258,7 +258,7 @@ def _read(path: Path, key: Mapping[str, Any]) -> Choice | None:
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}
         del stored["doubts"]
-        choice = Choice(scores=scores, errors=errors, **stored)
+        choice = LayerChoice(scores=scores, errors=errors, **stored)
         if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
             raise ValueError("no layer with finite scores")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

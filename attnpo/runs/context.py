@@ -24,9 +24,9 @@ from attnpo.models.loading import (
 )
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.folders import store_root
-from attnpo.runs.judges import JudgeRoom, VerbalizerRoom
+from attnpo.runs.judges import RunJudge, RunVerbalizer
 from attnpo.runs.settings import JudgePreparer, require_reader, wants_auto
-from attnpo.runs.startup import once
+from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Ground:
+class RunContext:
     """What every later step stands on: a settled config and the objects that read text."""
 
     cfg: DictConfig
@@ -92,7 +92,7 @@ def settle_judge(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
     return cfg, {**made.report, "reused": made.reused}
 
 
-def lay_ground(cfg: DictConfig) -> Ground:
+def make_context(cfg: DictConfig) -> RunContext:
     """The settled config with store, model description, tokenizer and chat format.
 
     Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
@@ -108,20 +108,20 @@ def lay_ground(cfg: DictConfig) -> Ground:
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-    ground = Ground(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
     source: WeightSource = build(cfg.weights)
     require_reader(source, build(cfg.objective))
     if "generator" in source.requires:
-        verbalizer_room(ground)
+        run_verbalizer(context)
     if "judge" in source.requires:
-        room = judge_room(ground)
-        depth = room.num_layers
+        judge = run_judge(context)
+        depth = judge.num_layers
         if len(depth.attending) < depth:
             layers = ", ".join(map(str, depth.attending))
-            once([f"judge: {room.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
+            log_once([f"judge: {judge.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
         if not wants_auto(cfg):
             source.resolve(depth)
-    return ground
+    return context
 
 
 def log_model(spec: ModelSpec) -> None:
@@ -133,33 +133,35 @@ def log_model(spec: ModelSpec) -> None:
     trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
     attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
     instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
-    once([f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"])
+    log_once(
+        [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"]
+    )
 
 
-def judge_room(ground: Ground) -> JudgeRoom:
+def run_judge(context: RunContext) -> RunJudge:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
-    room = JudgeRoom(build(settle_judge(ground.cfg)[0].judge), ground.model, ground.chat)
-    require_exact(text_config(room.path, room.revision), room.path, "judge.max_length", room.judge.max_length)
-    check_tokenizers(ground, room)
-    return room
+    judge = RunJudge(build(settle_judge(context.cfg)[0].judge), context.model, context.chat)
+    require_exact(text_config(judge.path, judge.revision), judge.path, "judge.max_length", judge.settings.max_length)
+    check_tokenizers(context, judge)
+    return judge
 
 
-def verbalizer_room(ground: Ground) -> VerbalizerRoom:
+def run_verbalizer(context: RunContext) -> RunVerbalizer:
     """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
-    return VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
+    return RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
 
 
-def check_tokenizers(ground: Ground, room: JudgeRoom) -> None:
+def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
     """Nothing; refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
-    if room.judge.path is None or room.tokenizer.get_vocab() == ground.tokenizer.get_vocab():
+    if judge.settings.path is None or judge.tokenizer.get_vocab() == context.tokenizer.get_vocab():
         return
-    if build(ground.cfg.align).method is AlignMethod.LEVENSHTEIN:
+    if build(context.cfg.align).method is AlignMethod.LEVENSHTEIN:
         raise UserError(
-            f"judge.path={room.path} has another vocabulary than {ground.model.path}: token ids cannot be matched; set "
-            "align.method=characters (and objective.length_from=train)"
+            f"judge.path={judge.path} has another vocabulary than {context.model.path}: token ids cannot be matched; "
+            "set align.method=characters (and objective.length_from=train)"
         )
-    if ground.cfg.objective.get("length_from") == "source":
-        _warn_of_lengths(room.path, ground.model.path)
+    if context.cfg.objective.get("length_from") == "source":
+        _warn_of_lengths(judge.path, context.model.path)
 
 
 @cache
@@ -172,14 +174,14 @@ def _warn_of_lengths(judge: str, model: str) -> None:
     )
 
 
-def reference_fingerprint(ground: Ground) -> dict[str, Any]:
+def reference_fingerprint(context: RunContext) -> dict[str, Any]:
     """What identifies the reference's numbers: weights, number format, attention kernel family."""
     return {
-        "weights": weights_fingerprint(ground.model.path, ground.model.revision),
-        "dtype": ground.model.dtype,
-        "kernel": attention_of(ground.model.path, ground.model.revision, ground.model.attn_implementation),
-        "precision": ground.cfg.trainer.precision,
-        **({} if ground.model.quantize is None else {"quantize": ground.model.quantize}),
+        "weights": weights_fingerprint(context.model.path, context.model.revision),
+        "dtype": context.model.dtype,
+        "kernel": attention_of(context.model.path, context.model.revision, context.model.attn_implementation),
+        "precision": context.cfg.trainer.precision,
+        **({} if context.model.quantize is None else {"quantize": context.model.quantize}),
     }
 
 

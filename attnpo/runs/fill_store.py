@@ -9,10 +9,10 @@ from attnpo.console import process
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.auto_layer import settle_layer
-from attnpo.runs.context import lay_ground
+from attnpo.runs.context import make_context
 from attnpo.runs.input_summary import answer_lines, log_verdicts
 from attnpo.runs.inputs import encode, read_pairs
-from attnpo.runs.memory_check import log_budget
+from attnpo.runs.memory_check import log_memory
 from attnpo.runs.models import fill_reference, load_start
 from attnpo.runs.weighing import weigh
 from attnpo.weights.sources.uniform import Uniform
@@ -22,16 +22,16 @@ log = logging.getLogger(__name__)
 
 def fill_store(cfg: DictConfig) -> None:
     """Nothing; puts this process's share of captured weights and reference log-probabilities into the store."""
-    ground = lay_ground(cfg)
-    log_budget(ground)
-    cfg = ground.cfg
-    encoded = encode(ground, read_pairs(ground))
+    context = make_context(cfg)
+    log_memory(context)
+    cfg = context.cfg
+    encoded = encode(context, read_pairs(context))
     for split, found in encoded.items():
         for line in found.tally.lines():
             log.warning("%s: %s", split, line)
     shard = process()
     if build(cfg.weights).requires:
-        weighed = weigh(settle_layer(ground, encoded), encoded, shard=shard)
+        weighed = weigh(settle_layer(context, encoded), encoded, shard=shard)
         log_verdicts(weighed.verdicts)
         if weighed.answers is not None:
             for line in answer_lines(weighed.answers):
@@ -43,4 +43,4 @@ def fill_store(cfg: DictConfig) -> None:
     # Reference log-probs depend on training ids alone: any weights give the same ones.
     align = build(cfg.align)
     sets = {split: prepare_examples(found, Uniform(), {}, align) for split, found in encoded.items()}
-    fill_reference(ground, sets, ScoredLM(load_start(ground)), shard)
+    fill_reference(context, sets, ScoredLM(load_start(context)), shard)

@@ -70,8 +70,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     if weighed.answers is not None:
         lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
-    if CHOICE in inputs.ground.prepared:
-        out[CHOICE] = inputs.ground.prepared[CHOICE]
+    if CHOICE in inputs.context.prepared:
+        out[CHOICE] = inputs.context.prepared[CHOICE]
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         warning = judge_warning(weighed.verdicts)
@@ -110,7 +110,7 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
 
 def plan_lines(inputs: Inputs) -> Iterator[str]:
     """How the pairs become optimiser steps, and when the run is validated and saved."""
-    cfg = inputs.ground.cfg
+    cfg = inputs.context.cfg
     plan: BatchPlan = build(cfg.batch)
     settings: TrainerSettings = build(cfg.trainer)
     kept: CallbackSettings = build(cfg.callbacks)
@@ -178,7 +178,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
-    pairs, processes = len(made.examples), planned_processes(inputs.ground.cfg)
+    pairs, processes = len(made.examples), planned_processes(inputs.context.cfg)
     if 0 < pairs < processes:
         raise UserError(
             f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
@@ -188,7 +188,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
 
 def _require_budgets(inputs: Inputs) -> None:
     """Nothing; refuses early what the data module would. Which layout auto will be is not known: the least counts."""
-    cfg = inputs.ground.cfg
+    cfg = inputs.context.cfg
     cost = COSTS.get(cfg.layout, SHARED_PREFIX)
     for split, key in (("train", "tokens"), ("val", "eval_tokens")):
         require_room(inputs.examples[split].examples, cost, cfg.batch[key], f"batch.{key}")
@@ -211,7 +211,7 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
 
     Prompt tokens are outside the loss; a token without a partner on the judge's side shows a dot.
     """
-    tokenizer = inputs.ground.tokenizer
+    tokenizer = inputs.context.tokenizer
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
     ]

@@ -14,15 +14,15 @@ from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transf
 from attnpo.data.rules import BatchPlan
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
-from attnpo.runs.context import Ground, lay_ground
+from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.weighing import SPLITS, Weighed, weigh
 from attnpo.schema import UserError, digest
 
 log = logging.getLogger(__name__)
 
 
-Texts = tuple[dict[str, PairSet], dict[str, EncodedSet]]
-Made = tuple[Weighed, dict[str, ExampleSet]]
+EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
+WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
 Some = TypeVar("Some")
 
 
@@ -30,25 +30,25 @@ Some = TypeVar("Some")
 class Inputs:
     """Pairs, weights and training examples of both splits."""
 
-    ground: Ground
+    context: RunContext
     pairs: dict[str, PairSet]
     weighed: Weighed
     examples: dict[str, ExampleSet]
 
 
-def read_pairs(ground: Ground) -> dict[str, PairSet]:
+def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits."""
-    source = build(ground.cfg.data)
+    source = build(context.cfg.data)
     return {split: source.load(split) for split in SPLITS}
 
 
-def encode(ground: Ground, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
+def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
-    rules = build(ground.cfg.lengths)
+    rules = build(context.cfg.lengths)
     encoded = {}
     for split, found in pairs.items():
         try:
-            encoded[split] = encode_pairs(found.pairs, ground.chat, rules)
+            encoded[split] = encode_pairs(found.pairs, context.chat, rules)
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
     return encoded
@@ -56,29 +56,29 @@ def encode(ground: Ground, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
 
 def make_inputs(cfg: DictConfig) -> Inputs:
     """Everything before the policy: pairs, weights (from the store or computed), training examples."""
-    return inputs_on(lay_ground(cfg))
+    return inputs_on(make_context(cfg))
 
 
-def inputs_on(ground: Ground) -> Inputs:
-    """The same on ground that is laid already."""
-    plan: BatchPlan = build(ground.cfg.batch)
-    plan.accumulation(planned_processes(ground.cfg))  # refuses what cannot be split evenly
-    pairs, encoded = _memory.recall(lambda: _of_texts(ground), lambda: _read(ground))
-    ground = settle_layer(ground, encoded)
-    weighed, examples = _memory.recall(lambda: _of_weights(ground), lambda: _weigh(ground, encoded))
-    return Inputs(ground, pairs, weighed, examples)
+def inputs_on(context: RunContext) -> Inputs:
+    """The same in a context that is made already."""
+    plan: BatchPlan = build(context.cfg.batch)
+    plan.accumulation(planned_processes(context.cfg))  # refuses what cannot be split evenly
+    pairs, encoded = _memory.recall(lambda: _of_texts(context), lambda: _read(context))
+    context = settle_layer(context, encoded)
+    weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded))
+    return Inputs(context, pairs, weighed, examples)
 
 
-def _read(ground: Ground) -> Texts:
-    pairs = read_pairs(ground)
-    return pairs, encode(ground, pairs)
+def _read(context: RunContext) -> EncodedPairs:
+    pairs = read_pairs(context)
+    return pairs, encode(context, pairs)
 
 
-def _weigh(ground: Ground, encoded: dict[str, EncodedSet]) -> Made:
-    weighed = weigh(ground, encoded)
-    align = build(ground.cfg.align)
+def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExamples:
+    weighed = weigh(context, encoded)
+    align = build(context.cfg.align)
     source, captured, layers = weighed.source, weighed.captured, weighed.layers
-    chosen = [build(node) for node in ground.cfg.transforms.values()]
+    chosen = [build(node) for node in context.cfg.transforms.values()]
     transforms = fit_transforms(chosen, encoded["train"], source, captured, layers, align)
     examples = {
         split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
@@ -144,12 +144,12 @@ def _size(made: Any) -> int:
     return sum(found.read for found in made[1].values())
 
 
-def _of_texts(ground: Ground) -> dict[str, Any]:
-    values = plain(ground.cfg)
+def _of_texts(context: RunContext) -> dict[str, Any]:
+    values = plain(context.cfg)
     return {"what": "pairs", **{name: values[name] for name in ("data", "model", "lengths")}}
 
 
-def _of_weights(ground: Ground) -> dict[str, Any]:
-    values = plain(ground.cfg)
+def _of_weights(context: RunContext) -> dict[str, Any]:
+    values = plain(context.cfg)
     kept = {name: value for name, value in values.items() if name not in APART}
     return {"what": "weights", **kept, "objective": values["objective"]["_target_"]}

@@ -36,7 +36,7 @@ from attnpo.weights.layers import Depth
 log = logging.getLogger(__name__)
 
 
-class JudgeRoom:
+class RunJudge:
     """A judge that is described cheaply and loaded at most once.
 
     Args:
@@ -54,7 +54,7 @@ class JudgeRoom:
                 "other_judge.path=FOLDER_OR_HUB_NAME (with judge=other) or judge.path"
             )
         self.tokenizer = chat.tokenizer
-        self.judge = judge
+        self.settings = judge
         self.path = model.path if judge.path is None else judge.path
         self.revision = model.revision if own else judge.revision
         if not own:
@@ -91,17 +91,17 @@ class JudgeRoom:
         """What identifies the judge's numbers: weights, number format, attention kernel family."""
         return {
             "weights": weights_fingerprint(self.path, self.revision),
-            "dtype": self.judge.dtype,
+            "dtype": self.settings.dtype,
             "kernel": kernel_for(described(self.path, self.revision).attention),
         }
 
     def tools(self, device: torch.device) -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``."""
-        model = load_model(self.path, dtype=self.judge.dtype, revision=self.revision)
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision)
         model.to(device)  # type: ignore[arg-type]
         kernel = kernel_for(described(self.path, self.revision).attention)
-        judge = CausalJudge(model, token_budget=self.judge.token_budget, kernel=kernel)
-        return Tools(judge=judge, prompts=self.prompts, verdict=self.judge.verdict)
+        judge = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel)
+        return Tools(judge=judge, prompts=self.prompts, verdict=self.settings.verdict)
 
 
 ANSWERS = "answers"
@@ -112,7 +112,7 @@ BATCHES_AT_ONCE = 4
 """Batches of answers that go into the store together."""
 
 
-class VerbalizerRoom:
+class RunVerbalizer:
     """A verbalizer that is described cheaply and loaded only when an answer is missing.
 
     Args:
@@ -124,7 +124,7 @@ class VerbalizerRoom:
 
     def __init__(self, verbalizer: Verbalizer, model: ModelSpec, chat: ChatFormat, store: Store) -> None:
         own = verbalizer.path is None
-        self.verbalizer = verbalizer
+        self.settings = verbalizer
         self.path = model.path if verbalizer.path is None else verbalizer.path
         self.revision = model.revision if own else verbalizer.revision
         asked = chat
@@ -138,14 +138,14 @@ class VerbalizerRoom:
     def _prompt_room(self) -> int | None:
         """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
         config = text_config(self.path, self.revision)
-        limit = self.verbalizer.max_length
+        limit = self.settings.max_length
         if limit is None:
             limit = context_length(config)
         else:
             require_exact(config, self.path, "verbalizer.max_length", limit)
-        new = self.verbalizer.sampling.max_new_tokens
+        new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
-            source = "verbalizer.max_length" if self.verbalizer.max_length is not None else f"positions of {self.path}"
+            source = "verbalizer.max_length" if self.settings.max_length is not None else f"positions of {self.path}"
             raise UserError(
                 f"verbalizer.sampling.max_new_tokens={new} leaves no room for a prompt within {limit} tokens "
                 f"({source}): lower it"
@@ -154,11 +154,11 @@ class VerbalizerRoom:
 
     def fingerprint(self) -> dict[str, Any]:
         """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
-        maker = self.verbalizer.known_parts
+        maker = self.settings.known_parts
         return {
             "weights": weights_fingerprint(self.path, self.revision),
-            "dtype": self.verbalizer.dtype,
-            "sampling": asdict(self.verbalizer.sampling),
+            "dtype": self.settings.dtype,
+            "sampling": asdict(self.settings.sampling),
             "chat": self.chat.fingerprint(),
             "known_parts": None if maker is None else maker.fingerprint(),
             "code": ANSWERS_VERSION,
@@ -169,21 +169,21 @@ class VerbalizerRoom:
 
     def tools(self, device: torch.device) -> Tools:
         """Generator, questions and decoding for capturing; the model is loaded when the first answer is missing."""
-        at_once = BATCHES_AT_ONCE * self.verbalizer.batch_size
-        generator = KeptAnswers(self._answers(), lambda: self._generator(device), at_once)
-        return Tools(generator=generator, questions=self.questions, sampling=self.verbalizer.sampling)
+        at_once = BATCHES_AT_ONCE * self.settings.batch_size
+        generator = StoredAnswers(self._answers(), lambda: self._generator(device), at_once)
+        return Tools(generator=generator, questions=self.questions, sampling=self.settings.sampling)
 
     def _generator(self, device: torch.device) -> Generator:
-        model = load_model(self.path, dtype=self.verbalizer.dtype, revision=self.revision)
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision)
         model.to(device)  # type: ignore[arg-type]
-        if self.verbalizer.known_parts is not None:
-            return self.verbalizer.known_parts.generator(model, self.chat.tokenizer)
+        if self.settings.known_parts is not None:
+            return self.settings.known_parts.generator(model, self.chat.tokenizer)
         return HFGenerator(
             model,
             self.chat.tokenizer,
             self.chat.prompt_ids,
-            batch_size=self.verbalizer.batch_size,
-            token_budget=self.verbalizer.token_budget,
+            batch_size=self.settings.batch_size,
+            token_budget=self.settings.token_budget,
             end_ids=sorted(self.chat.end_ids),
         )
 
@@ -195,7 +195,7 @@ class VerbalizerRoom:
             if pair.pair_id in captured and captured[pair.pair_id].rounds
             for side in SIDES
         }
-        stored = kept(self._answers(), list(asked.values()))
+        stored = stored_answers(self._answers(), list(asked.values()))
         return answer_statistics(pairs, captured, {at: stored[key] for at, key in asked.items() if key in stored})
 
 
@@ -204,13 +204,13 @@ def prompt_key(prompt: Sequence[Message]) -> str:
     return digest([[turn["role"], turn["content"]] for turn in prompt])[:32]
 
 
-def kept(table: Table, keys: Sequence[str]) -> dict[str, str]:
+def stored_answers(table: Table, keys: Sequence[str]) -> dict[str, str]:
     """The stored answers among ``keys``."""
     known = [key for key, columns in table.columns_present(keys).items() if ANSWER in columns]
     return {key: str(row[ANSWER]) for key, row in table.read(known, [ANSWER]).items()}
 
 
-class KeptAnswers:
+class StoredAnswers:
     """A generator that keeps its answers in a table and asks ``make``'s generator for missing ones only.
 
     Equal prompts get one answer. ``make`` is called at most once. Answers are stored, and their number is logged,
@@ -224,7 +224,7 @@ class KeptAnswers:
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
         """One answer per prompt, in their order."""
         keys = [prompt_key(prompt) for prompt in prompts]
-        found = kept(self.table, keys)
+        found = stored_answers(self.table, keys)
         missing = {key: prompt for key, prompt in zip(keys, prompts, strict=True) if key not in found}
         if missing and self._generator is None:
             self._generator = self.make()

@@ -14,20 +14,20 @@ from attnpo.data.rules import BatchPlan
 from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
-from attnpo.runs.context import Ground
-from attnpo.runs.startup import once
+from attnpo.runs.context import RunContext
+from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
 
 log = logging.getLogger(__name__)
 
 
-def log_budget(ground: Ground) -> None:
+def log_memory(context: RunContext) -> None:
     """Nothing; logs what training and the judge pass need, and whether the device holds it if there is one.
 
     Raises UserError when hardware asks for a GPU and there is none.
     """
-    cfg, spec = ground.cfg, ground.model
+    cfg, spec = context.cfg, context.model
     if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
         raise UserError(
             f"trainer.accelerator={cfg.trainer.accelerator}, but no CUDA device is visible: leave hardware= out, or "
@@ -40,14 +40,14 @@ def log_budget(ground: Ground) -> None:
         others = {}
         if capacity is not None and not found.fits(capacity):
             others = dict(alternatives(cfg, spec, config))
-        once(found.lines(capacity, others))
+        log_once(found.lines(capacity, others))
     if "judge" in build(cfg.weights).requires:
         judge = build(cfg.judge)
         own = judge.path is None
         of = config if own else load_config(judge.path, judge.revision)
         tokens = max(judge.token_budget, judge.max_length)
         with _estimating(spec.path if own else judge.path):
-            once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+            log_once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
-from attnpo.runs.context import Ground, log_store, reference_fingerprint
+from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.schema import SIDES, UserError
 from attnpo.training.module import frozen
 from attnpo.training.reference_cache import KeptReference
@@ -40,14 +40,14 @@ BYTES_PER_TOKEN = 4
 
 
 def fill_reference(
-    ground: Ground, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
+    context: RunContext, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
 ) -> Table:
     """The store's table of reference log-probabilities, with what the examples need computed and added.
 
     ``model`` is the reference (the policy before its first step). ``shard`` (rank, ranks) computes only every ranks-th
     example; without it a job of several processes is refused, since each would compute everything.
     """
-    table = reference_table(ground)
+    table = reference_table(context)
     unique = {example.pair_id: example for made in sets.values() for example in made.examples}
     wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
     lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
@@ -59,14 +59,14 @@ def fill_reference(
             "reference log-probs are missing in the store and this job has several processes; fill the store first "
             "with the same overrides: python -m attnpo.weigh ... reference=cached"
         )
-    pad_id = int(ground.tokenizer.pad_token_id or 0)
+    pad_id = int(context.tokenizer.pad_token_id or 0)
     if lacking:
-        model.to(device_of(ground.cfg))
-    layout = choose(ground.cfg.layout, [model], (), device_of(ground.cfg)) if lacking else padded
+        model.to(device_of(context.cfg))
+    layout = choose(context.cfg.layout, [model], (), device_of(context.cfg)) if lacking else padded
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = lacking[start : start + PAIRS_PER_SHARD]
-        with autocast(ground.cfg):
+        with autocast(context.cfg):
             store_logps(table, dict(score_examples(model, chunk, pad_id, layout)))
         done = start + len(chunk)
         pace = done / (time.perf_counter() - began)
@@ -74,17 +74,17 @@ def fill_reference(
     return table
 
 
-def reference_table(ground: Ground) -> Table:
+def reference_table(context: RunContext) -> Table:
     """The store's table of this run's reference log-probabilities."""
-    rules: LengthRules = build(ground.cfg.lengths)
+    rules: LengthRules = build(context.cfg.lengths)
     limits = rules.max_prompt_length, rules.max_length
-    key = reference_key(reference_fingerprint(ground), ground.chat, *limits, keep=rules.keep.value)
-    return ground.store.table(REFERENCE, key)
+    key = reference_key(reference_fingerprint(context), context.chat, *limits, keep=rules.keep.value)
+    return context.store.table(REFERENCE, key)
 
 
-def keeper(ground: Ground, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
-    table = reference_table(ground)
+    table = reference_table(context)
     pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
     lacking = table.missing(pair_ids, SIDES)
     tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
@@ -149,46 +149,46 @@ def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingE
         yield batch
 
 
-def load_start(ground: Ground) -> PreTrainedModel:
+def load_start(context: RunContext) -> PreTrainedModel:
     """The model that training starts from, in eval mode and without adapters."""
-    model = ground.model
+    model = context.model
     return load_model(
         model.path,
         dtype=model.dtype,
         attn_implementation=model.attn_implementation,
         revision=model.revision,
         quantize=model.quantize,
-        device=device_of(ground.cfg),
+        device=device_of(context.cfg),
     )
 
 
-def load_policy(ground: Ground) -> ScoredLM:
+def load_policy(context: RunContext) -> ScoredLM:
     """The model to train; under ``model.lora`` with fresh adapters, which change no number before the first step."""
-    model = load_start(ground)
-    if ground.model.lora is not None:
-        add_lora(model, ground.model.lora)
+    model = load_start(context)
+    if context.model.lora is not None:
+        add_lora(model, context.model.lora)
     policy = ScoredLM(model)
-    if ground.model.gradient_checkpointing:
-        policy.model.activation_checkpointing_enable(every_n_layers=ground.model.checkpoint_every)
+    if context.model.gradient_checkpointing:
+        policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)
     return policy
 
 
-def compile_policy(ground: Ground, policy: ScoredLM, layout: Layout) -> None:
+def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> None:
     """Nothing; compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
 
     Raises ``UserError`` where compiled blocks do not run, or give other numbers than plain ones.
     """
-    backend = ground.model.compile
+    backend = context.model.compile
     if backend is not None:
-        autocast = ground.cfg.trainer.precision == "bf16-mixed"
-        require_same_numbers(policy.model, backend, layout, device_of(ground.cfg), autocast=autocast)
+        autocast = context.cfg.trainer.precision == "bf16-mixed"
+        require_same_numbers(policy.model, backend, layout, device_of(context.cfg), autocast=autocast)
         compile_blocks(policy.model, backend)
 
 
-def load_reference(ground: Ground, policy: ScoredLM) -> ScoredLM:
+def load_reference(context: RunContext, policy: ScoredLM) -> ScoredLM:
     """The reference that is run during training: a frozen copy, or the policy without its adapters."""
-    if ground.cfg.reference == "adapter_off":
+    if context.cfg.reference == "adapter_off":
         return AdapterOff(policy)
-    reference = ScoredLM(load_start(ground))
+    reference = ScoredLM(load_start(context))
     frozen(reference)
     return reference

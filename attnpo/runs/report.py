@@ -46,7 +46,7 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
     pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
-    tokenizer = inputs.ground.tokenizer
+    tokenizer = inputs.context.tokenizer
     rows = []
     for example in inputs.examples["train"].examples[:count]:
         captured = inputs.weighed.captured.get(example.pair_id)
@@ -101,7 +101,7 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             "Versions and configuration",
             [
                 KeyValues(result["versions"]),
-                Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(inputs.ground.cfg)))),
+                Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(inputs.context.cfg)))),
             ],
         )
     )
@@ -205,24 +205,24 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
     digest of a large base's weights takes a while: for runs that keep no checkpoint and for processes that write
     nothing.
     """
-    ground = inputs.ground
-    ends, template = tuple(sorted(ground.chat.end_ids)), ground.chat.inference_template()
+    context = inputs.context
+    ends, template = tuple(sorted(context.chat.end_ids)), context.chat.inference_template()
     if not card:
-        return Exporter(ground.tokenizer, ends, dtype, chat_template=template)
+        return Exporter(context.tokenizer, ends, dtype, chat_template=template)
     notes = []
-    if template != ground.chat.chat_template:
+    if template != context.chat.chat_template:
         notes.append(BOS_WRITTEN)
         log.info("checkpoints: %s", BOS_WRITTEN)
-    older = warning_for(text_config(ground.model.path, ground.model.revision))
+    older = warning_for(text_config(context.model.path, context.model.revision))
     if older is not None:
         notes.append(older)
         log.warning("checkpoints: %s", older)
-    return Exporter(ground.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
+    return Exporter(context.tokenizer, ends, dtype, card_facts(inputs), chat_template=template, notes=tuple(notes))
 
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
-    cfg = plain(inputs.ground.cfg)
+    cfg = plain(inputs.context.cfg)
     statistics = example_statistics(inputs)
     return {
         "base": _base_facts(inputs),
@@ -294,7 +294,7 @@ def _class_name(node: Mapping[str, Any]) -> str:
 
 
 def _base_facts(inputs: Inputs) -> dict[str, Any]:
-    model = inputs.ground.model
+    model = inputs.context.model
     return {
         **_place(inputs, model.path),
         "revision": model.revision,
@@ -303,7 +303,7 @@ def _base_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    data = inputs.ground.cfg.data
+    data = inputs.context.cfg.data
     splits = {}
     for split in SPLITS:
         pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
@@ -327,7 +327,7 @@ def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | No
 
 def _place(inputs: Inputs, path: str) -> dict[str, Any]:
     """What a card says of a model's or data set's path: as the user gave it, never where the store lies."""
-    prepared = store_root(inputs.ground.cfg) / "prepared"
+    prepared = store_root(inputs.context.cfg) / "prepared"
     if Path(path).is_relative_to(prepared):
         return {"name": "a testbed base", "path": "built from nothing by `prepare`", "hub": None}
     local = Path(path).expanduser().exists()

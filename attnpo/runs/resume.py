@@ -35,10 +35,10 @@ UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 
 def contents_of(inputs: Inputs) -> dict[str, str]:
     """Digests of what the paths of a config hold: policy weights, tokenizer, chat template, pairs, captured weights."""
-    ground = inputs.ground
+    context = inputs.context
     found = {
-        "tokenizer and chat template": ground.chat.fingerprint(),
-        "model.path": weights_fingerprint(ground.model.path, ground.model.revision),
+        "tokenizer and chat template": context.chat.fingerprint(),
+        "model.path": weights_fingerprint(context.model.path, context.model.revision),
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
     }
@@ -178,7 +178,7 @@ def check_contents(inputs: Inputs, resume: Path) -> None:
     """
     stored = read_account(resume.parent)
     if "config" in stored:
-        check_same(stored["config"], numbers_of(inputs.ground.cfg), resume.parent)
+        check_same(stored["config"], numbers_of(inputs.context.cfg), resume.parent)
     if "contents" in stored:
         asked = {name: value for name, value in contents_of(inputs).items() if name in stored["contents"]}
         check_same(stored["contents"], asked, resume.parent)

@@ -32,12 +32,12 @@ from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.runs.context import lay_ground
+from attnpo.runs.context import make_context
 from attnpo.runs.folders import make_folder
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import Inputs, inputs_on
-from attnpo.runs.memory_check import log_budget
+from attnpo.runs.memory_check import log_memory
 from attnpo.runs.models import (
     compile_policy,
     fill_reference,
@@ -97,35 +97,35 @@ class Trained:
 
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
-    cfg = inputs.ground.cfg
+    cfg = inputs.context.cfg
     settings = as_launched(build(cfg.trainer))
     callbacks: CallbackSettings = build(cfg.callbacks)
     plan: BatchPlan = build(cfg.batch)
     objective: PreferenceObjective = build(cfg.objective)
-    require_parts(cfg.reference, inputs.ground.model, build(cfg.optimizer))
+    require_parts(cfg.reference, inputs.context.model, build(cfg.optimizer))
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
-    policy = load_policy(inputs.ground)
+    policy = load_policy(inputs.context)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference, kept = None, None
     if "reference" in objective.requires:
         if cfg.reference == "first_epoch":
-            kept = keeper(inputs.ground, inputs.examples)
+            kept = keeper(inputs.context, inputs.examples)
         if cfg.reference == "cached":
-            fill_reference(inputs.ground, inputs.examples, policy)
+            fill_reference(inputs.context, inputs.examples, policy)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            table = reference_table(inputs.ground)
+            table = reference_table(inputs.context)
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         else:
-            reference = load_reference(inputs.ground, policy)
+            reference = load_reference(inputs.context, policy)
     source = build(cfg.weights)
     online = source if isinstance(source, OnlineSource) else None
     reads = objective.requires | (online.statistics if online is not None else frozenset())
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg))
-    compile_policy(inputs.ground, policy, layout)
+    compile_policy(inputs.context, policy, layout)
     data = _datamodule(inputs, examples, plan, objective, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
     gathered = WholePolicy()
@@ -150,7 +150,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         return replace(trained, policy=restored(inputs, resume), reference=None)
     if not gathered.state:  # not sharded, or not the first process
         return trained
-    whole = load_start(inputs.ground)
+    whole = load_start(inputs.context)
     whole.load_state_dict(gathered.state)
     return replace(trained, policy=ScoredLM(whole), reference=None)
 
@@ -161,10 +161,10 @@ def makers_of(inputs: Inputs, objective: PreferenceObjective) -> dict[str, RowMa
         return {}
     if not isinstance(objective, AnchoredObjective):
         raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
-    ground = inputs.ground
-    ends = tuple(sorted({*ground.chat.end_ids, ground.tokenizer.eos_token_id} - {None}))
-    limit = int(ground.cfg.lengths.max_length)
-    return {"anchor": Anchors(objective.anchor, ends, int(ground.tokenizer.pad_token_id or 0), limit)}
+    context = inputs.context
+    ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
+    limit = int(context.cfg.lengths.max_length)
+    return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
 
 
 def sharded(policy: ScoredLM) -> bool:
@@ -175,7 +175,7 @@ def sharded(policy: ScoredLM) -> bool:
 def restored(inputs: Inputs, resume: Path) -> ScoredLM:
     """The whole policy of a checkpoint, without a trainer."""
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    policy = load_policy(inputs.ground)
+    policy = load_policy(inputs.context)
     policy.load_state_dict(
         {name.removeprefix("policy."): value for name, value in saved.items() if name.startswith("policy.")}
     )
@@ -190,7 +190,7 @@ def _datamodule(
     layout: Layout,
     settings: TrainerSettings,
 ) -> PreferenceDataModule:
-    pad_id, cfg = int(inputs.ground.tokenizer.pad_token_id or 0), inputs.ground.cfg
+    pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
     ahead = [name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")]
     return PreferenceDataModule(
         examples["train"],
@@ -256,10 +256,10 @@ def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     check_folder(folder, resume)
     if leads:
         make_folder(folder)
-    ground = lay_ground(cfg)
-    log_budget(ground)
-    inputs = inputs_on(ground)
-    cfg = inputs.ground.cfg
+    context = make_context(cfg)
+    log_memory(context)
+    inputs = inputs_on(context)
+    cfg = inputs.context.cfg
     if resume is not None:
         check_contents(inputs, resume)
     if leads:
@@ -300,15 +300,15 @@ def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
 
 def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     """Scores against a known truth on validation and test prompts, or None in settings that have none."""
-    cfg = inputs.ground.cfg
+    cfg = inputs.context.cfg
     if cfg.truth is None:
         return None
     scorer = build(cfg.truth)
     policy = frozen(trained.policy.model)
-    base, tokenizer = frozen(load_start(inputs.ground)), inputs.ground.tokenizer
+    base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores, of_base = {}, {}
     for split in ("validation", "test"):
-        key = (replace(inputs.ground.model, lora=None, compile=None), scorer, split)
+        key = (replace(inputs.context.model, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
@@ -331,22 +331,22 @@ def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSet
     Only pairs that are trained on, and prompts that leave room for ``settings.sample_tokens`` within lengths.max_length
     and the model's positions.
     """
-    ground = inputs.ground
+    context = inputs.context
     trained = {example.pair_id for example in inputs.examples["val"].examples}
     pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in trained]
-    limit = min(ground.cfg.lengths.max_length, context_length(policy.config) or ground.cfg.lengths.max_length)
+    limit = min(context.cfg.lengths.max_length, context_length(policy.config) or context.cfg.lengths.max_length)
     encoded = encode_prompts(
-        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], ground.chat, settings.sample_tokens, limit
+        [Prompt(pair.pair_id, pair.prompt) for pair in pairs], context.chat, settings.sample_tokens, limit
     )
     pairs = [pair for pair in pairs if pair.pair_id in encoded.kept][: settings.samples]
     if not pairs:
         log.info("no validation prompt leaves room for %d sample tokens", settings.sample_tokens)
         return
-    sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=ground.cfg.seed)
-    reference = load_start(ground)
+    sampling = Sampling(max_new_tokens=settings.sample_tokens, seed=context.cfg.seed)
+    reference = load_start(context)
     reference.to(policy.device)  # type: ignore[arg-type]
     answers = {
-        name: chat_generator(model, ground.chat).generate([pair.prompt for pair in pairs], sampling)
+        name: chat_generator(model, context.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
     with path.open("w", encoding="utf-8") as file:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
-"""Where the record of a choice stands: the folder in the store, the key in ``Ground.prepared`` and in a result."""
+"""Where the record of a choice stands: the folder in the store, the key in ``RunContext.prepared`` and in a result."""
 
 
 @dataclass(frozen=True)

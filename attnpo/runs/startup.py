@@ -76,7 +76,7 @@ def _scalar(value: Any) -> str:
 _said: set[str] = set()
 
 
-def once(lines: Iterable[str]) -> None:
+def log_once(lines: Iterable[str]) -> None:
     """Nothing; logs the lines that this process has not logged yet: the points of a study share most of them."""
     for line in lines:
         if line not in _said:

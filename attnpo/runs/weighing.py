@@ -9,7 +9,7 @@ from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.machine import device_of
-from attnpo.runs.context import Ground, judge_room, log_store, verbalizer_room
+from attnpo.runs.context import RunContext, log_store, run_judge, run_verbalizer
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.answer_statistics import AnswerStatistics
@@ -57,7 +57,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class Means:
+class CaptureMethod:
     """What a source captures with, described without loading a model.
 
     ``name`` and ``done`` are the words for it in the log ("judge", "judged"); ``work`` is a pass that reads the given
@@ -81,62 +81,62 @@ class Means:
     answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]
 
 
-def _judge(ground: Ground) -> Means:
-    room = judge_room(ground)
-    verdict = room.judge.verdict
-    return Means(
+def _judge(context: RunContext) -> CaptureMethod:
+    judge = run_judge(context)
+    verdict = judge.settings.verdict
+    return CaptureMethod(
         name="judge",
         done="judged",
-        work=lambda rows: f"judge pass: reading {rows} of {room.path} in both orders",
-        depth=room.num_layers,
-        heads=lambda: room.num_heads,
+        work=lambda rows: f"judge pass: reading {rows} of {judge.path} in both orders",
+        depth=judge.num_layers,
+        heads=lambda: judge.num_heads,
         rounds=2,
         verdict=verdict,
-        model=room.fingerprint(),
-        prompts=room.prompts.fingerprint(),
-        tools=lambda: room.tools(device_of(ground.cfg)),
+        model=judge.fingerprint(),
+        prompts=judge.prompts.fingerprint(),
+        tools=lambda: judge.tools(device_of(context.cfg)),
         verdicts=lambda captured: (
-            judge_statistics(list(captured.values()), room.prompts.label_ids) if verdict else None
+            judge_statistics(list(captured.values()), judge.prompts.label_ids) if verdict else None
         ),
         answers=lambda pairs, captured: None,
     )
 
 
-def _verbalizer(ground: Ground) -> Means:
-    room = verbalizer_room(ground)
-    return Means(
+def _verbalizer(context: RunContext) -> CaptureMethod:
+    verbalizer = run_verbalizer(context)
+    return CaptureMethod(
         name="verbalizer",
         done="scored in words",
-        work=lambda rows: f"verbalizer pass: {room.path} scores the parts of both responses",
+        work=lambda rows: f"verbalizer pass: {verbalizer.path} scores the parts of both responses",
         depth=0,
         heads=lambda: 0,
         rounds=1,
         verdict=False,
-        model=room.fingerprint(),
-        prompts=room.questions.fingerprint(),
-        tools=lambda: room.tools(device_of(ground.cfg)),
+        model=verbalizer.fingerprint(),
+        prompts=verbalizer.questions.fingerprint(),
+        tools=lambda: verbalizer.tools(device_of(context.cfg)),
         verdicts=lambda captured: None,
-        answers=room.statistics,
+        answers=verbalizer.statistics,
     )
 
 
-MEANS: Mapping[str, Callable[[Ground], Means]] = {"judge": _judge, "generator": _verbalizer}
+CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {"judge": _judge, "generator": _verbalizer}
 
 
-def means_of(ground: Ground, source: WeightSource) -> Means | None:
+def capture_method(context: RunContext, source: WeightSource) -> CaptureMethod | None:
     """What ``source`` captures with in this run; None when it captures nothing. UserError for what is not there."""
     wanted = sorted(source.requires)
     if not wanted:
         return None
-    if len(wanted) > 1 or wanted[0] not in MEANS:
+    if len(wanted) > 1 or wanted[0] not in CAPTURE_METHODS:
         raise UserError(
-            f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of {', '.join(MEANS)}: choose "
-            "other weights"
+            f"weights {type(source).__name__} need {' and '.join(wanted)}; a run has one of "
+            f"{', '.join(CAPTURE_METHODS)}: choose other weights"
         )
-    return MEANS[wanted[0]](ground)
+    return CAPTURE_METHODS[wanted[0]](context)
 
 
-def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
+def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
     """The run's weight source with everything it captured for the pairs of ``encoded``; computes what the store lacks.
 
     ``shard`` (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
@@ -144,19 +144,19 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
     that the model cannot be shown. ``weights.layer=auto`` must be settled already
     (``settle_layer``). UserError when the model can be shown none of them, whichever process stored that.
     """
-    require_reader(build(ground.cfg.weights), build(ground.cfg.objective))
-    source: WeightSource = build(ground.cfg.weights)
-    means = means_of(ground, source)
-    if means is None:
+    require_reader(build(context.cfg.weights), build(context.cfg.objective))
+    source: WeightSource = build(context.cfg.weights)
+    method = capture_method(context, source)
+    if method is None:
         return Weighed(source.resolve(1), {}, None, None, (), 0, {})
-    source = source.resolve(means.depth or 1)
-    layers = rows_to_store(source, means.depth or 1, means.heads)
+    source = source.resolve(method.depth or 1)
+    layers = rows_to_store(source, method.depth or 1, method.heads)
     wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
     share = wanted if shard is None else wanted[shard[0] :: shard[1]]
-    key = weights_key(source, means.model, means.prompts)
-    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if means.verdict else [])]
-    table = ground.store.table(WEIGHTS, key)
-    _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, means.rounds, len(layers))
+    key = weights_key(source, method.model, method.prompts)
+    columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if method.verdict else [])]
+    table = context.store.table(WEIGHTS, key)
+    _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, method.rounds, len(layers))
 
     def tools() -> Tools:
         if shard is None and world_size() > 1:
@@ -164,26 +164,26 @@ def weigh(ground: Ground, encoded: dict[str, EncodedSet], *, shard: tuple[int, i
                 f"weights are missing in the store and this job has {world_size()} processes; fill the store first "
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
-        log.info("%s", means.work(rows_in_words(layers)))
+        log.info("%s", method.work(rows_in_words(layers)))
         return replace(
-            means.tools(), progress=lambda done, total: log.info("%s: %d of %d pairs", means.name, done, total)
+            method.tools(), progress=lambda done, total: log.info("%s: %d of %d pairs", method.name, done, total)
         )
 
     captured, report = ensure_captured(
-        share, source, layers, ground.store, key, tools, load_layers=source.wanted(), verdicts=means.verdict
+        share, source, layers, context.store, key, tools, load_layers=source.wanted(), verdicts=method.verdict
     )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
-    _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, means)
+    _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)
     return Weighed(
         source,
         captured,
         report,
-        means.verdicts(captured),
+        method.verdicts(captured),
         source.wanted(),
-        means.depth,
+        method.depth,
         key,
-        means.answers(share, captured),
+        method.answers(share, captured),
     )
 
 
@@ -206,7 +206,7 @@ def _log_stored(
     log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
 
 
-def _log_unreadable(table: Table, wanted: list[str], columns: list[str], means: Means) -> None:
+def _log_unreadable(table: Table, wanted: list[str], columns: list[str], method: CaptureMethod) -> None:
     """Nothing; logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
 
     UserError when that is every pair: the last of several processes sees what all of them stored.
@@ -217,7 +217,8 @@ def _log_unreadable(table: Table, wanted: list[str], columns: list[str], means: 
     first = next(iter(found.values()))
     if len(found) == len(wanted):
         raise UserError(
-            f"the {means.name} can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: {first.story}"
+            f"the {method.name} can be shown none of {len(wanted)} pairs; the first, pair {first.pair_id}: "
+            f"{first.story}"
         )
     tally = Tally()
     for pair_id, pair in found.items():
@@ -231,7 +232,7 @@ def _log_unreadable(table: Table, wanted: list[str], columns: list[str], means: 
             count,
             len(wanted) - pending,
             stored,
-            means.done,
+            method.done,
             reason,
             ", ".join(tally.first[reason]),
             ", ..." if count > len(tally.first[reason]) else "",

@@ -16,13 +16,13 @@ from attnpo.files import clean, file_digest, read_record, write_record
 from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.auto_layer import settle_layer
-from attnpo.runs.context import Ground, lay_ground, settle, settle_judge
+from attnpo.runs.context import RunContext, make_context, settle, settle_judge
 from attnpo.runs.identity import files_of, settings_of, source_digest
 from attnpo.runs.inputs import APART, encode, read_pairs
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import digest
 from attnpo.studies.arms import Composed, arm_config
-from attnpo.studies.study import ONLY, Arm, Cost, Study, last_line, told
+from attnpo.studies.study import ONLY, Arm, Cost, Study, error_text, last_line
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def compose_arms(cfg: DictConfig, study: Study) -> dict[tuple[str, str], Compose
     }
 
 
-def lay_basis(
+def make_basis(
     cfg: DictConfig,
     study: Study,
     seed: int,
@@ -99,9 +99,9 @@ def lay_basis(
     settled = settle(next(iter(configs.values())))[0]
     for config in configs.values():
         fill_paths(config, settled)
-    ground = _ground(basis, configs)
-    encoded = _facts(basis, ground)
-    _note_gate(basis, "this base", ground.prepared.get("base"))
+    context = _ground(basis, configs)
+    encoded = _facts(basis, context)
+    _note_gate(basis, "this base", context.prepared.get("base"))
     done: dict[str, Weighed] = {}
     for name, config in configs.items():
         if name in basis.lost:
@@ -109,10 +109,10 @@ def lay_basis(
         same = digest({key: value for key, value in plain(config).items() if key not in (*APART, "transforms")})
         try:
             if same not in done:
-                done[same] = weigh(settle_layer(replace(ground, cfg=config), encoded), encoded)
+                done[same] = weigh(settle_layer(replace(context, cfg=config), encoded), encoded)
                 _note_gate(basis, "the second base", settle_judge(config)[1])
         except Exception as error:
-            basis.lost[name] = told(error)
+            basis.lost[name] = error_text(error)
             if len(basis.lost) == len(configs):
                 raise
             continue
@@ -122,19 +122,19 @@ def lay_basis(
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
         log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
-    basis.cost = _cost(ground, list(done.values()))
+    basis.cost = _cost(context, list(done.values()))
     if folder is not None and study.analyses:
-        measure(cfg, study, basis, ground, encoded, folder)
+        measure(cfg, study, basis, context, encoded, folder)
     return basis
 
 
-def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> Ground:
+def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> RunContext:
     """What all arms stand on, laid for the first whose weights can be had; the last error where there is none."""
     for name, config in configs.items():
         try:
-            return lay_ground(config)
+            return make_context(config)
         except Exception as error:
-            basis.lost[name] = told(error)
+            basis.lost[name] = error_text(error)
             if len(basis.lost) == len(configs):
                 raise
     raise AssertionError("a study has an arm")
@@ -146,17 +146,17 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
         basis.gates[name] = report["gate_passed"]
 
 
-def _facts(basis: Basis, ground: Ground) -> dict[str, EncodedSet]:
+def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
     """The encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
-    pairs = read_pairs(ground)
+    pairs = read_pairs(context)
     basis.facts = {
         "code": {**versions(), "source": source_digest()},
-        "world": ground.prepared.get("digest"),
-        "model": weights_fingerprint(ground.model.path, ground.model.revision),
-        "chat": ground.chat.fingerprint(),
+        "world": context.prepared.get("digest"),
+        "model": weights_fingerprint(context.model.path, context.model.revision),
+        "chat": context.chat.fingerprint(),
         "pairs": {split: found.fingerprint for split, found in pairs.items()},
     }
-    return encode(ground, pairs)
+    return encode(context, pairs)
 
 
 def at_seed(cfg: DictConfig, seed: int) -> DictConfig:
@@ -180,11 +180,11 @@ def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
 
 
 def measure(
-    cfg: DictConfig, study: Study, basis: Basis, ground: Ground, encoded: dict[str, EncodedSet], folder: Path
+    cfg: DictConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
 ) -> None:
     """Nothing; puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
     config = at_seed(arm_config(cfg, study, [], basis.world)[0], basis.seed)
-    fill_paths(config, ground.cfg)
+    fill_paths(config, context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
     settings = plain(cfg)["study"]["analyses"]
     for name, analysis in study.analyses.items():
@@ -208,11 +208,11 @@ def measure(
             log.warning("%s: analysis %s is measured anew: %s is not as it was written", basis.label, name, path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            found = analysis.measure(replace(ground, cfg=config), encoded, path.parent)
+            found = analysis.measure(replace(context, cfg=config), encoded, path.parent)
             found = json.loads(json.dumps(found))  # as a repeated command will read it
         except Exception as error:  # noqa: BLE001  the points run whatever becomes of an analysis
-            basis.unmeasured[name] = told(error)
-            log.error("%s: analysis %s failed: %s", basis.label, name, last_line(told(error)))
+            basis.unmeasured[name] = error_text(error)
+            log.error("%s: analysis %s failed: %s", basis.label, name, last_line(error_text(error)))
             continue
         write_record(path, {"of": same, "found": found})
         basis.measured[name] = found
@@ -221,8 +221,8 @@ def measure(
 # ------------------------------------------------------------------------------------------------ costs
 
 
-def _cost(ground: Ground, weighed: list[Weighed]) -> Cost:
-    base = ground.prepared.get("base")
+def _cost(context: RunContext, weighed: list[Weighed]) -> Cost:
+    base = context.prepared.get("base")
     seconds = base.get("seconds") if isinstance(base, Mapping) else None
     passes = [found.report.seconds for found in weighed if found.report is not None and found.report.computed]
     return Cost(None if seconds is None else round(float(seconds), 1), round(sum(passes), 1) if passes else None)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attnpo.analysis.faithfulness import Ranking, Rankings
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
-    from attnpo.runs.context import Ground
+    from attnpo.runs.context import RunContext
     from attnpo.schema import PreferencePair
     from attnpo.studies.study import MeasuredBy, Outcome
     from attnpo.testbed.grammar import Grammar
@@ -58,7 +58,7 @@ class Faithfulness:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
 
-    def measure(self, ground: "Ground", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
+    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
         """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
 
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
@@ -66,13 +66,13 @@ class Faithfulness:
         """
         from attnpo.analysis.faithfulness import Mode, Removal, measure
         from attnpo.machine import device_of
-        from attnpo.runs.context import judge_room
+        from attnpo.runs.context import run_judge
 
         began = time.perf_counter()
         pool, sample = self._sample(encoded)
-        grammar = truth_of(ground)
-        ranked = self._rankings(ground, pool, sample, grammar)
-        tools = judge_room(ground).tools(device_of(ground.cfg))
+        grammar = truth_of(context)
+        ranked = self._rankings(context, pool, sample, grammar)
+        tools = run_judge(context).tools(device_of(context.cfg))
         assert tools.judge is not None and tools.prompts is not None
         removal = Removal(self.shares, self.draws, self.seed)
         log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
@@ -115,14 +115,14 @@ class Faithfulness:
         return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]
 
     def _rankings(
-        self, ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]", grammar: "Grammar | None"
+        self, context: "RunContext", pool: "EncodedSet", sample: "list[PreferencePair]", grammar: "Grammar | None"
     ) -> "dict[str, tuple[int | None, Rankings]]":
         """What is measured, by name: its layer if it is one, and its weights."""
-        layers = layer_rankings(by_layer(ground), pool, sample, self.layers)
+        layers = layer_rankings(by_layer(context), pool, sample, self.layers)
         found: dict[str, tuple[int | None, Rankings]] = {
             f"layer {layer}": (layer, rows) for layer, rows in layers.items()
         }
-        found[ROLLOUT] = None, rollout_rankings(ground, pool, sample)
+        found[ROLLOUT] = None, rollout_rankings(context, pool, sample)
         tokens = next(iter(layers.values()))
         found[EQUAL] = None, {name: {side: level(row) for side, row in rows.items()} for name, rows in tokens.items()}
         if grammar is not None:
@@ -143,30 +143,30 @@ class Faithfulness:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def by_layer(ground: "Ground") -> "Ground":
-    """``ground`` where its weights read a layer, as they are; else the same with attention as it is by default."""
-    return ground if "layer" in ground.cfg.weights else reading(ground, "attention.Attention")
+def by_layer(context: "RunContext") -> "RunContext":
+    """``context`` where its weights read a layer, as they are; else the same with attention as it is by default."""
+    return context if "layer" in context.cfg.weights else reading(context, "attention.Attention")
 
 
-def reading(ground: "Ground", component: str, **settings: Any) -> "Ground":
-    """The same ground with the weights of one of ``attnpo.weights.sources``; what is not given is as by default."""
+def reading(context: "RunContext", component: str, **settings: Any) -> "RunContext":
+    """The same context with the weights of one of ``attnpo.weights.sources``; what is not given is as by default."""
     from omegaconf import OmegaConf
 
-    cfg = ground.cfg.copy()
+    cfg = context.cfg.copy()
     cfg.weights = OmegaConf.create({"_target_": f"attnpo.weights.sources.{component}", **settings})
-    return replace(ground, cfg=cfg)
+    return replace(context, cfg=cfg)
 
 
-def rollout_rankings(ground: "Ground", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
+def rollout_rankings(context: "RunContext", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
     """The rollout's weights of ``sample``, post-processed as the study's are; what the store lacks is judged."""
     from omegaconf import OmegaConf
 
     from attnpo.analysis.faithfulness import rankings
     from attnpo.runs.weighing import weigh
 
-    own = by_layer(ground).cfg.weights.get("postprocess")
+    own = by_layer(context).cfg.weights.get("postprocess")
     settings = {} if own is None else {"postprocess": OmegaConf.to_container(own, resolve=True)}
-    weighed = weigh(reading(ground, "rollout.Rollout", **settings), sample_of(pool, sample))
+    weighed = weigh(reading(context, "rollout.Rollout", **settings), sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
@@ -175,11 +175,11 @@ def level(row: "Ranking") -> "Ranking":
     return replace(row, weights=(1.0,) * len(row.weights))
 
 
-def truth_of(ground: "Ground") -> "Grammar | None":
+def truth_of(context: "RunContext") -> "Grammar | None":
     """The grammar behind the setting's known truth; None in settings that have none."""
     from attnpo.testbed.grammar import Grammar
 
-    grammar = None if ground.cfg.truth is None else getattr(build(ground.cfg.truth), "grammar", None)
+    grammar = None if context.cfg.truth is None else getattr(build(context.cfg.truth), "grammar", None)
     return grammar if isinstance(grammar, Grammar) else None
 
 

@@ -14,7 +14,7 @@ Rewards = Float[np.ndarray, "seeds prompts"]
 
 
 @dataclass(frozen=True)
-class Mark:
+class PathPoint:
     """A policy on an arm's path: its KL to the base on test prompts, its validation reward, its test rewards."""
 
     kl: float
@@ -42,7 +42,7 @@ class AtKL:
         return float(self.rewards.mean())
 
 
-def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[Mark]]:
+def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[PathPoint]]:
     """The seeds that all grid points of an arm share, and its path: the base, then the points by rising KL.
 
     A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
@@ -53,9 +53,9 @@ def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[Mark]]:
     seeds = tuple(seed for seed in whole[0].seeds if all(seed in spot.seeds for spot in whole)) if whole else ()
     if not seeds:
         return (), []
-    found = (_mark(spot, seeds) for spot in whole)
+    found = (_path_point(spot, seeds) for spot in whole)
     marks = sorted((mark for mark in found if math.isfinite(mark.kl)), key=lambda mark: mark.kl)
-    kept: list[Mark] = []
+    kept: list[PathPoint] = []
     for mark in marks:
         if not kept or mark.validation > kept[-1].validation:
             kept.append(mark)
@@ -63,20 +63,20 @@ def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[Mark]]:
     return seeds, kept if base is None else [base, *kept]
 
 
-def _mark(spot: Spot, seeds: Sequence[int]) -> Mark:
+def _path_point(spot: Spot, seeds: Sequence[int]) -> PathPoint:
     chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
     kl = float(np.mean([found["scores"]["test"]["kl"] for found in chosen]))
     validation = float(np.mean([found["scores"]["validation"]["reward"] for found in chosen]))
-    return Mark(
+    return PathPoint(
         float(np.maximum(kl, 0.0)), validation, np.array([found["scores"]["test"]["rewards"] for found in chosen])
     )
 
 
-def _base(spot: Spot, seeds: Sequence[int]) -> Mark | None:
+def _base(spot: Spot, seeds: Sequence[int]) -> PathPoint | None:
     chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
     if not all("base_rewards" in found for found in chosen):
         return None
-    return Mark(0.0, -math.inf, np.array([found["base_rewards"]["test"] for found in chosen]))
+    return PathPoint(0.0, -math.inf, np.array([found["base_rewards"]["test"] for found in chosen]))
 
 
 def at_kl(spots: Sequence[Spot], level: float) -> AtKL | None:

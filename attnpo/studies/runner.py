@@ -23,19 +23,19 @@ from attnpo.studies.arms import (
     point_config,
     point_folder,
 )
-from attnpo.studies.bases import Basis, compose_arms, keep_costs, lay_basis
+from attnpo.studies.bases import Basis, compose_arms, keep_costs, make_basis
 from attnpo.studies.study import (
     ONLY,
     Arm,
     Outcome,
-    Place,
     Point,
     Study,
+    WorldSeed,
+    error_text,
     expand_arms,
     grid_record,
     last_line,
     make_points,
-    told,
 )
 from attnpo.studies.workers import execute, on_gpu
 
@@ -66,7 +66,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
     whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
     check_distinct(study, named, {place: composed[place][0] for place in whole})
-    bases, missing = lay_bases(cfg, study, seeds, composed, folder)
+    bases, missing = make_bases(cfg, study, seeds, composed, folder)
     arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, bases, world)]
     own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
     check_distinct(study, arms, {place: config for place, (config, _) in own.items()}, _depths(study, arms, bases))
@@ -100,40 +100,40 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
     )
 
 
-def lay_bases(
+def make_bases(
     cfg: DictConfig,
     study: Study,
     seeds: Sequence[int],
     composed: Mapping[tuple[str, str], Composed],
     folder: Path,
-) -> tuple[dict[Place, Basis], dict[Place, str]]:
+) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, str]]:
     """What the points of every world and seed stand on, and the errors of those that cannot be had.
 
     Raises the first of these errors when there is none that can.
     """
-    bases: dict[Place, Basis] = {}
-    errors: dict[Place, Exception] = {}
+    bases: dict[WorldSeed, Basis] = {}
+    errors: dict[WorldSeed, Exception] = {}
     for world in study.worlds or [ONLY]:
         for seed in seeds:
             try:
-                bases[world, seed] = lay_basis(cfg, study, seed, world, composed, folder)
+                bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 errors[world, seed] = error
-                log.error("%s cannot be prepared: %s", Basis(world, seed).label, last_line(told(error)))
+                log.error("%s cannot be prepared: %s", Basis(world, seed).label, last_line(error_text(error)))
     if not bases:
         raise next(iter(errors.values()))
     keep_costs(folder, bases)
-    return bases, {place: told(error) for place, error in errors.items()}
+    return bases, {place: error_text(error) for place, error in errors.items()}
 
 
-def _arms(cfg: DictConfig, study: Study, bases: Mapping[Place, Basis], world: str) -> list[Arm]:
+def _arms(cfg: DictConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
     """The arms of a world; one without any base is taken to be as deep as the others."""
     found = [basis.depth for basis in bases.values() if basis.world == world]
     depth = max(found or [basis.depth for basis in bases.values()])
     return expand_arms(study, depth, truth=cfg.truth is not None, world=world)
 
 
-def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[Place, Basis]) -> dict[tuple[str, str], int]:
+def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis]) -> dict[tuple[str, str], int]:
     """Layers of the judge of every arm that has one, by world and arm."""
     known = {(world, name): depth for (world, _), basis in bases.items() for name, depth in basis.depths.items()}
     source = {(arm.world, arm.name): arm.name if arm.layer is None else study.layer_arm for arm in arms}
@@ -157,7 +157,7 @@ def _check(study: Study, arm: tuple[str, str], config: DictConfig) -> None:
         raise UserError(f"study {study.name}, arm {': '.join(filter(None, arm))}: {error}") from error
 
 
-def _record(study: Study, own: Mapping[tuple[str, str], Composed], bases: Mapping[Place, Basis]) -> dict[str, Any]:
+def _record(study: Study, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis]) -> dict[str, Any]:
     """What is fixed before the points run."""
     worlds: dict[str, Any] = {}
     for (world, _), basis in bases.items():
@@ -171,8 +171,8 @@ def _run_points(
     study: Study,
     points: Sequence[Point],
     own: Mapping[tuple[str, str], Composed],
-    bases: Mapping[Place, Basis],
-    missing: Mapping[Place, str],
+    bases: Mapping[WorldSeed, Basis],
+    missing: Mapping[WorldSeed, str],
     folder: Path,
 ) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
     """Results and errors of the points by their place among them; those without a base or weights are not run."""
@@ -210,7 +210,7 @@ def _run_points(
     return done, errors
 
 
-def _lost(study: Study, point: Point, bases: Mapping[Place, Basis], missing: Mapping[Place, str]) -> str | None:
+def _lost(study: Study, point: Point, bases: Mapping[WorldSeed, Basis], missing: Mapping[WorldSeed, str]) -> str | None:
     """Why a point cannot be run, if it cannot."""
     place = (point.arm.world, point.seed)
     if place in missing:

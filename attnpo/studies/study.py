@@ -15,7 +15,7 @@ from attnpo.weights.layers import distinct_layers
 if TYPE_CHECKING:
     from attnpo.data.prepare import EncodedSet
     from attnpo.display.page import Section
-    from attnpo.runs.context import Ground
+    from attnpo.runs.context import RunContext
 
 
 LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named axes
@@ -29,10 +29,10 @@ MeasuredBy = dict[tuple[str, int], dict[str, Any]]
 class StudyAnalysis(Protocol):
     """A measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
 
-    def measure(self, ground: "Ground", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
+    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
         """Plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
 
-        ``ground.cfg`` is the study's config in that world without the choices of any arm. The result is kept, and used
+        ``context.cfg`` is the study's config in that world without the choices of any arm. The result is kept, and used
         again by a repeated command whose settings, world and judge are the same.
         """
         ...
@@ -261,7 +261,7 @@ class Cost:
     judge: float | None = None
 
 
-def told(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """An error as it is reported: a user's mistake in its own words, anything else with its traceback."""
     return str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).strip()
 
@@ -271,7 +271,7 @@ def last_line(text: str) -> str:
     return text.strip().rpartition("\n")[2] or "no message"
 
 
-Place = tuple[str, int]  # a world and a seed
+WorldSeed = tuple[str, int]  # a world and a seed
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class Outcome:
     seconds: float
     measured: dict[str, MeasuredBy] = field(default_factory=dict)
     unmeasured: list[str] = field(default_factory=list)
-    costs: dict[Place, Cost] = field(default_factory=dict)
+    costs: dict[WorldSeed, Cost] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     @property

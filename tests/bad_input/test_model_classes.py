@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.runs import memory_check, startup
-from attnpo.runs.context import judge_room, reference_fingerprint
+from attnpo.runs.context import reference_fingerprint, run_judge
 from attnpo.runs.inputs import make_inputs
 from attnpo.schema import SIDES
 from tests.bad_input.attempts import Attempts
@@ -48,9 +48,9 @@ def test_weigh_and_fit_without_sdpa(kind: str, made: Made, attempts: Attempts) -
     attempts.fit(world=world).noted("weights: 18 of 18 pairs in the store")
     inputs = make_inputs(world.config())
     key = inputs.weighed.key
-    assert key["judge"]["kernel"] == "blocks" and reference_fingerprint(inputs.ground)["kernel"] == "eager"
+    assert key["judge"]["kernel"] == "blocks" and reference_fingerprint(inputs.context)["kernel"] == "eager"
     model = AutoModelForCausalLM.from_pretrained(world.model, attn_implementation="eager").eval()
-    prompts = judge_room(inputs.ground).prompts
+    prompts = run_judge(inputs.context).prompts
     layer = inputs.weighed.layers[0]
     for pair in inputs.pairs["train"].pairs[:2]:
         for prompt, found in zip(prompts.build(pair), inputs.weighed.captured[pair.pair_id].rounds, strict=True):

@@ -265,9 +265,9 @@ def weigh(world: World, *more: str) -> int:
 def numbers(world: World) -> list[float]:
     """Every number that a run on this store would read, in one order."""
     made = make_inputs(world.config(*ASKED, *SAMPLE))
-    found = [float(score) for score in made.ground.prepared[CHOICE]["scores"].values()]
+    found = [float(score) for score in made.context.prepared[CHOICE]["scores"].values()]
     for examples in made.examples.values():
-        for example in with_reference(reference_table(made.ground), examples):
+        for example in with_reference(reference_table(made.context), examples):
             assert example.reference_logps is not None
             for row in (*example.weights, *example.reference_logps):
                 found += row.tolist()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
-from attnpo.models import judge as judge_room
+from attnpo.models import judge as run_judge
 from attnpo.models.attention_tap import KERNELS
 from attnpo.models.judge import CausalJudge
 from attnpo.models.prompt_rows import WORTH, one_row, row_batches
@@ -80,14 +80,14 @@ def test_rows_of_wide_models_are_short_on_a_cpu(tiny: Build, monkeypatch: pytest
     model, prompts = tiny("llama"), judged(5)
     whole = CausalJudge(model).read(prompts, layers=LAYERS, label_ids=(4, 5))
     ends: list[int] = []
-    monkeypatch.setattr(judge_room, "ROW_BYTES", 1)
+    monkeypatch.setattr(run_judge, "ROW_BYTES", 1)
     judge = CausalJudge(model, progress=lambda done, _: ends.append(done))
     short = judge.read(prompts, layers=LAYERS, label_ids=(4, 5))
     assert len(ends) > 2 and all(done % 2 == 0 for done in ends), "a pair has both rounds in one row"
     for one, other in zip(short, whole, strict=True):
         assert torch.allclose(one.rows, other.rows, rtol=0, atol=1e-5) and one.verdict_token == other.verdict_token
     ends.clear()
-    monkeypatch.setattr(judge_room, "ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
+    monkeypatch.setattr(run_judge, "ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
     judge.read(prompts, layers=LAYERS)
     assert ends == [10]
     judge.token_budget = 1

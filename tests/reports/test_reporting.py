@@ -78,12 +78,12 @@ def test_the_tables_of_a_tiny_world_by_hand(world: World, tmp_path: Path) -> Non
             often = {token: values for token, values in by_token.items() if len(values) >= 3}
             tokens = table(rows, "tokens", weights=label, side=side, model="m")
             assert len(tokens) == len(often) and 1 < len(often) < len(by_token)
-            means = {inputs.ground.tokenizer.decode([token]): sum(v) / len(v) for token, v in often.items()}
-            counts = {inputs.ground.tokenizer.decode([token]): len(v) for token, v in often.items()}
+            means = {inputs.context.tokenizer.decode([token]): sum(v) / len(v) for token, v in often.items()}
+            counts = {inputs.context.tokenizer.decode([token]): len(v) for token, v in often.items()}
             listed = [float(row["weight"]) for row in tokens]
             assert listed == pytest.approx(sorted(means.values(), reverse=True), rel=1e-6)
             for row in tokens:
-                word = inputs.ground.tokenizer.convert_tokens_to_string([row["token"]])
+                word = inputs.context.tokenizer.convert_tokens_to_string([row["token"]])
                 assert float(row["weight"]) == pytest.approx(means[word], rel=1e-6)
                 assert int(row["count"]) == counts[word]
         shares, uniform, responses = [0.0, 0.0, 0.0], 0.0, 0

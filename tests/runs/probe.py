@@ -6,7 +6,7 @@ from typing import Any
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Paragraph, Section, TableBlock
-from attnpo.runs.context import Ground
+from attnpo.runs.context import RunContext
 from attnpo.studies.study import MeasuredBy, Outcome
 
 asked: list[str] = []
@@ -19,9 +19,9 @@ class Probe:
     value: float = 1.0
     fails: bool = False
 
-    def measure(self, ground: Ground, encoded: dict[str, EncodedSet], folder: Path) -> dict[str, Any]:
+    def measure(self, context: RunContext, encoded: dict[str, EncodedSet], folder: Path) -> dict[str, Any]:
         """The number of pairs, the config's weights and ``value``."""
-        asked.append(ground.cfg.weights._target_)
+        asked.append(context.cfg.weights._target_)
         if self.fails:
             raise RuntimeError("nothing to see")
         assert folder.is_dir()

@@ -12,7 +12,7 @@ from omegaconf.errors import ConfigAttributeError
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.runs.auto_layer import Choice, best_layer, calibration_pairs, settle_layer, standard_error
-from attnpo.runs.context import Ground, lay_ground
+from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.run import run
 from attnpo.runs.settings import CHOICE, AutoLayer, wants_auto
@@ -20,35 +20,35 @@ from attnpo.schema import UserError
 from attnpo.weights.layers import resolve_layer
 from tests.runs.worlds import World, build_world, judge_loads
 
-Made = tuple[World, Ground, dict[str, EncodedSet]]
+Made = tuple[World, RunContext, dict[str, EncodedSet]]
 QUICK = {"_target_": "attnpo.runs.settings.AutoLayer", "pairs": 4, "shares": [0.2], "draws": 1}
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     world = build_world(tmp_path_factory.mktemp("world"))
-    ground = lay_ground(world.config("weights=attention", "weights.layer=1"))
-    return world, ground, encode(ground, read_pairs(ground))
+    context = make_context(world.config("weights=attention", "weights.layer=1"))
+    return world, context, encode(context, read_pairs(context))
 
 
-def asking(made: Made, store: Path, **changes: Any) -> Ground:
-    """The world's ground with an own store and ``weights.layer=auto``."""
-    _, ground, _ = made
-    cfg = ground.cfg.copy()
+def asking(made: Made, store: Path, **changes: Any) -> RunContext:
+    """The world's context with an own store and ``weights.layer=auto``."""
+    _, context, _ = made
+    cfg = context.cfg.copy()
     OmegaConf.update(cfg, "store", str(store))
     OmegaConf.update(cfg, "weights.layer", "auto")
     OmegaConf.update(cfg, "auto_layer", {**QUICK, **changes}, force_add=True)
-    return replace(ground, cfg=cfg, store=type(ground.store)(store))
+    return replace(context, cfg=cfg, store=type(context.store)(store))
 
 
 def test_the_layer_is_found_once_and_recorded(made: Made, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    ground, encoded = asking(made, tmp_path), made[2]
+    context, encoded = asking(made, tmp_path), made[2]
     with judge_loads() as loads:
-        found = settle_layer(ground, encoded)
+        found = settle_layer(context, encoded)
         assert loads
         layer = found.cfg.weights.layer
-        assert layer in (1, 2) and ground.cfg.weights.layer == "auto"
+        assert layer in (1, 2) and context.cfg.weights.layer == "auto"
         loads.clear()
         again = settle_layer(asking(made, tmp_path), encoded)
         assert not loads
@@ -127,11 +127,11 @@ def test_rows_captured_another_way_are_another_choice(
 
 
 def test_the_rules_are_those_of_the_configuration_or_none(made: Made, tmp_path: Path) -> None:
-    ground = asking(made, tmp_path)
-    with open_dict(ground.cfg):
-        del ground.cfg["auto_layer"]
+    context = asking(made, tmp_path)
+    with open_dict(context.cfg):
+        del context.cfg["auto_layer"]
     with pytest.raises(ConfigAttributeError, match="auto_layer"):
-        settle_layer(ground, made[2])
+        settle_layer(context, made[2])
 
 
 def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
@@ -164,8 +164,8 @@ def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, m
 
 
 def test_a_number_and_weights_without_layers_are_left_alone(made: Made) -> None:
-    world, ground, encoded = made
-    assert settle_layer(ground, encoded) is ground
+    world, context, encoded = made
+    assert settle_layer(context, encoded) is context
     assert not wants_auto(world.config("weights=uniform"))
 
 

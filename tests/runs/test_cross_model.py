@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from transformers import CanineTokenizer
 
 from attnpo.config import build, check, compose
-from attnpo.runs.context import lay_ground, settle_judge
+from attnpo.runs.context import make_context, settle_judge
 from attnpo.runs.inputs import encode, make_inputs, read_pairs
 from attnpo.runs.weighing import weigh
 from attnpo.schema import UserError
@@ -75,7 +75,7 @@ def test_nothing_is_built_for_another_judge_that_is_not_asked_for(tmp_path: Path
 
 def test_another_judge_without_a_path_is_refused_before_anything_is_computed(world: World, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"other_judge\.path is null: set other_judge\.path=FOLDER"):
-        lay_ground(world.config("weights=attention", *ANOTHER))
+        make_context(world.config("weights=attention", *ANOTHER))
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
         settle_judge(compose("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
     with pytest.raises(UserError, match="another model than the run's own"):
@@ -85,10 +85,10 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
 
 
 def build_room(cfg: DictConfig) -> None:
-    from attnpo.runs.judges import JudgeRoom
+    from attnpo.runs.judges import RunJudge
 
-    ground = lay_ground(compose("fit", [*cfg.composed.overrides, "weights=uniform"]))
-    JudgeRoom(build(cfg.judge), ground.model, ground.chat)
+    context = make_context(compose("fit", [*cfg.composed.overrides, "weights=uniform"]))
+    RunJudge(build(cfg.judge), context.model, context.chat)
 
 
 def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_are_read(
@@ -101,7 +101,7 @@ def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_
     cfg = world.config("weights=attention", *ANOTHER, f"other_judge.path={slow}")
     cfg.data.path = "/nowhere"
     with pytest.raises(UserError, match=r"judge\.path=.*slow: expected a fast tokenizer.*CanineTokenizer"):
-        lay_ground(cfg)
+        make_context(cfg)
 
 
 # ---- tokens ------------------------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ def test_weights_of_another_vocabulary_reach_every_training_token(world: World, 
         assert len(inputs.examples[split].examples) == len(own.examples[split].examples)
         assert inputs.examples[split].unmatched_tokens == 0
     captured = next(iter(inputs.weighed.captured.values())).rounds[0].chosen
-    assert int(captured.token_ids.max()) >= len(inputs.ground.tokenizer)  # ids of the judge, not of the policy
+    assert int(captured.token_ids.max()) >= len(inputs.context.tokenizer)  # ids of the judge, not of the policy
 
 
 def test_ids_of_two_vocabularies_are_never_matched(world: World, judge: Path) -> None:
     with pytest.raises(UserError, match=r"another vocabulary.*align\.method=characters"):
-        lay_ground(world.config("weights=attention", *ANOTHER, f"other_judge.path={judge}"))
+        make_context(world.config("weights=attention", *ANOTHER, f"other_judge.path={judge}"))
 
 
 def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
@@ -128,9 +128,9 @@ def test_counting_the_tokens_of_another_vocabulary_is_warned_of_once(
 ) -> None:
     cfg = world.config("weights=attention", *ANOTHER, "other_judge.align=characters", f"other_judge.path={judge}")
     with caplog.at_level(logging.WARNING, logger="attnpo.runs.context"):
-        lay_ground(cfg)
-        lay_ground(cfg)
-        lay_ground(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
+        make_context(cfg)
+        make_context(cfg)
+        make_context(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={judge}"))
     found = [record.getMessage() for record in caplog.records if "length_from=source" in record.getMessage()]
     assert len(found) == 1 and str(judge) in found[0]
 
@@ -150,8 +150,8 @@ def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: Wo
     keys = []
     for seed in (1, 2, 1):
         path = save_judge(tmp_path / "judge", seed)
-        ground = lay_ground(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={path}"))
-        keys.append(weigh(ground, encode(ground, read_pairs(ground))).key)
+        context = make_context(world.config("weights=attention", *ANOTHER, *BY_CHARACTERS, f"other_judge.path={path}"))
+        keys.append(weigh(context, encode(context, read_pairs(context))).key)
     assert keys[0] == keys[2] != keys[1]
 
 
@@ -193,7 +193,7 @@ def test_the_study_runs_with_two_vocabularies(world: World, judge: Path, tmp_pat
 def test_a_study_on_the_testbed_settles_its_second_base_while_judging(world: World, tmp_path: Path) -> None:
     """An arm's config comes unsettled to the judge pass; the second base is found there."""
     cfg = on_testbed(tmp_path, *CARRIED, *BY_CHARACTERS, f"model.path={world.model}", f"data.path={world.data}")
-    plain = lay_ground(world.config("weights=uniform", f"store={tmp_path}"))
+    plain = make_context(world.config("weights=uniform", f"store={tmp_path}"))
     cfg.data.val_split = plain.cfg.data.val_split
     weighed = weigh(replace(plain, cfg=cfg), encode(plain, read_pairs(plain)))
     assert weighed.depth == 1 and weighed.report is not None and weighed.report.computed > 0

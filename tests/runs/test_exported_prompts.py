@@ -55,14 +55,14 @@ def inputs_of(world: World, template: str | None, folder: Path) -> Inputs:
 @pytest.mark.parametrize("world", TOKENIZERS, indirect=True)
 def test_the_exported_template_gives_the_ids_of_training(world: World, template: str | None, tmp_path: Path) -> None:
     inputs = inputs_of(world, template, tmp_path)
-    chat = inputs.ground.chat
+    chat = inputs.context.chat
     assert (chat.inference_template() == chat.chat_template) == (template is None)
     model = LlamaForCausalLM.from_pretrained(world.model)
     make_exporter(inputs).export(model, tmp_path / "out")
     ids = chat.prompt_ids(QUESTION)
     assert ids.count(chat.tokenizer.bos_token_id) == 1 and exported_ids(tmp_path / "out") == ids
     assert ("so the exported chat template writes it" in (tmp_path / "out/README.md").read_text()) == bool(template)
-    assert inputs.ground.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
+    assert inputs.context.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
 
 
 @pytest.mark.parametrize("world", ["mistral"], indirect=True)

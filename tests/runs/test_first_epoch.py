@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from attnpo.config import build
 from attnpo.runs import run as run_module
-from attnpo.runs.context import lay_ground
+from attnpo.runs.context import make_context
 from attnpo.runs.inputs import inputs_on
 from attnpo.runs.models import load_reference, reference_table
 from attnpo.runs.run import run
@@ -54,9 +54,9 @@ def losses(folder: Path, name: str) -> list[float]:
 
 def stored(cfg: DictConfig) -> int:
     """The pairs of both splits whose reference log-probabilities lie in the store."""
-    inputs = inputs_on(lay_ground(cfg))
+    inputs = inputs_on(make_context(cfg))
     ids = {example.pair_id for made in inputs.examples.values() for example in made.examples}
-    return len(ids) - len(reference_table(inputs.ground).missing(list(ids), ["chosen", "rejected"]))
+    return len(ids) - len(reference_table(inputs.context).missing(list(ids), ["chosen", "rejected"]))
 
 
 def test_the_second_epoch_reads_what_the_first_has_stored(

@@ -8,7 +8,7 @@ from transformers import LagunaConfig
 
 from attnpo.models.judge import CausalJudge
 from attnpo.models.loading import load_model, model_heads
-from attnpo.runs.context import judge_room
+from attnpo.runs.context import run_judge
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.layers import HeadRow
@@ -30,7 +30,7 @@ def world(template: World, tmp_path: Path) -> World:
 
 def direct_rows(inputs: Inputs, world: World) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Rows [layers heads n] of both rounds of every pair, straight from the model."""
-    room = judge_room(inputs.ground)
+    room = run_judge(inputs.context)
     judge = CausalJudge(load_model(world.model))
     found = {}
     for pair in (*inputs.pairs["train"].pairs, *inputs.pairs["val"].pairs):

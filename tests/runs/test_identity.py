@@ -10,7 +10,7 @@ from attnpo.config import build, compose
 from attnpo.runs import identity
 from attnpo.runs.identity import SHOWING, source_digest
 from attnpo.studies.arms import point_folder
-from attnpo.studies.bases import lay_basis
+from attnpo.studies.bases import make_basis
 from attnpo.studies.study import Arm, Point
 from tests.runs.worlds import build_world
 from tests.test_layering import imported_names
@@ -111,7 +111,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
             with (package / name).open("a", encoding="utf-8") as file:
                 file.write("# changed\n")
         source_digest.cache_clear()
-        codes.append(lay_basis(cfg, study, 0).facts["code"])
+        codes.append(make_basis(cfg, study, 0).facts["code"])
     source_digest.cache_clear()
     assert codes[0] == codes[1] != codes[2]
     assert {"torch", "tokenizers", "numpy"} <= codes[0].keys()

@@ -14,11 +14,11 @@ from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
 from attnpo.machine import planned_processes, versions
 from attnpo.runs import startup
-from attnpo.runs.context import lay_ground, log_store
+from attnpo.runs.context import log_store, make_context
 from attnpo.runs.folders import store_root
 from attnpo.runs.input_summary import example_statistics, log_inputs, token_percentiles
 from attnpo.runs.inputs import make_inputs
-from attnpo.runs.startup import announce, config_lines, once, opening
+from attnpo.runs.startup import announce, config_lines, log_once, opening
 from attnpo.schema import UserError
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
 
@@ -179,7 +179,7 @@ def test_the_estimate_covers_what_is_written(world: World, tmp_path: Path, caplo
 
 def test_the_model_is_told_once_from_its_config(world: World, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        lay_ground(world.config())
+        make_context(world.config())
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("model: ")]
     assert told == [f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers"]
 
@@ -243,7 +243,7 @@ def test_what_cannot_work_is_refused_before_the_data_is_read(
 
 def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
-        once(["memory of a run", "  weights 1.00"])
+        log_once(["memory of a run", "  weights 1.00"])
     assert [record.getMessage() for record in caplog.records] == ["memory of a run", "  weights 1.00"]
 
 

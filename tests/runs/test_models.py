@@ -15,7 +15,7 @@ from attnpo.config import build, check
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
-from attnpo.runs.context import Ground, lay_ground, reference_fingerprint
+from attnpo.runs.context import RunContext, make_context, reference_fingerprint
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.models import load_policy, load_reference, load_start
 from attnpo.runs.run import Trained, run, train
@@ -96,19 +96,19 @@ def test_cached_log_probs_are_the_bases_to_the_bit(world: World, tmp_path: Path)
 
 
 def test_what_the_settings_build(world: World) -> None:
-    ground = lay_ground(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
-    assert ground.model.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
-    policy = load_policy(ground)
+    context = make_context(world.config(*LORA, "reference=adapter_off", "model.lora.target_modules=[q_proj,v_proj]"))
+    assert context.model.lora == LoraSpec(rank=4, target_modules=("q_proj", "v_proj"))
+    policy = load_policy(context)
     assert has_adapters(policy.model)
     trained = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert trained and all(".lora_" in name and ("q_proj" in name or "v_proj" in name) for name in trained)
-    assert isinstance(load_reference(ground, policy), AdapterOff)
-    live = lay_ground(world.config(*LORA, "reference=live"))
+    assert isinstance(load_reference(context, policy), AdapterOff)
+    live = make_context(world.config(*LORA, "reference=live"))
     copy = load_reference(live, policy)
     assert not has_adapters(copy.model)
     base = load_model(world.model).state_dict()
     assert all(torch.equal(value, base[name]) for name, value in copy.model.state_dict().items())
-    plain = lay_ground(world.config())
+    plain = make_context(world.config())
     assert plain.model.lora is None and not has_adapters(load_policy(plain).model)
 
 
@@ -152,8 +152,8 @@ def test_an_objective_without_a_reference_holds_none(
 
     loaded: list[PreTrainedModel] = []
 
-    def counted(ground: Ground) -> PreTrainedModel:
-        loaded.append(load_start(ground))
+    def counted(context: RunContext) -> PreTrainedModel:
+        loaded.append(load_start(context))
         return loaded[-1]
 
     monkeypatch.setattr(run_room, "train", watched)
@@ -187,7 +187,7 @@ def test_a_base_of_four_bits_runs_the_whole_way(world: World, tmp_path: Path) ->
 
 
 def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> None:
-    keys = [reference_fingerprint(lay_ground(world.config(*overrides))) for overrides in ((), LORA, QLORA)]
+    keys = [reference_fingerprint(make_context(world.config(*overrides))) for overrides in ((), LORA, QLORA)]
     assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
 
 

@@ -84,7 +84,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     training_curves([{"step": 0.0, "train/loss": 0.7}, {"step": 1.0, "train/loss": 0.6}], folder / "curves.png", "x")
     turns = [{"role": "user", "content": "say <b>"}]
     (folder / "generations.jsonl").write_text(json.dumps({"prompt": turns, "policy": "good", "reference": "bad"}))
-    cfg = inputs.ground.cfg
+    cfg = inputs.context.cfg
     settings = build(cfg.callbacks)
     result = {**RESULT, "inputs": example_statistics(inputs)}
     logger = build(make_config(inputs, *TRACKED).logger)
@@ -118,7 +118,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
 def make_config(inputs: Inputs, *more: str) -> Any:
     from attnpo.config import compose
 
-    return compose("fit", [*inputs.ground.cfg.composed.overrides, *more])
+    return compose("fit", [*inputs.context.cfg.composed.overrides, *more])
 
 
 def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> No
     result = {**RESULT, "inputs": example_statistics(inputs)}
     with open_loggers(build(cfg.logger), folder, {}) as loggers:
         publish_run(loggers, inputs, result, build(cfg.callbacks), folder)
-        publish_run(loggers[:1], inputs, result, build(inputs.ground.cfg.callbacks), folder)
+        publish_run(loggers[:1], inputs, result, build(inputs.context.cfg.callbacks), folder)
     (row,) = flat_rows(sessions(folder)[0])
     assert {key.partition("/")[0] for key in row if not key.startswith("_")} == {"account", "trainer"}
 
@@ -212,7 +212,7 @@ def test_the_card_tells_how_the_run_was_made(world: World, inputs: Inputs) -> No
     assert method["weights"]["settings"]["postprocess.sink_tokens"] == 1
     assert method["judge"]["name"] == "the base model itself" and 0.0 <= method["verdicts"]["pair_accuracy"] <= 1.0
     assert facts["statistics"]["train"].keys() == {"coverage", "effective_share", "unmatched_share"}
-    assert facts["hyperparameters"]["optimizer.lr"] == inputs.ground.cfg.optimizer.lr
+    assert facts["hyperparameters"]["optimizer.lr"] == inputs.context.cfg.optimizer.lr
     assert facts["base"]["path"] == str(world.model) and facts["base"]["hub"] is None
     assert "objective.beta=0.037" in facts["command"] and f"model.path={world.model}" in facts["command"]
     card = model_card(facts, {"val/loss": 0.5}, step=3)
@@ -238,7 +238,7 @@ def test_without_a_judge_the_card_names_none(world: World) -> None:
 
 def test_the_exporter_knows_every_end_and_card_facts_are_optional(inputs: Inputs) -> None:
     exporter = make_exporter(inputs, dtype="bfloat16", card=False)
-    assert set(exporter.end_ids) == inputs.ground.chat.end_ids and exporter.facts is None
+    assert set(exporter.end_ids) == inputs.context.chat.end_ids and exporter.facts is None
     assert exporter.dtype == "bfloat16" and make_exporter(inputs).facts == card_facts(inputs)
 
 

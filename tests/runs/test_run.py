@@ -362,7 +362,7 @@ def test_points_of_a_process_share_what_they_have_read(world: World) -> None:
         again = make_inputs(world.config())
     forget()
     assert same.examples is first.examples and same.pairs is first.pairs
-    assert same.ground.cfg.objective.beta == 0.7
+    assert same.context.cfg.objective.beta == 0.7
     assert layer.pairs is first.pairs and control.pairs is first.pairs
     assert shorter.pairs is not first.pairs and outside.pairs is not first.pairs and again.pairs is not first.pairs
     for one, other in zip(first.examples["train"].examples, fresh.examples["train"].examples, strict=True):

@@ -12,11 +12,11 @@ import pytest
 
 from attnpo.config import build, check
 from attnpo.data.prepare import SILENT, UNASKED
-from attnpo.runs.context import lay_ground
+from attnpo.runs.context import make_context
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import make_inputs
-from attnpo.runs.judges import ANSWERS, KeptAnswers, VerbalizerRoom
+from attnpo.runs.judges import ANSWERS, RunVerbalizer, StoredAnswers
 from attnpo.runs.run import run
 from attnpo.schema import Message, Sampling, UserError
 from attnpo.testbed.forced_scores import ForcedScores
@@ -47,14 +47,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def loads() -> Iterator[list[str]]:
     """A list that gets the model's path whenever a verbalizer's model is loaded."""
     loaded: list[str] = []
-    original = VerbalizerRoom._generator
+    original = RunVerbalizer._generator
 
-    def generator(room: VerbalizerRoom, *arguments: Any) -> Any:
+    def generator(room: RunVerbalizer, *arguments: Any) -> Any:
         loaded.append(str(room.path))
         return original(room, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(VerbalizerRoom, "_generator", generator)
+        patch.setattr(RunVerbalizer, "_generator", generator)
         yield loaded
 
 
@@ -105,11 +105,11 @@ def test_a_model_that_says_nothing_usable_ends_with_every_pair_named(
 
 
 def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(world: World, tmp_path: Path) -> None:
-    ground = lay_ground(world.config(*KNOWN, f"store={tmp_path}"))
-    room = VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
-    pairs = build(ground.cfg.data).load("train").pairs
+    context = make_context(world.config(*KNOWN, f"store={tmp_path}"))
+    room = RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
+    pairs = build(context.cfg.data).load("train").pairs
     sizes = sorted(
-        max(len(ground.chat.prompt_ids(room.questions.messages(pair, side))) for side in ("chosen", "rejected"))
+        max(len(context.chat.prompt_ids(room.questions.messages(pair, side))) for side in ("chosen", "rejected"))
         for pair in pairs
     )
     middle = sizes[TRAIN // 2]
@@ -150,8 +150,8 @@ def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, mon
 
 def test_what_changes_an_answer_changes_the_key(world: World) -> None:
     def keys(*more: str) -> tuple[str, str]:
-        ground = lay_ground(world.config(*KNOWN, *more))
-        room = VerbalizerRoom(build(ground.cfg.verbalizer), ground.model, ground.chat, ground.store)
+        context = make_context(world.config(*KNOWN, *more))
+        room = RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
         return json.dumps(room.fingerprint(), sort_keys=True), json.dumps(room.questions.fingerprint(), sort_keys=True)
 
     plain = keys()
@@ -179,12 +179,12 @@ def test_kept_answers_are_asked_for_once(tmp_path: Path) -> None:
         return [[Message(role="user", content=text)] for text in texts]
 
     echo, table = Echo(), Store(tmp_path).table(ANSWERS, {"model": "echo"})
-    first = KeptAnswers(table, lambda: echo).generate(prompts("a", "b", "a"), Sampling())
+    first = StoredAnswers(table, lambda: echo).generate(prompts("a", "b", "a"), Sampling())
     assert (first, echo.asked) == (["a 2", "b 2", "a 2"], ["a", "b"])
-    later = KeptAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: echo)
+    later = StoredAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: echo)
     assert later.generate(prompts("b", "c"), Sampling()) == ["b 2", "c 3"]
     assert echo.asked == ["a", "b", "c"]
-    nobody = KeptAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: pytest.fail("all of it is kept"))
+    nobody = StoredAnswers(Store(tmp_path).table(ANSWERS, {"model": "echo"}), lambda: pytest.fail("all of it is kept"))
     assert nobody.generate(prompts("c", "a"), Sampling()) == ["c 3", "a 2"]
 
 
@@ -210,7 +210,7 @@ def test_an_interruption_within_one_call_loses_its_last_slice_alone(
 
     def answers(generator: Echo) -> list[str]:
         table = Store(tmp_path).table(ANSWERS, {"model": "echo"})
-        return KeptAnswers(table, lambda: generator, at_once=3).generate(prompts, Sampling())
+        return StoredAnswers(table, lambda: generator, at_once=3).generate(prompts, Sampling())
 
     first, rest = Failing(3), Echo()
     with pytest.raises(KeyboardInterrupt):
@@ -225,8 +225,8 @@ def test_an_interruption_within_one_call_loses_its_last_slice_alone(
 
 def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Path) -> None:
     config = world.config(*KNOWN, f"store={tmp_path}")
-    ground = lay_ground(config)
-    room = VerbalizerRoom(build(config.verbalizer), ground.model, ground.chat, ground.store)
+    context = make_context(config)
+    room = RunVerbalizer(build(config.verbalizer), context.model, context.chat, context.store)
     pairs = build(config.data).load("train").pairs[:3]
     import torch
 

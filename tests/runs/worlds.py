@@ -11,7 +11,7 @@ import pytest
 from omegaconf import DictConfig
 
 from attnpo.config import compose
-from attnpo.runs.judges import JudgeRoom
+from attnpo.runs.judges import RunJudge
 from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.pairs import pair_row, write_jsonl
 from attnpo.testbed.pretrain import new_model
@@ -85,12 +85,12 @@ def _row(rng: random.Random, prompt: Prompt) -> dict[str, object]:
 def judge_loads() -> Iterator[list[str]]:
     """A list that gets the judge's path whenever a judge model is loaded."""
     loaded: list[str] = []
-    original = JudgeRoom.tools
+    original = RunJudge.tools
 
-    def tools(room: JudgeRoom, *arguments: Any, **named: Any) -> Any:
+    def tools(room: RunJudge, *arguments: Any, **named: Any) -> Any:
         loaded.append(room.path)
         return original(room, *arguments, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JudgeRoom, "tools", tools)
+        patch.setattr(RunJudge, "tools", tools)
         yield loaded

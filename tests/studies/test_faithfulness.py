@@ -13,7 +13,7 @@ from attnpo.analysis.faithfulness import Ranking, rankings
 from attnpo.analysis.intervals import rank_correlation
 from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.runs.auto_layer import calibration_pairs
-from attnpo.runs.context import Ground, lay_ground
+from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.weighing import weigh
 from attnpo.schema import PreferencePair, UserError
@@ -30,21 +30,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-def with_truth(world: World, *overrides: str) -> Ground:
-    ground = lay_ground(world.config(*overrides))
-    cfg = ground.cfg.copy()
+def with_truth(world: World, *overrides: str) -> RunContext:
+    context = make_context(world.config(*overrides))
+    cfg = context.cfg.copy()
     truth = {"_target_": "attnpo.testbed.scoring.TruthScorer", "grammar": asdict(GRAMMAR)}
     OmegaConf.update(cfg, "truth", truth, force_add=True)
-    return replace(ground, cfg=cfg)
+    return replace(context, cfg=cfg)
 
 
 @pytest.fixture(scope="module")
-def measured(world: World) -> tuple[Ground, dict[str, Any]]:
-    ground = with_truth(world, "weights=attention", "weights.layer=1")
-    return ground, RULES.measure(ground, encode(ground, read_pairs(ground)), world.store)
+def measured(world: World) -> tuple[RunContext, dict[str, Any]]:
+    context = with_truth(world, "weights=attention", "weights.layer=1")
+    return context, RULES.measure(context, encode(context, read_pairs(context)), world.store)
 
 
-def test_every_layer_and_every_reference_is_measured(measured: tuple[Ground, dict[str, Any]]) -> None:
+def test_every_layer_and_every_reference_is_measured(measured: tuple[RunContext, dict[str, Any]]) -> None:
     _, values = measured
     assert isinstance(RULES, StudyAnalysis)
     assert list(values["weights"]) == ["layer 1", "layer 2", ROLLOUT, EQUAL, TRUTH]
@@ -63,8 +63,8 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     rules = Faithfulness(pairs=4, shares=(0.4,), draws=1)
 
     def masses(*overrides: str) -> dict[str, float]:
-        ground = with_truth(world, *overrides)
-        values = rules.measure(ground, encode(ground, read_pairs(ground)), world.store)
+        context = with_truth(world, *overrides)
+        values = rules.measure(context, encode(context, read_pairs(context)), world.store)
         return {name: found["mass"] for name, found in values["weights"].items()}
 
     plain = masses("weights=attention", "weights.layer=1")
@@ -75,19 +75,19 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
     assert all(heads[name] != plain[name] for name in layers) and heads[ROLLOUT] == plain[ROLLOUT]
     assert all(found[name] == plain[name] for found in (sink, heads) for name in (EQUAL, TRUTH))
     assert masses("weights=uniform") == plain, "attention as it is by default where the weights read no layer"
-    ground = with_truth(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
-    encoded = encode(ground, read_pairs(ground))
+    context = with_truth(world, "weights=attention", "weights.layer=2", "weights.postprocess.sink_tokens=3")
+    encoded = encode(context, read_pairs(context))
     sample = calibration_pairs(encoded["train"].pairs, 4)
-    weighed = weigh(ground, encoded)
+    weighed = weigh(context, encoded)
     rows = rankings(weighed.source, weighed.captured, weighed.layers)
     assert true_mass(sample, rows, GRAMMAR) == sink["layer 2"]
 
 
-def test_a_setting_without_truth_has_no_mass(measured: tuple[Ground, dict[str, Any]]) -> None:
-    ground, _ = measured
-    cfg = ground.cfg.copy()
+def test_a_setting_without_truth_has_no_mass(measured: tuple[RunContext, dict[str, Any]]) -> None:
+    context, _ = measured
+    cfg = context.cfg.copy()
     cfg.truth = None
-    bare = replace(ground, cfg=cfg)
+    bare = replace(context, cfg=cfg)
     rules = Faithfulness(pairs=3, shares=(0.2,), draws=1, layers=("last",))
     values = rules.measure(bare, encode(bare, read_pairs(bare)), Path("."))
     assert list(values["weights"]) == ["layer 2", ROLLOUT, EQUAL]

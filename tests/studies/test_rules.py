@@ -7,13 +7,13 @@ import pytest
 
 from attnpo.config import build, compose, idle_overrides
 from attnpo.console import process
-from attnpo.runs.context import lay_ground
+from attnpo.runs.context import make_context
 from attnpo.runs.inputs import make_inputs
-from attnpo.runs.judges import JudgeRoom
+from attnpo.runs.judges import RunJudge
 from attnpo.schema import UserError
 from attnpo.studies import bases
 from attnpo.studies.arms import arm_config, check_user
-from attnpo.studies.bases import COSTS, Basis, keep_costs, lay_basis
+from attnpo.studies.bases import COSTS, Basis, keep_costs, make_basis
 from attnpo.studies.study import Cost
 from attnpo.studies.workers import execute
 from attnpo.testbed.grammar import Grammar
@@ -103,7 +103,7 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
         path = tmp_path / "judge.txt"
         path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
         cfg = world.config(STUDY, f"judge.template_file={path}")
-        facts.append(lay_basis(cfg, build(cfg.study), 0))
+        facts.append(make_basis(cfg, build(cfg.study), 0))
     assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
     assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
     assert facts[0].facts == facts[1].facts
@@ -135,17 +135,17 @@ def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: py
     """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
     cfg = world.config(STUDY)
     study = build(cfg.study)
-    assert lay_basis(cfg, study, 0).warnings == []
-    laid, settled = bases.lay_ground, bases.settle_judge
+    assert make_basis(cfg, study, 0).warnings == []
+    laid, settled = bases.make_context, bases.settle_judge
     report = {"base": {"gate_passed": False, "seconds": 1.0}}
-    monkeypatch.setattr(bases, "lay_ground", lambda cfg: replace(laid(cfg), prepared=report))
+    monkeypatch.setattr(bases, "make_context", lambda cfg: replace(laid(cfg), prepared=report))
     monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": True}))
-    basis = lay_basis(cfg, study, 0)
+    basis = make_basis(cfg, study, 0)
     assert basis.gates == {"this base": False, "the second base": True}
     (line,) = basis.warnings
     assert line.startswith("WARNING seed 0: the judge of this base missed its gate; ")
     monkeypatch.setattr(bases, "settle_judge", lambda cfg: (settled(cfg)[0], {"gate_passed": False}))
-    assert [line.partition(" missed")[0] for line in lay_basis(cfg, study, 3).warnings] == [
+    assert [line.partition(" missed")[0] for line in make_basis(cfg, study, 3).warnings] == [
         "WARNING seed 3: the judge of this base",
         "WARNING seed 3: the judge of the second base",
     ]
@@ -171,9 +171,9 @@ def test_processes_are_counted_under_torchrun_and_slurm(
 
 def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
     """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
-    ground = lay_ground(world.config())
-    room = JudgeRoom(build(ground.cfg.judge), ground.model, ground.chat)
-    pairs = build(ground.cfg.data).load("train").pairs
+    context = make_context(world.config())
+    room = RunJudge(build(context.cfg.judge), context.model, context.chat)
+    pairs = build(context.cfg.data).load("train").pairs
     lengths = sorted(len(item.input_ids) for pair in pairs for item in room.prompts.build(pair))
     cfg = world.config(f"judge.max_length={lengths[len(lengths) // 2]}")
     counts = []

@@ -14,7 +14,7 @@ from attnpo.runs.folders import run_folder
 from attnpo.schema import UserError
 from attnpo.studies import bases, workers
 from attnpo.studies.arms import arm_config, layered, point_config, point_folder
-from attnpo.studies.bases import lay_basis
+from attnpo.studies.bases import make_basis
 from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
 from attnpo.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, grid_record, make_points
@@ -458,7 +458,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
         record.write_bytes(sound.replace(b"1.5", b"1.6"))
     else:
         DAMAGES[name](record)
-    basis = lay_basis(cfg, build(cfg.study), 0, "short", folder=folder / "out")
+    basis = make_basis(cfg, build(cfg.study), 0, "short", folder=folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
     assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]
