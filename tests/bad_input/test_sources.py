@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.text.test_verbal import MALFORMED, RESPONSE
 from torch import Tensor
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair, TokenWeights
@@ -19,6 +18,7 @@ from attnpo.weights.sources.attention import Attention
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
 from tests.runs.worlds import GRAMMAR, RECIPE, TRAIN
+from tests.text.test_score_answers import MALFORMED, RESPONSE
 
 NOT_STARTED = "run not started"
 NO_DATA_READ = "data.path=nowhere"

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError
 
 from attnpo.data.prepare import EncodedSet
-from attnpo.runs.auto_layer import Choice, best_layer, calibration_pairs, settle_layer, standard_error
+from attnpo.runs.auto_layer import LayerChoice, best_layer, calibration_pairs, settle_layer, standard_error
 from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.run import run
@@ -79,9 +79,9 @@ def test_four_pairs_carry_no_choice_and_every_run_is_told(
     assert [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING] == said
 
 
-def choice(scores: dict[int, float], error: float | None, errors: dict[int, float | None], **more: Any) -> Choice:
+def choice(scores: dict[int, float], error: float | None, errors: dict[int, float | None], **more: Any) -> LayerChoice:
     values = {"full": 2.0, "pairs": 60, "left_out": 4, "emptied": 0, "prompts": 9, "seconds": 1.0} | more
-    return Choice(best_layer(scores), scores, error, errors, rules={"pairs": 64}, **values)
+    return LayerChoice(best_layer(scores), scores, error, errors, rules={"pairs": 64}, **values)
 
 
 @pytest.mark.parametrize(
