@@ -121,7 +121,7 @@ def test_rows_captured_another_way_are_another_choice(
     made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settle_layer(asking(made, tmp_path), made[2])
-    monkeypatch.setattr("attnpo.weights.capture.CAPTURE_VERSION", "a later one")
+    monkeypatch.setattr("attnpo.runs.auto_layer.CAPTURE_VERSION", "a later one")
     settle_layer(asking(made, tmp_path), made[2])
     assert len(list((tmp_path / CHOICE).glob("*.json"))) == 2
 
