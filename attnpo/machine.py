@@ -97,7 +97,7 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
 
 
 def _require_possible(settings: TrainerSettings) -> None:
-    """Refuses what no launcher stands behind: other nodes, whose processes would be waited for, and GPUs on a CPU."""
+    """Refuses what needs a launcher: other nodes, whose processes would be waited for, and GPUs on a CPU."""
     if settings.num_nodes > 1 and not {"NODE_RANK", "GROUP_RANK"} & os.environ.keys():
         raise UserError(
             f"trainer.num_nodes={settings.num_nodes} needs a process on every node, and nothing started some: use "

@@ -108,14 +108,14 @@ class AnswerFile:
     # ------------------------------------------------------------------------------------------ writing
 
     def append(self, rows: Iterable[AnswerRow]) -> None:
-        """Nothing; adds rows to this process's part and waits until they are handed to the system."""
+        """Adds rows to this process's part and waits until they are handed to the system."""
         with self.part.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def merge(self, order: Sequence[Name]) -> list[AnswerRow] | None:
         """The rows of ``order``, or None while some are missing.
 
-        Rewrites the file in that order, rows of other prompts behind them, and removes the parts. Two processes that
+        Rewrites the file in that order, rows of other prompts after them, and removes the parts. Two processes that
         come here at once write the same file.
         """
         files = self._files()
@@ -134,12 +134,12 @@ class AnswerFile:
         return [rows[name] for name in order]
 
     def account(self, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Nothing; writes ``key`` and what became of the prompts beside the file."""
+        """Writes ``key`` and what became of the prompts beside the file."""
         write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
 
 
 def _mend(file: Path) -> None:
-    """Nothing; removes what stands behind the last line end: the row that a stopped command was writing."""
+    """Removes what stands after the last line end: the row that a stopped command was writing."""
     content = file.read_bytes()
     keep = content.rfind(b"\n") + 1
     if keep < len(content):

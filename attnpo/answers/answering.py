@@ -83,7 +83,7 @@ class EncodedPrompts:
 def encode_prompts(
     prompts: Iterable[Prompt], chat: "ChatFormat", new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
-    """The prompts' ids; left out is what the chat template refuses and what is too long for ``new_tokens`` behind it.
+    """The prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
 
     ``refusal`` is the template's first one.
     """
@@ -265,7 +265,7 @@ def _fill(
     turns: Mapping[str, Prompt],
     sampling: Sampling,
 ) -> None:
-    """Nothing; answers what is lacking, each batch written before the next begins."""
+    """Answers what is lacking, each batch written before the next begins."""
     names, requests = list(lacking), list(lacking.values())
     began = said = time.perf_counter()
     done = tokens = 0
@@ -292,7 +292,7 @@ def _row(name: Name, turns: Mapping[str, Prompt], answer: "Answer") -> AnswerRow
 
 
 def _check_same_prompts(have: Mapping[Name, AnswerRow], turns: Mapping[str, Prompt], path: Path) -> None:
-    """Nothing; ids from a column could name something else than when the file was begun."""
+    """Refuses a file begun with other prompts: ids from a column could name something else than they did then."""
     for (name, _), row in have.items():
         if name in turns and row["prompt"] != list(turns[name].messages):
             raise UserError(
@@ -302,7 +302,7 @@ def _check_same_prompts(have: Mapping[Name, AnswerRow], turns: Mapping[str, Prom
 
 
 def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
-    """Nothing; names what is left out. UserError when nothing remains."""
+    """Names what is left out. UserError when nothing remains."""
     for reason, ids in encoded.left_out.items():
         named = ", ".join(ids[:NAMED]) + (", ..." if len(ids) > NAMED else "")
         log.warning("left out, %s: %d of %d prompts (%s)", reason, len(ids), len(found.prompts), named)

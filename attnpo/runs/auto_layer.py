@@ -74,7 +74,7 @@ class LayerChoice:
             gaps = ", ".join(f"{layer}: {self._lead(layer):.3f} +- {_shown(self.errors[layer])}" for layer in like)
             found.append(
                 f"the sample of {self.pairs} pairs does not tell layers {', '.join(map(str, first))} and {last} apart "
-                f"(behind layer {self.layer}, with standard errors: {gaps}): {more}"
+                f"(after layer {self.layer}, with standard errors: {gaps}): {more}"
             )
         return found
 

@@ -125,7 +125,7 @@ def make_context(cfg: DictConfig) -> RunContext:
 
 
 def log_model(spec: ModelSpec) -> None:
-    """Nothing; logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
+    """Logs what a model's config says: class, parameters, layers. UserError when there is no such config."""
     layers = model_depth(spec.path, spec.revision)
     config = load_config(spec.path, spec.revision)
     parameters, adapters = count_parameters(config, spec.lora)
@@ -152,7 +152,7 @@ def run_verbalizer(context: RunContext) -> RunVerbalizer:
 
 
 def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
-    """Nothing; refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
+    """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
     if judge.settings.path is None or judge.tokenizer.get_vocab() == context.tokenizer.get_vocab():
         return
     if build(context.cfg.align).method is AlignMethod.LEVENSHTEIN:
@@ -186,7 +186,7 @@ def reference_fingerprint(context: RunContext) -> dict[str, Any]:
 
 
 def log_store(what: str, total: int, lacking: int, difference: str | None, size: int) -> None:
-    """Nothing; logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
+    """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
 
     ``difference`` is the first key part in which the nearest other table differs; ``size`` an upper bound in bytes.
     """

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def fill_store(cfg: DictConfig) -> None:
-    """Nothing; puts this process's share of captured weights and reference log-probabilities into the store."""
+    """Puts this process's share of captured weights and reference log-probabilities into the store."""
     context = make_context(cfg)
     log_memory(context)
     cfg = context.cfg

@@ -42,7 +42,7 @@ def run_folder(cfg: DictConfig) -> Path:
 
 
 def require_one_process(cfg: DictConfig) -> None:
-    """Nothing; raises UserError for a study in a job of several processes, naming what started them and what to do."""
+    """Raises UserError for a study in a job of several processes, naming what started them and what to do."""
     if cfg.study is None or world_size() == 1:
         return
     name, instead = launcher()
@@ -54,7 +54,7 @@ def require_one_process(cfg: DictConfig) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Nothing; makes the folder of a run or study, with its parents. UserError when nothing can be written there."""
+    """Makes the folder of a run or study, with its parents. UserError when nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder, prefix="."):

@@ -129,7 +129,7 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
 
 
 def log_inputs(inputs: Inputs) -> None:
-    """Nothing; logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
+    """Logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
 
     UserError, when all of it is said, for a split with rows of which no pair is left, and for a budget of tokens that
     its longest pair does not keep.
@@ -187,7 +187,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
 
 
 def _require_budgets(inputs: Inputs) -> None:
-    """Nothing; refuses early what the data module would. Which layout auto will be is not known: the least counts."""
+    """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
     cfg = inputs.context.cfg
     cost = COSTS.get(cfg.layout, SHARED_PREFIX)
     for split, key in (("train", "tokens"), ("val", "eval_tokens")):

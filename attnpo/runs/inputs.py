@@ -135,7 +135,7 @@ def remembering() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Nothing; lets go of all inputs kept in memory."""
+    """Lets go of all inputs kept in memory."""
     _memory.kept.clear()
 
 

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def log_memory(context: RunContext) -> None:
-    """Nothing; logs what training and the judge pass need, and whether the device holds it if there is one.
+    """Logs what training and the judge pass need, and whether the device holds it if there is one.
 
     Raises UserError when hardware asks for a GPU and there is none.
     """

@@ -174,7 +174,7 @@ def load_policy(context: RunContext) -> ScoredLM:
 
 
 def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> None:
-    """Nothing; compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
+    """Compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
 
     Raises ``UserError`` where compiled blocks do not run, or give other numbers than plain ones.
     """

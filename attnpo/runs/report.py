@@ -65,7 +65,7 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
 
 
 def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackSettings, folder: Path) -> None:
-    """Nothing; writes ``curves.png`` and ``report.html`` of one run."""
+    """Writes ``curves.png`` and ``report.html`` of one run."""
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
     warning = result["inputs"].get("judge", {}).get("warning")
     blocks: list[Section] = [
@@ -139,7 +139,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def publish_run(
     loggers: Sequence[Logger], inputs: Inputs, result: Mapping[str, Any], settings: CallbackSettings, folder: Path
 ) -> None:
-    """Nothing; sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
+    """Sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
 
     The numbers of ``result.json`` become the summary under ``result/`` and their path in that file.
     """

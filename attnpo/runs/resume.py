@@ -46,7 +46,7 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
 
 
 def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
-    """Nothing; raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
+    """Raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
     for key in [*asked, *(key for key in stored if key not in asked and not may_lack(key))]:
         old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
@@ -114,7 +114,7 @@ def _newest_sound(cfg: DictConfig, folder: Path, point: bool) -> Path | None:
 def _chosen(path: Path) -> Path:
     account = read_account(path.parent)
     if "config" in account:
-        log.info("resuming behind optimiser step %d from %s", account["step"], path)
+        log.info("resuming after optimiser step %d from %s", account["step"], path)
     return path
 
 
@@ -229,14 +229,14 @@ def finished(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, An
 
 
 def refuse_taken(cfg: DictConfig, folder: Path) -> None:
-    """Nothing; raises UserError when a run that starts anew would overwrite checkpoints or result of another."""
+    """Raises UserError when a run that starts anew would overwrite checkpoints or result of another."""
     if cfg.resume is None and (taken := _held(folder)) is not None:
         raise UserError(f"{folder} holds {taken}: go on with it (resume=auto), or give another name")
 
 
 def _held(folder: Path) -> str | None:
     if (whole(folder / "last") / STATE).is_file():
-        return f"a run that was saved behind step {read_account(folder / 'last').get('step', '?')}"
+        return f"a run that was saved after step {read_account(folder / 'last').get('step', '?')}"
     return "a finished run" if (folder / RESULT).is_file() else None
 
 
@@ -249,7 +249,7 @@ def forked(folder: Path, resume: Path | None) -> bool:
 
 
 def check_folder(folder: Path, resume: Path | None) -> None:
-    """Nothing; raises UserError when what lies in ``folder`` would be mixed with, or lost to, a run that begins there.
+    """Raises UserError when what lies in ``folder`` would be mixed with, or lost to, a run that begins there.
 
     That is another run, where one goes on from elsewhere; and anything that no run of attnpo wrote.
     """
@@ -300,7 +300,7 @@ def write_result(cfg: DictConfig, part: Path) -> None:
 
 
 def prepare_folder(folder: Path, resume: Path | None) -> None:
-    """Nothing; leaves of earlier sessions what this one goes on with, and no result: the run is not finished now.
+    """Leaves of earlier sessions what this one goes on with, and no result: the run is not finished now.
 
     A run that goes on from another one's checkpoint begins with the rows of its metrics.
     """
@@ -319,7 +319,7 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Nothing; removes what an earlier run wrote into its folder. UserError when the folder is not that of a run."""
+    """Removes what an earlier run wrote into its folder. UserError when the folder is not that of a run."""
     _check_own(folder)
     for session in (folder / LOGS).glob("version_*"):
         shutil.rmtree(session, ignore_errors=True)
@@ -347,6 +347,6 @@ def keep_last(folder: Path, resume: Path | None) -> None:
 
 
 def tidy_checkpoints(folder: Path) -> None:
-    """Nothing; removes what a killed session has left beside ``best/`` and ``last/``."""
+    """Removes what a killed session has left beside ``best/`` and ``last/``."""
     for name in CHECKPOINTS:
         tidy(folder / name)

@@ -238,7 +238,7 @@ def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
     writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result;
-    a run that was killed behind its last step is scored and reported then. ``point``: a study's, which mends by itself
+    a run that was killed after its last step is scored and reported then. ``point``: a study's, which mends by itself
     what is damaged in its folder.
 
     Raises:
@@ -326,7 +326,7 @@ _base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
 
 
 def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
-    """Nothing; answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
+    """Answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
 
     Only pairs that are trained on, and prompts that leave room for ``settings.sample_tokens`` within lengths.max_length
     and the model's positions.

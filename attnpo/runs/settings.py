@@ -84,7 +84,7 @@ class Judge(JudgeRules):
     """The judge's prompt rules (``JudgeRules``) and its model.
 
     ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
-    full depth; without it the forward stops behind the deepest stored layer. ``token_budget`` is tokens per forward.
+    full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward.
     ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
     """
 
@@ -163,7 +163,7 @@ class Truth(Protocol):
 
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
-    """Nothing; raises UserError for weights that cost something and that the objective would not read."""
+    """Raises UserError for weights that cost something and that the objective would not read."""
     if "factors" in objective.requires and source.kind is not Kind.FACTOR:
         raise UserError(
             f"objective {type(objective).__name__} reads factors, and weights are {type(source).__name__}, a "
@@ -177,7 +177,7 @@ def require_reader(source: WeightSource, objective: PreferenceObjective) -> None
 
 
 def require_reference(reference: str, objective: PreferenceObjective) -> None:
-    """Nothing; raises UserError for an objective that asks more of its reference than stored log-probs can say."""
+    """Raises UserError for an objective that asks more of its reference than stored log-probs can say."""
     more = sorted(name for name in objective.requires if name.partition(":")[0] in ("joint", "ahead", "group"))
     if reference in ("cached", "first_epoch") and more and "reference" in objective.requires:
         raise UserError(
@@ -188,7 +188,7 @@ def require_reference(reference: str, objective: PreferenceObjective) -> None:
 
 
 def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
-    """Nothing; raises UserError for steps of one pair under an objective that compares pairs of a step."""
+    """Raises UserError for steps of one pair under an objective that compares pairs of a step."""
     if "several_pairs" in objective.requires and batch.pairs < 2:
         raise UserError(
             f"objective {type(objective).__name__} compares the pairs of an optimiser step with each other: expected "
@@ -200,7 +200,7 @@ LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES,
 
 
 def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> None:
-    """Nothing; raises UserError for sharded weights under an objective that samples from the policy."""
+    """Raises UserError for sharded weights under an objective that samples from the policy."""
     if "group:anchor" in objective.requires and trainer.strategy == "fsdp":
         raise UserError(
             f"objective {type(objective).__name__} samples anchors from the whole policy, and trainer.strategy=fsdp "
@@ -209,7 +209,7 @@ def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> N
 
 
 def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
-    """Nothing; raises UserError for sharded weights in a form that this project does not shard."""
+    """Raises UserError for sharded weights in a form that this project does not shard."""
     for name, value in (("quantize", model.quantize), ("compile", model.compile)):
         if value is not None and trainer.strategy == "fsdp":
             raise UserError(
@@ -219,7 +219,7 @@ def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
 
 
 def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:
-    """Nothing; raises UserError for a kind of reference that does not exist or cannot be, and for absent packages."""
+    """Raises UserError for a kind of reference that does not exist or cannot be, and for absent packages."""
     if reference not in REFERENCES:
         raise UserError(f"reference={reference}: expected one of {', '.join(REFERENCES)}")
     if reference == "adapter_off" and model.lora is None:

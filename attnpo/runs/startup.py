@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def announce(command: str, cfg: DictConfig, folder: Path | None) -> None:
-    """Nothing; logs the lines of ``opening``."""
+    """Logs the lines of ``opening``."""
     for line in opening(command, cfg, folder):
         log.info("%s", line)
 
@@ -77,7 +77,7 @@ _said: set[str] = set()
 
 
 def log_once(lines: Iterable[str]) -> None:
-    """Nothing; logs the lines that this process has not logged yet: the points of a study share most of them."""
+    """Logs the lines that this process has not logged yet: the points of a study share most of them."""
     for line in lines:
         if line not in _said:
             _said.add(line)

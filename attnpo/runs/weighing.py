@@ -190,7 +190,7 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
 def _log_stored(
     table: Table, wanted: set[str], encoded: dict[str, EncodedSet], columns: list[str], rounds: int, layers: int
 ) -> None:
-    """Nothing; logs what the store holds of the wanted pairs and about how much will be written for the others.
+    """Logs what the store holds of the wanted pairs and about how much will be written for the others.
 
     Their size goes by the training tokens, in each round.
     """
@@ -207,7 +207,7 @@ def _log_stored(
 
 
 def _log_unreadable(table: Table, wanted: list[str], columns: list[str], method: CaptureMethod) -> None:
-    """Nothing; logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
+    """Logs by reason which of the wanted pairs the model cannot be shown, as far as they are stored by now.
 
     UserError when that is every pair: the last of several processes sees what all of them stored.
     """

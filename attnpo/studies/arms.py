@@ -72,7 +72,7 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
 
 
 def check_user(cfg: DictConfig, study: Study) -> None:
-    """Nothing; refuses overrides that would be lost to the study's choices or make its arms others than they are named.
+    """Refuses overrides that would be lost to the study's choices or make its arms others than they are named.
 
     UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
     value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
@@ -166,7 +166,7 @@ def check_distinct(
     configs: Mapping[tuple[str, str], DictConfig],
     depths: Mapping[tuple[str, str], int] | None = None,
 ) -> None:
-    """Nothing; raises UserError naming two arms of a world that would train the very same points.
+    """Raises UserError naming two arms of a world that would train the very same points.
 
     ``configs`` by world and arm; ``depths``: layers of an arm's judge, as far as known, which make "last" a number.
     """

@@ -141,7 +141,7 @@ def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> RunContext:
 
 
 def _note_gate(basis: Basis, name: str, report: object) -> None:
-    """Nothing; puts into ``basis`` whether a judge passed its gate, where its base was built with one."""
+    """Puts into ``basis`` whether a judge passed its gate, where its base was built with one."""
     if isinstance(report, Mapping) and isinstance(report.get("gate_passed"), bool):
         basis.gates[name] = report["gate_passed"]
 
@@ -167,7 +167,7 @@ def at_seed(cfg: DictConfig, seed: int) -> DictConfig:
 
 
 def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
-    """Nothing; gives every component of ``cfg`` whose path is still missing the one it has in ``settled``."""
+    """Gives every component of ``cfg`` whose path is still missing the one it has in ``settled``."""
     for name in settled:
         node = settled[name]
         if not isinstance(node, DictConfig) or "path" not in node or OmegaConf.is_missing(node, "path"):
@@ -182,7 +182,7 @@ def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
 def measure(
     cfg: DictConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
 ) -> None:
-    """Nothing; puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
+    """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
     config = at_seed(arm_config(cfg, study, [], basis.world)[0], basis.seed)
     fill_paths(config, context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
@@ -229,7 +229,7 @@ def _cost(context: RunContext, weighed: list[Weighed]) -> Cost:
 
 
 def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
-    """Nothing; adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
+    """Adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
     path = folder / COSTS
     known = _known_costs(path)
     for (world, seed), basis in bases.items():

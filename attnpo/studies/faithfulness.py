@@ -176,7 +176,7 @@ def level(row: "Ranking") -> "Ranking":
 
 
 def truth_of(context: "RunContext") -> "Grammar | None":
-    """The grammar behind the setting's known truth; None in settings that have none."""
+    """The grammar of the setting's known truth; None in settings that have none."""
     from attnpo.testbed.grammar import Grammar
 
     grammar = None if context.cfg.truth is None else getattr(build(context.cfg.truth), "grammar", None)

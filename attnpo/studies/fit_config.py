@@ -36,7 +36,7 @@ from attnpo.weights.transforms import WeightTransform
 
 
 def require_name(name: str | None) -> None:
-    """Nothing; raises UserError for a name that is no folder of its own below ``output``."""
+    """Raises UserError for a name that is no folder of its own below ``output``."""
     if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
         raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
     if name is not None and not name.isprintable():
@@ -50,7 +50,7 @@ def require_folder(key: str, folder: str | None) -> None:
 
 
 def require_worlds(study: Study, prepare: Preparer | None) -> None:
-    """Nothing; raises UserError for a study whose worlds turn knobs that this setting does not have."""
+    """Raises UserError for a study whose worlds turn knobs that this setting does not have."""
     sets = [override for overrides in study.worlds.values() for override in overrides]
     knobs = [override for override in sets if override.startswith("prepare.")]
     if knobs and prepare is None:

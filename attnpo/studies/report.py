@@ -109,7 +109,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
 
 
 def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
-    """Nothing; sends a study's table, all its points and its figures to a W&B run of the points' group."""
+    """Sends a study's table, all its points and its figures to a W&B run of the points' group."""
     settings = build(cfg.logger)
     if settings.wandb is None:
         return
@@ -172,7 +172,7 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
 
 
 def finish_study(outcome: Outcome) -> None:
-    """Nothing; prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
+    """Prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
     folder = outcome.folder
     sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
     console = Console(width=None if Console().is_terminal else 190)
@@ -187,7 +187,7 @@ def finish_study(outcome: Outcome) -> None:
 
 
 def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Nothing; writes study.json, and removes the figures of an earlier command in the folder that are none of these.
+    """Writes study.json, and removes the figures of an earlier command in the folder that are none of these.
 
     ``figures``: the names of those that belong to this one.
     """

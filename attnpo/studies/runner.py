@@ -150,7 +150,7 @@ def _composed(cfg: DictConfig, study: Study, arm: Arm, composed: Mapping[tuple[s
 
 
 def _check(study: Study, arm: tuple[str, str], config: DictConfig) -> None:
-    """Nothing; raises UserError naming the arm whose config cannot be built."""
+    """Raises UserError naming the arm whose config cannot be built."""
     try:
         check(config, complete=False)
     except UserError as error:

@@ -100,7 +100,7 @@ def _word(value: Any) -> str:
 class Study:
     """A study by its arms.
 
-    ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added behind them where the setting has a
+    ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added after them where the setting has a
     known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
     depth; those that coincide on a shallow model are merged and logged). ``control`` is the arm the others are compared
     with; null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.

@@ -195,7 +195,7 @@ def test_the_newest_state_is_found_between_two_renames(
 
 def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = done
-    with pytest.raises(UserError, match=r"holds a run that was saved behind step 3: .*resume=auto.* another name"):
+    with pytest.raises(UserError, match=r"holds a run that was saved after step 3: .*resume=auto.* another name"):
         refuse_taken(world.config(*SHORT), folder)
     refuse_taken(world.config(*SHORT, "resume=auto"), folder)
     refuse_taken(world.config(*SHORT), folder / "free")
