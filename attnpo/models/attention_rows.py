@@ -12,10 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
-from transformers.integrations.sdpa_attention import repeat_kv
 
-from attnpo.models.segments import FAR, whole
+from attnpo.models.segments import FAR, fused_attention, whole
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -134,30 +132,18 @@ class LayerAttention:
 
     def causal(self, value: Tensor) -> Tensor:
         """Attention output [batch H T d] by torch's fused causal kernel."""
-        return functional.scaled_dot_product_attention(
-            self.query, self.key, value, is_causal=True, scale=self.scaling, enable_gqa=self._grouped
-        )
+        return fused_attention(self.query, self.key, value, None, self.scaling)
 
     def part(self, value: Tensor, queries: slice, keys: slice, allowed: Tensor, fused: bool) -> Tensor:
         """Attention output [batch H q d] of some queries over some keys; by the fused kernel, or in float32."""
         query, key, value = self.query[:, :, queries], self.key[:, :, keys], value[:, :, keys]
         if fused:
-            if self._grouped and query.device.type != "cpu":
-                # Grouped heads with a mask have no fused kernel on a GPU.
-                times = query.shape[1] // key.shape[1]
-                key, value = repeat_kv(key, times), repeat_kv(value, times)
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=allowed, scale=self.scaling, enable_gqa=key.shape[1] != query.shape[1]
-            )
+            return fused_attention(query, key, value, allowed, self.scaling)
         maps = self.probabilities(query, key, allowed).to(value.dtype)
         batch, heads, count, seen = maps.shape
         groups = value.shape[1]
         merged = maps.reshape(batch, groups, heads // groups * count, seen) @ value
         return merged.view(batch, heads, count, value.shape[3])
-
-    @property
-    def _grouped(self) -> bool:
-        return self.key.shape[1] != self.query.shape[1]
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
         """``weights @ A`` for the head-mean attention map A, in blocks of queries."""

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from attnpo.models.layouts import Layout, first_layers
-from attnpo.models.parts import layer_stack
+from attnpo.models.parts import layer_stack, vocabulary
 from attnpo.models.scored import ScoredLM
 from attnpo.models.segments import keep_out_of_graphs
 from attnpo.schema import UserError
@@ -101,9 +101,7 @@ def require_same_numbers(
 def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
     """Log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
-    table: object = policy.model.get_input_embeddings()
-    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
-    device = weights[0].device
+    words, device = vocabulary(policy.model), weights[0].device
     probed = {}
     for length in LENGTHS:
         ids = [(7 * place + place // 5) % words for place in range(length)]

@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
 from attnpo.models.described import backbone_of, widest
 from attnpo.models.logps import project
-from attnpo.models.parts import Parts, eval_mode, find_parts, layer_stack, parts_agree, probe_bound, require_causal_lm
+from attnpo.models.parts import (
+    Parts,
+    eval_mode,
+    find_parts,
+    layer_stack,
+    parts_agree,
+    probe_bound,
+    require_causal_lm,
+    vocabulary,
+)
 from attnpo.models.prefixes import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
 
@@ -227,7 +236,7 @@ class CausalJudge:
         if self._readable:
             return
         kind = type(self.model).__name__
-        prompts, at = self._probe_prompts(), Blocks(self._backbone)
+        prompts, at = _probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
         ids, last = _right_padded(prompts, self.model.device)
         with eval_mode(self.model), at.watched():
             rows = torch.arange(len(prompts), device=last.device)
@@ -255,13 +264,9 @@ class CausalJudge:
             )
         self._readable = True
 
-    def _probe_prompts(self) -> list[list[int]]:
-        table: object = self.model.get_input_embeddings()
-        return _probe_prompts(int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2)
-
     def _reason_against_rows(self) -> str | None:
         kind = type(self.model).__name__
-        prompts = self._probe_prompts()
+        prompts = _probe_prompts(vocabulary(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.models.parts import eval_mode, is_materialised, probe_bound
+from attnpo.models.parts import eval_mode, is_materialised, probe_bound, vocabulary
 from attnpo.models.scored import ScoredLM
 from attnpo.models.segments import attend_as_before
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -330,8 +330,7 @@ def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = No
 def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenStats:
     """Statistics of the probe's rows, or of one of them alone."""
     device = next(model.model.parameters()).device
-    table: object = model.model.get_input_embeddings()
-    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    words = vocabulary(model.model)
     ends = list(accumulate(sum(lengths) for lengths in PROBE))
     ids = [(7 * place + 3) % words for place in range(ends[-1])]
     chosen, rejected = [], []

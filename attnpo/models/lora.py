@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnpo.models.logps import Head
+from attnpo.models.logps import Head, gathered
 from attnpo.models.parts import eval_mode
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
@@ -30,7 +29,7 @@ BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
 
 def require_peft() -> None:
-    """Nothing; raises ``UserError`` when peft is not installed."""
+    """Raises ``UserError`` when peft is not installed."""
     if find_spec("peft") is None:
         raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
 
@@ -85,7 +84,7 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         inner = name.removeprefix(f"{owner}.") if owner else name
         if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(_parents(name)):
             continue  # the adapter's own; the scales of 4-bit weights
-        base = _unpacked(packed[name]) if name in packed else _whole(value)
+        base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
         whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
         if name in packed and _transposed(model.get_submodule(name.rpartition(".")[0])):
             whole = whole.T.contiguous()
@@ -201,10 +200,6 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
 def _unpacked(weight: nn.Parameter) -> Tensor:
     from peft.utils.integrations import dequantize_bnb_weight
 
@@ -220,7 +215,8 @@ def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
     """The weight plus its adapters' product, added in float32 or better and rounded once."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
-        down, up = (_whole(maps[adapter].get_parameter("weight")).to(total) for maps in (layer.lora_A, layer.lora_B))
+        maps = (layer.lora_A[adapter], layer.lora_B[adapter])
+        down, up = (gathered(part.get_parameter("weight")).detach().to(total) for part in maps)
         delta = up @ down
         total.add_(delta.T if getattr(layer, "fan_in_fan_out", False) else delta, alpha=layer.scaling[adapter])
     return total.to(base.dtype)

@@ -71,6 +71,12 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
     return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
 
 
+def vocabulary(model: PreTrainedModel) -> int:
+    """Number of token ids that the model's input embeddings hold; 2 where these are no plain table."""
+    table: object = model.get_input_embeddings()
+    return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+
+
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
     """Hidden states [batch T d] after the final norm; no cache is kept."""
     output = backbone(input_ids=input_ids, use_cache=False, **inputs)
@@ -127,8 +133,7 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
-    table: object = model.get_input_embeddings()
-    ids %= int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    ids %= vocabulary(model)
     try:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     except torch.OutOfMemoryError:

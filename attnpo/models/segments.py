@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from attnpo.models.described import backbone_of
 from attnpo.schema import UserError
 
 PLAN = "segment_plan"  # the keyword argument that carries the plan
@@ -247,7 +248,7 @@ def attend_in_segments(model: PreTrainedModel) -> None:
     function is set, once, until ``attend_as_before``: a backward that recomputes activations runs when no context of
     ours is left. Raises ``UserError`` for a model whose attention cannot be replaced.
     """
-    backbone = _backbone(model)
+    backbone = backbone_of(model)
     before = backbone.config._attn_implementation
     if before in NAMES.values():
         return
@@ -259,16 +260,11 @@ def attend_in_segments(model: PreTrainedModel) -> None:
 
 
 def attend_as_before(model: PreTrainedModel) -> None:
-    """Nothing; takes ``attend_in_segments`` back."""
-    backbone = _backbone(model)
+    """Gives the model the attention back that it had before ``attend_in_segments``."""
+    backbone = backbone_of(model)
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:
             backbone.set_attn_implementation(before)
-
-
-def _backbone(model: PreTrainedModel) -> PreTrainedModel:
-    found: object = model.get_decoder()  # type: ignore[no-untyped-call]
-    return found if isinstance(found, PreTrainedModel) else model
 
 
 def _rule(**described: Any) -> Rule:
@@ -313,6 +309,20 @@ def _attend(
     return plan.attend(query, key, value, one), None
 
 
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Attention output [n H q d] by torch's fused kernel; a mask of None is the causal one."""
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and mask is not None and query.device.type != "cpu":
+        # Grouped heads with a mask have no fused kernel on a GPU.
+        times = query.shape[1] // key.shape[1]
+        key, value, grouped = repeat_kv(key, times), repeat_kv(value, times), False
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
 @dataclass(frozen=True)
 class _Core:
     """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
@@ -325,14 +335,7 @@ class _Core:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.fused:
-            grouped = key.shape[1] != query.shape[1]
-            if grouped and mask is not None and query.device.type != "cpu":
-                # Grouped heads with a mask have no fused kernel on a GPU.
-                times = query.shape[1] // key.shape[1]
-                key, value, grouped = repeat_kv(key, times), repeat_kv(value, times), False
-            return functional.scaled_dot_product_attention(
-                query, key, value, mask, self.dropout, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-            )
+            return fused_attention(query, key, value, mask, self.scale, self.dropout)
         return self._plain(query, key, value, mask)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
