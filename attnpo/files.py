@@ -127,7 +127,7 @@ def _read_seal(folder: Path) -> dict[str, str] | str:
     return files
 
 
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
+def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
     plain = json.loads(json.dumps(content))  # as it will be read: keys are text
     write_whole(path, json.dumps({**plain, RECORD: _of_all(plain)}, indent=1) + "\n")
@@ -152,7 +152,7 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _of_all(content: Mapping[str, Any]) -> str:
+def _of_all(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(dict(content), sort_keys=True).encode()).hexdigest()
 
 

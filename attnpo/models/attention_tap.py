@@ -9,11 +9,10 @@ what it found live in a ``Probe`` that travels in the call's keyword arguments; 
 registered name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -99,9 +98,9 @@ class Probe:
         self.require(self.kept, range(self.depth))
         return rolled((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
-    def require(self, found: dict[int, Any], layers: Sequence[int]) -> None:
-        """Nothing; raises ``UserError`` when a layer wanted gave no attention."""
-        silent = [layer + 1 for layer in layers if layer not in found]
+    def require(self, read: Collection[int], layers: Sequence[int]) -> None:
+        """Raises ``UserError`` when one of ``layers`` is not among those ``read``: it gave no attention."""
+        silent = [layer + 1 for layer in layers if layer not in read]
         if silent:
             raise UserError(
                 f"layer {silent[0]} gave no softmax attention: the model's attention does not go through transformers' "
@@ -131,8 +130,11 @@ def trimmed(last: nn.Module) -> Iterator[None]:
     All that the others need of it is keys and values, so its products over them are not made.
     """
 
-    def narrow(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        probe: Probe = named[PROBE]
+    def narrow(
+        module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        probe = named[PROBE]
+        assert isinstance(probe, Probe)
         if probe.trimming or probe.branches is None:
             return None
         probe.trimming = True
@@ -140,7 +142,8 @@ def trimmed(last: nn.Module) -> Iterator[None]:
             module(*inputs, **named)
         places = probe.branches.gather(1, probe.last[:, None])[:, 0]
         length = int(next(part for part in (*inputs, *named.values()) if isinstance(part, Tensor)).shape[1])
-        return _at(inputs, places, length), _at(named, places, length)
+        cut_down = {name: _at(part, places, length) for name, part in named.items()}
+        return tuple(_at(part, places, length) for part in inputs), cut_down
 
     handle = last.register_forward_pre_hook(narrow, with_kwargs=True)
     try:
@@ -149,7 +152,7 @@ def trimmed(last: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _at(value: Any, places: Tensor, length: int) -> Any:
+def _at(value: object, places: Tensor, length: int) -> object:
     """``value`` with every tensor of a row [1 N ...] in it, N = ``length``, cut down to ``places``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
@@ -167,7 +170,7 @@ def tap_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    **unused: Any,
+    **unused: object,
 ) -> MaskRule | None:
     """The mask as a rule instead of a tensor; None for the plain causal mask.
 
@@ -193,7 +196,7 @@ def _attend(
     segment_plan: Plan | None = None,
     position_bias: Tensor | None = None,
     in_blocks: bool = False,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch T H d]; the probe, when there is one, sees the layer first."""
     output = None if attention_probe is None else attention_probe.end()

@@ -9,7 +9,8 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from attnpo.models.segments import keep_out_of_graphs
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
+Taken = ParamSpec("Taken")
+Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
 """Tokens of the pairs that blocks are tried on: the second is of a shape that the first did not show."""
@@ -127,18 +130,18 @@ def _gaps(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
     }
 
 
-def _without_cache(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **more: Any) -> Any:
+def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
+    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
         # A cache is another object in every layer and grows by a token in every call: a graph for each of them.
         return (run if more.get("past_key_values") is None else plain)(*arguments, **more)
 
     return forward
 
 
-def _recomputed(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **more: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return run(*arguments, **more)
-        return checkpoint(run, *arguments, use_reentrant=False, **more)
+def _recomputed(block: nn.Module, run: Callable[Taken, Given]) -> Callable[Taken, Given]:
+    again: Callable[Taken, Given] = partial(checkpoint, run, use_reentrant=False)
+
+    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
+        return (again if block.training and torch.is_grad_enabled() else run)(*arguments, **more)
 
     return forward

@@ -6,9 +6,9 @@ caught on their way into the backbone, and no parameter gets a gradient.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,6 +18,13 @@ from attnpo.models.logps import project
 from attnpo.models.parts import eval_mode
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
+
+Output = TypeVar("Output")
+
+
+@runtime_checkable
+class _WithLogits(Protocol):
+    logits: Tensor
 
 
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
@@ -103,9 +110,16 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
     one = torch.zeros(count, 1, dtype=torch.long, device=last.device)
     embeddings: list[Tensor] = []
     whole: list[Tensor] = []
-    with ExitStack() as watched:
-        watched.enter_context(_hooked(_embedding(policy), lambda made: _leaf(made, embeddings)))
-        watched.enter_context(_hooked(policy.model, lambda made: whole.append(made.logits)))
+
+    def cut_off(made: Tensor) -> Tensor:
+        """The embeddings apart from their table, so that a gradient ends here."""
+        embeddings.append(made.detach().requires_grad_())
+        return embeddings[-1]
+
+    def keep(made: _WithLogits) -> None:
+        whole.append(made.logits)
+
+    with _hooked(_embedding(policy), cut_off), _hooked(policy.model, keep):
         at_last = replace(inputs, predict_index=last[:, None])
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
@@ -128,14 +142,8 @@ def _embedding(policy: ScoredLM) -> nn.Module:
         ) from error
 
 
-def _leaf(made: Tensor, kept: list[Tensor]) -> Tensor:
-    """The embeddings cut off from their table, so that a gradient ends here."""
-    kept.append(made.detach().requires_grad_())
-    return kept[-1]
-
-
 @contextmanager
-def _hooked(module: nn.Module, see: Callable[[Any], Tensor | None]) -> Iterator[None]:
+def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
     """A context in which ``see`` gets each output of ``module`` and may give another; forwards without gradient pass.
 
     Those are the scored model's own probes.

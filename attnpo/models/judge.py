@@ -113,13 +113,15 @@ class CausalJudge:
         if prompts:
             self._require_readable()
         readings: dict[int, JudgeReading] = {}
-        asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
+        asked = partial(
+            self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+        )
         with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self._follows_rows()
             batches = row_batches(prompts, self._row(prompts)) if shared else _batches(prompts, self.token_budget)
             for batch in batches:
-                found = self._read([prompts[index] for index in batch], layers, shared=shared, **asked)
-                readings.update(zip(batch, found, strict=True))
+                answers = asked([prompts[index] for index in batch], shared=shared)
+                readings.update(zip(batch, answers, strict=True))
                 if self.progress is not None:
                     self.progress(len(readings), len(prompts))
         return [readings[index] for index in range(len(prompts))]
@@ -179,9 +181,9 @@ class CausalJudge:
         per_head: bool = False,
         rollout: bool = False,
         stop: bool = False,
-    ) -> tuple[dict[str, Any], Probe]:
-        """What the model is called with, and the probe that is in it."""
-        inputs: dict[str, Any]
+    ) -> tuple[dict[str, object], Probe]:
+        """The keyword arguments of the model, and the probe among them."""
+        inputs: Mapping[str, object]
         if shared:
             row = one_row(prompts, self.model.device)
             inputs, last, branches = row.inputs(), row.last, row.branches
@@ -193,7 +195,7 @@ class CausalJudge:
         )
         return {**inputs, "use_cache": False, PROBE: probe}, probe
 
-    def _run(self, inputs: dict[str, Any], probe: Probe, verdict: bool) -> Tensor | None:
+    def _run(self, inputs: dict[str, object], probe: Probe, verdict: bool) -> Tensor | None:
         """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
         if not verdict:
             if probe.wanted or probe.keep:
@@ -303,10 +305,10 @@ class Blocks:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, number: int, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         self.number = number
 
-    def _leave(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
         states = output[0] if isinstance(output, tuple) else output
         if isinstance(states, Tensor):
             self.outputs[number] = states

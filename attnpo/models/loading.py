@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -45,6 +45,14 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")  # configs and tokeniz
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 _file_digests: dict[tuple[str | int, ...], str] = {}
+
+
+class _LoadingInfo(TypedDict):
+    """The library's report on parameters; of a mismatched one its name, and its shapes in the files and the model."""
+
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def load_model(
@@ -121,8 +129,8 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
         ) from error
 
 
-def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """What the library is told for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
+def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
+    """The library's arguments for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -137,8 +145,8 @@ def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) 
     return {"quantization_config": settings, "device_map": {"": device}}
 
 
-def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Nothing; UserError unless every parameter came from the files in its own shape."""
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo") -> None:
+    """Raises ``UserError`` unless every parameter came from the files in its own shape."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
     if other:

@@ -7,7 +7,6 @@ of vLLM come with 4.x.
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -32,7 +31,7 @@ def open_to_readers(folder: Path) -> None:
         share(path)
 
 
-def older_config(config: dict[str, Any]) -> dict[str, Any]:
+def older_config(config: dict[str, object]) -> dict[str, object]:
     """A model's configuration with ``torch_dtype``, ``rope_theta`` and ``rope_scaling`` beside the newer keys.
 
     Also in the configurations within it. Rotary settings that differ from layer to layer have no such keys.
@@ -49,7 +48,7 @@ def older_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
+def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
     """A tokenizer's configuration with a class and special tokens that both versions know."""
     made = dict(config)
     if made.get("tokenizer_class") == "TokenizersBackend":

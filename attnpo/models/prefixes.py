@@ -8,7 +8,6 @@ are compared. Which attention follows from the layout is ``segments``' business.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class PromptRow:
     last: Int[Tensor, "n"]
     plan: Plan
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Tensor | Plan]:
         """The keyword arguments of a backbone whose attention follows plans.
 
         A mask of ones goes along: without any, transformers would cut the row itself where positions restart.

@@ -13,7 +13,8 @@ finds both; there is no state outside a call. Calls without a plan get what the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Required, TypedDict, TypeVar, Unpack
 
 import torch
 from jaxtyping import Bool, Int
@@ -189,13 +190,25 @@ def whole(rule: AnyRule, index: object) -> AnyRule:
     return rule
 
 
+class MaskSettings(TypedDict, total=False):
+    """The arguments of transformers' mask functions that are read here; those of ``sdpa_mask`` are passed on to it."""
+
+    batch_size: Required[int]
+    q_length: Required[int]
+    kv_length: Required[int]
+    mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    local_size: int | None
+    allow_is_causal_skip: bool
+    use_vmap: bool
+
+
 class Rule:
     """A layer's mask as transformers describes it, made into a tensor only where one is needed.
 
     Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
     """
 
-    def __init__(self, described: dict[str, Any]) -> None:
+    def __init__(self, described: MaskSettings) -> None:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -208,7 +221,8 @@ class Rule:
         """The mask of the whole batch; None for a causal one if ``skip`` allows."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
-            self._whole[skip] = sdpa_mask(**{**self.described, "allow_is_causal_skip": allowed})
+            described: MaskSettings = {**self.described, "allow_is_causal_skip": allowed}
+            self._whole[skip] = sdpa_mask(**described)
         return self._whole[skip]
 
     def causal(self, longest: int) -> bool:
@@ -267,7 +281,7 @@ def attend_as_before(model: PreTrainedModel) -> None:
             backbone.set_attn_implementation(before)
 
 
-def _rule(**described: Any) -> Rule:
+def _rule(**described: Unpack[MaskSettings]) -> Rule:
     """Stands in for transformers' mask function: the rule instead of a tensor."""
     return Rule(described)
 
@@ -285,7 +299,7 @@ def _attend(
     position_bias: Tensor | None = None,
     segment_plan: Plan | None = None,
     fused: bool = True,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch T H d], by the plan if the call has one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -295,7 +309,7 @@ def _attend(
         mask = attention_mask.whole(fused) if isinstance(attention_mask, Rule) else attention_mask
         if not fused and position_bias is None:
             return core(query, key, value, mask).transpose(1, 2).contiguous(), None
-        output, _ = sdpa_attention_forward(
+        output, _ = _UNPLANNED(
             module, query, key, value, mask, dropout, scale, position_bias=position_bias, softcap=softcap, **more
         )
         return output, None
@@ -359,25 +373,18 @@ class _Core:
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
-def _attend_plain(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Rule | Tensor | None, **more: Any
-) -> tuple[Tensor, None]:
-    return _attend(module, query, key, value, attention_mask, fused=False, **more)
-
-
 def keep_out_of_graphs() -> None:
-    """Nothing; from now on ``torch.compile`` calls the attention over segments as it is instead of tracing it."""
+    """Makes ``torch.compile`` call the attention over segments as it is instead of tracing it, from now on."""
     import torch.compiler
 
     for registered, attend in _FUNCTIONS.items():
         _register(registered, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
 
 
-_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    NAMES["sdpa"]: _attend,
-    NAMES["eager"]: _attend_plain,
-}
-_register: Callable[[str, Any], None] = AttentionInterface.register
+_Attention = Callable[..., tuple[Tensor, None]]
+_UNPLANNED: _Attention = sdpa_attention_forward
+_FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: partial(_attend, fused=False)}
+_register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
     _register(_name, _function)
     AttentionMaskInterface.register(_name, _rule)
