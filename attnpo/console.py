@@ -355,10 +355,10 @@ def _requirements() -> dict[str, list[str]]:
         listed = metadata.requires("attnpo") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed
         return {}
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     for line in listed:
         package = re.match(r"[A-Za-z0-9_.-]+", line)
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
         if package is not None:
-            found.setdefault(package[0], []).extend([extra[1]] if extra else [])
-    return found
+            packages.setdefault(package[0], []).extend([extra[1]] if extra else [])
+    return packages

@@ -80,8 +80,8 @@ def is_sealed(folder: Path) -> bool:
 
 def sealed(folder: Path) -> dict[str, str]:
     """The digests that ``folder`` holds of its files; none where there is no seal that can be read."""
-    found = _read_seal(folder)
-    return {} if isinstance(found, str) else found
+    digests = _read_seal(folder)
+    return {} if isinstance(digests, str) else digests
 
 
 def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:

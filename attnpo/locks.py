@@ -99,7 +99,7 @@ def locked(
         UserError: another job works there (``instead`` is the key that names another place), or nothing can be written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
-    mark, stop, own = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
+    mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
 
     def release() -> None:
         stop.set()
@@ -112,28 +112,28 @@ def locked(
     with before_sudden_end(release):
         try:
             try:
-                _acquire(mark, own, timeout, leading, str(folder / file), instead)
+                _acquire(mark, this, timeout, leading, str(folder / file), instead)
             except OSError as problem:
                 text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
                 raise user_error(f"{text}: {problem.strerror}") from problem
             if leading:
-                threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
+                threading.Thread(target=_keep, args=(mark, this.beat, stop), name="heartbeat", daemon=True).start()
             yield
         finally:
             release()
 
 
-def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
+def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
     """Returns when the lock is this process's, or its job's."""
     began = at = time.monotonic()
     seen: tuple[Path, float] | None = None
     moves = said = False
-    while (found := _read(mark.parent)) is not None or (leading and not _claim(mark, own)):
-        if found is None:  # another was faster
+    while (lock := _read(mark.parent)) is not None or (leading and not _claim(mark, this)):
+        if lock is None:  # another was faster
             time.sleep(POLL / 20)
             continue
-        path, touched, holder = found
-        if not leading and own.shares(holder):
+        path, touched, holder = lock
+        if not leading and this.shares(holder):
             return
         now = time.monotonic()
         if seen != (path, touched):
@@ -142,7 +142,7 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
         lives, unchanged, silence = holder.lives(), now - at, MISSED * holder.beat
         patience = timeout if lives is not None else max(timeout, silence)
         gone = not lives if lives is not None else _silent(_age(path, touched), unchanged, moves, patience, silence)
-        waits = not leading or own.follows(holder)
+        waits = not leading or this.follows(holder)
         ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
         if gone and not leading:  # the leading process replaces it
             return
@@ -158,7 +158,7 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
             time.sleep(POLL)
 
 
-def _claim(mark: Path, own: Holder) -> bool:
+def _claim(mark: Path, this: Holder) -> bool:
     """Makes the lock this process's, where nobody holds it; returns whether it is."""
     try:
         try:
@@ -169,7 +169,7 @@ def _claim(mark: Path, own: Holder) -> bool:
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
             share(made)
-            write_whole(made / mark.name, json.dumps(asdict(own)) + "\n")
+            write_whole(made / mark.name, json.dumps(asdict(this)) + "\n")
             with suppress(OSError):
                 mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
             made.rename(mark.parent)
@@ -230,11 +230,11 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
         try:
             os.utime(mark)
         except FileNotFoundError:
-            found = _read(mark.parent)
+            lock = _read(mark.parent)
             if stop.is_set():
                 return
             # What this process, suspended for so long that it was taken to be gone, writes now would blend.
-            who = "was removed, by hand or by a job that is over" if found is None else f"is now that of {found[2]}"
+            who = "was removed, by hand or by a job that is over" if lock is None else f"is now that of {lock[2]}"
             log.critical("%s: its lock %s, to whom this process seemed dead: ending", mark.parents[1], who)
             os._exit(1)
         except OSError:  # a file server that is away for a while
@@ -246,11 +246,11 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 
 def _machine() -> str:
     """What tells this machine, since it started, and this container from others: process numbers hold within it."""
-    found = [socket.gethostname()]
+    names = [socket.gethostname()]
     with suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)
 
 
 def _began(pid: int) -> str | None:

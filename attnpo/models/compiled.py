@@ -81,7 +81,7 @@ def require_same_numbers(
             small.eval()
             expected = _probed(small, layout, autocast)
             compile_blocks(small.model, backend)
-            found = _probed(small, layout, autocast)
+            computed = _probed(small, layout, autocast)
         except Exception as error:  # of any compiler, toolchain or model
             # Behind an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
@@ -92,7 +92,7 @@ def require_same_numbers(
     bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
     del small
     gc.collect()  # compiled blocks hold themselves, and their memory on the device
-    worst, gap = max(_gaps(found, expected).items(), key=lambda pair: pair[1])
+    worst, gap = max(_gaps(computed, expected).items(), key=lambda pair: pair[1])
     if not gap <= bound:  # NaN is no match either
         raise UserError(
             f"{what} computes {worst} wrong on {device}: blocks like those of {type(model).__name__} differ from "
@@ -120,12 +120,12 @@ def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tenso
     return probed
 
 
-def _gaps(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest gradient's."""
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
     return {
-        name: float((found[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
+        name: float((computed[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
         for name, value in expected.items()
     }
 

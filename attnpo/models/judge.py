@@ -243,10 +243,10 @@ class CausalJudge:
         with eval_mode(self.model), at.watched():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
-            own = at.outputs.copy()
+            untapped = at.outputs.copy()
             try:
                 with tapped(self._backbone, self.kernel):
-                    found = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
+                    logits = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -256,12 +256,13 @@ class CausalJudge:
                     f"judge: layer {at.number} of {kind} has attention that cannot be read ({reason}): it is more than "
                     "a softmax over the keys in view; name another model as judge.path"
                 ) from error
-        assert found is not None
-        if _differ(found, expected):
-            layer = next((number for number, states in own.items() if _differ(at.outputs[number], states)), at.number)
+        assert logits is not None
+        if _differ(logits, expected):
+            changed = (number for number, states in untapped.items() if _differ(at.outputs[number], states))
+            layer = next(changed, at.number)
             raise UserError(
                 f"judge: layer {layer} of {kind} gives other numbers when its attention is read (logits differ by "
-                f"{float((found - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
+                f"{float((logits - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
                 "name another model as judge.path"
             )
         self._readable = True
@@ -272,13 +273,13 @@ class CausalJudge:
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:
-            found = self._run(*self._laid(prompts, (), True), verdict=True)
+            logits = self._run(*self._laid(prompts, (), True), verdict=True)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
             return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
-        if found is None or found.shape != expected.shape:
+        if logits is None or logits.shape != expected.shape:
             return f"{kind} cannot run its last layer for some positions alone"
         # Logits are float32 whatever the states they come from were rounded to.
-        gap, bound = float((found - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
+        gap, bound = float((logits - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
         if not gap <= bound:  # NaN is no match either
             return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
         return None
@@ -314,10 +315,10 @@ class Blocks:
             self.outputs[number] = states
 
 
-def _differ(found: Tensor, expected: Tensor) -> bool:
+def _differ(actual: Tensor, expected: Tensor) -> bool:
     """Whether numbers differ by more than two kernels do: in a short format those are far apart."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
-    return not float((found - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
+    return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
 def _probe_prompts(words: int) -> list[list[int]]:
@@ -373,8 +374,8 @@ def _readings(
 def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
     """Nothing; UserError for rows per head, by layer, when the layers differ in their number of heads."""
     first: dict[int, int] = {}
-    for layer, found in rows.items():
-        first.setdefault(found.shape[1], layer)
+    for layer, row in rows.items():
+        first.setdefault(row.shape[1], layer)
     if len(first) > 1:
         (one, here), (two, there) = list(first.items())[:2]
         raise UserError(

@@ -158,14 +158,14 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
     before, starts = [0] * len(sequences), [0] * len(sequences)
     for row, prefix in _order(sequences, pairs):
         prompt, response = sequences[row]
-        own = response if prefix is not None else [*prompt, *response]
+        stretch = response if prefix is not None else [*prompt, *response]
         shared = len(prompt) if prefix is not None else 0
         first, begin = len(ids), len(ids) if prefix is None else before[prefix] - len(prompt) + 1
-        segments.append((first, len(own), begin if shared else 0, shared))
+        segments.append((first, len(stretch), begin if shared else 0, shared))
         before[row] = begin + len(prompt) - 1
         starts[row] = first + len(prompt) - shared
-        ids += own
-        positions += range(shared, shared + len(own))
+        ids += stretch
+        positions += range(shared, shared + len(stretch))
     inputs = ModelInputs(
         input_ids=torch.tensor([ids], dtype=torch.long),
         position_ids=torch.tensor([positions], dtype=torch.long),
@@ -229,20 +229,20 @@ RATES = ("attention_dropout", "dropout")
 def _require_padding_without_effect(model: ScoredLM) -> None:
     """Raises ``UserError`` unless rows have the numbers that each has alone; short formats are warned of only."""
     what = type(model.model).__name__
-    found = _probed(model, padded)
+    together = _probed(model, padded)
     gaps = []
-    for row in range(len(found.logps)):
+    for row in range(len(together.logps)):
         alone = _probed(model, padded, row).logps[0]
-        gaps.append(float((alone - found.logps[row, : len(alone)]).abs().max()))
-    assert found.hidden is not None
-    gap, bound = max(gaps), probe_bound(found.logps.to(found.hidden.dtype))
+        gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
+    assert together.hidden is not None
+    gap, bound = max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
     if not gap > bound:  # what is not finite is told elsewhere
         return
     message = (
         f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
         f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
     )
-    if found.hidden.dtype in (torch.float32, torch.float64):
+    if together.hidden.dtype in (torch.float32, torch.float64):
         raise UserError(message)
     log.warning("%s", message)
 
@@ -272,10 +272,10 @@ def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> st
     """What is wrong with a layout for this model, where it is, or None; ``dtype`` if products are shorter than sums."""
     expected = _probed(model, padded)
     try:
-        found = _probed(model, LAYOUTS[wanted])
+        stats = _probed(model, LAYOUTS[wanted])
     except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
         return f"cannot follow segments of a row ({type(error).__name__}: {error})"
-    gap = _gap(found, expected, dtype)
+    gap = _gap(stats, expected, dtype)
     return None if gap is None else f"gives other numbers ({gap}): some layer does not keep to the segments of a row"
 
 
@@ -310,13 +310,13 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     return made
 
 
-def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
+def _gap(stats: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
     """How far numbers are from those of padded rows, or None when rounding (to ``dtype``) explains it."""
     assert expected.hidden is not None
     dtype = dtype or expected.hidden.dtype
     for name, ours, theirs in (
-        ("final states", found.hidden, expected.hidden),
-        ("log-probabilities", found.logps, expected.logps),
+        ("final states", stats.hidden, expected.hidden),
+        ("log-probabilities", stats.logps, expected.logps),
     ):
         assert ours is not None and theirs is not None
         # Log-probabilities are float32 whatever the states they come from were rounded to.
@@ -350,8 +350,8 @@ def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenSt
 
 def _dropout(model: nn.Module) -> float:
     """The largest rate at which a module of the model drops out in training."""
-    found: list[object] = []
+    rates: list[object] = []
     for module in model.modules():
         # Modules that call the function themselves keep its rate as a number; others hold a module under that name.
-        found += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
-    return max((float(rate) for rate in found if isinstance(rate, int | float)), default=0.0)
+        rates += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)

@@ -117,14 +117,14 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
     if attention in ("sdpa", "eager"):
         return
     config = load_config(path, revision)
-    found = describe(config)
+    description = describe(config)
     try:
         on_meta(config, attention)
     except UserError as error:
         reason = error.__cause__ or error
         words = shorten(str(reason) or type(reason).__name__, 200, placeholder=" ...").rstrip(".")
         raise UserError(
-            f"model.attn_implementation={attention}: {found.name} cannot run with it here ({words}); set "
+            f"model.attn_implementation={attention}: {description.name} cannot run with it here ({words}); set "
             "model.attn_implementation=sdpa, which is eager where a class has no other"
         ) from error
 
@@ -208,10 +208,10 @@ def load_tokenizer(
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
     """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
-    found = getattr(text_config(path, revision), "num_hidden_layers", None)
-    if not isinstance(found, int):
+    depth = getattr(text_config(path, revision), "num_hidden_layers", None)
+    if not isinstance(depth, int):
         raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")
-    return found
+    return depth
 
 
 def model_heads(path: str | Path, revision: str | None = None) -> int:

@@ -62,15 +62,15 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
     batch: list[int] = []
     total, longest = 0, 0
     for place, index in enumerate(order):
-        own, after = lengths[place] - (begun[place] if batch else 0), 0
+        new, after = lengths[place] - (begun[place] if batch else 0), 0
         if begun[place] < begun[place + 1]:
             after = lengths[place + 1] - begun[place + 1]
         longest = max(longest, lengths[place])
-        if batch and (total + own + after > budget or (len(batch) + 1) * longest > 2 * budget):
+        if batch and (total + new + after > budget or (len(batch) + 1) * longest > 2 * budget):
             yield batch
-            batch, total, own, longest = [], 0, lengths[place], lengths[place]
+            batch, total, new, longest = [], 0, lengths[place], lengths[place]
         batch.append(index)
-        total += own
+        total += new
     if batch:
         yield batch
 
@@ -80,13 +80,13 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
     ids: list[int] = []
     positions: list[int] = []
     places: list[Tensor] = []
-    own: list[tuple[int, int, int]] = []
+    stretches: list[tuple[int, int, int]] = []
     for index, prompt in enumerate(prompts):
         shared = _shared(prompts[index - 1], prompt) if index else 0
         start, count = len(ids), len(prompt) - shared
         before = places[-1][:shared] if index else torch.zeros(0, dtype=torch.long)
         places.append(torch.cat((before, torch.arange(start, start + count))))
-        own.append((start, count, shared))
+        stretches.append((start, count, shared))
         ids += prompt[shared:]
         positions += range(shared, len(prompt))
     last = torch.tensor([len(place) - 1 for place in places])
@@ -97,7 +97,7 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
         position_ids=torch.tensor([positions], device=device),
         branches=branches.to(device),
         last=last.to(device),
-        plan=Plan.over(torch.tensor(own), branches, len(ids), device),
+        plan=Plan.over(torch.tensor(stretches), branches, len(ids), device),
     )
 
 
@@ -105,5 +105,5 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Tokens that both begin with and that are worth sharing; the last token of the other stays its own."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
-    found = int(differing[0]) if differing.size else width
-    return found if found >= WORTH else 0
+    common = int(differing[0]) if differing.size else width
+    return common if common >= WORTH else 0

@@ -87,16 +87,16 @@ class Plan:
         return cls.over(lines[:, [0, 1, 3]], branches, length, segments.device)
 
     @classmethod
-    def over(cls, own: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
+    def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
         """The plan of n branches in a row of ``length`` tokens, on ``device``.
 
-        ``own``: start and count of the stretch that is a branch's alone, at least one token, and the tokens before it,
+        ``alone``: start and count of the stretch that is a branch's alone, at least one token, and the tokens before it,
         wherever they stand. ``branches``: the places of all its tokens in order; padding repeats one of them. Raises
         ``ValueError`` when the stretches do not cover the row once.
         """
         back = torch.full((length,), -1, dtype=torch.long)
         buckets, offset, covered = [], 0, 0
-        for members in _grouped([_Segment(row, *line) for row, line in enumerate(own.tolist())]):
+        for members in _grouped([_Segment(row, *line) for row, line in enumerate(alone.tolist())]):
             bucket, real = _bucket(members, branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
