@@ -14,7 +14,7 @@ from typing import Any
 
 SEAL = "digests.json"
 RECORD = "digest"
-# It can only be read by setting it, which two threads must not do at once: read here, where there is one.
+# The umask can only be read by setting it, which two threads must not do at once: read at import, with one thread.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
@@ -22,7 +22,7 @@ os.umask(_UMASK)
 def write_whole(path: Path, content: bytes | str) -> None:
     """Writes ``content`` to ``path``, which is absent, old or whole at any moment, also after a crash.
 
-    The content is on the disk before it takes the place of the old one; the file may be read by whom the umask allows.
+    The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
@@ -43,7 +43,7 @@ def share(path: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Returns when a file or folder is on the disk, not only in its cache."""
+    """Flushes a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -85,7 +85,7 @@ def sealed(folder: Path) -> dict[str, str]:
 
 
 def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:
-    """What differs in a sealed folder from what was sealed, in words that follow its name; None when nothing does.
+    """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
 
     Reads every file. A folder without a readable seal counts as changed. ``only`` gives the files that matter, by name
     or pattern (``*.json``): others are not read, and such as were not sealed do not count. ``digest`` is for callers
@@ -134,7 +134,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What ``write_record`` wrote; None when there is no such file, or it is not as it was written."""
+    """Reads what ``write_record`` wrote; None when there is no such file, or it has changed since."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _of_all(content) else None

@@ -1,9 +1,9 @@
 """One job at a time in a folder: a lock that the leading process of a job holds for all of the job's processes.
 
 The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives: its
-heartbeat. It is made under another name and renamed, which a file system, a network's too, lets succeed only where no
-lock with a file in it is: of several starters one wins. From a holder that is gone its own file is taken away, never
-that of one which came since. Light: imports no package.
+heartbeat. It is made under another name and renamed, which succeeds, on network file systems too, only where there is
+no lock with a file in it: of several starters one wins. To replace a holder that is gone only that holder's file is
+removed, never one of a later holder. Light: imports no package.
 """
 
 import errno
@@ -39,7 +39,7 @@ HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who works in a folder, as its lock says; of a lock that cannot be read, the defaults.
+    """Who works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
 
     ``machine`` and ``began`` (when the process did) tell it from a later process of its number; ``job`` is the same in
     all processes of its job; ``attempts`` are the scheduler's jobs it is part of, with how often they were restarted.
@@ -182,7 +182,7 @@ def _claim(mark: Path, this: Holder) -> bool:
 
 
 def _read(lock: Path) -> tuple[Path, float, Holder] | None:
-    """The holder of a lock, before it the lock's file and the time of the last heartbeat; None where there is none."""
+    """The lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
     try:
         path = next(lock.iterdir(), None)
         if path is None:
@@ -197,10 +197,11 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
 
 
 def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
-    """Whether a heartbeat has stopped; None where that takes another look.
+    """Whether a heartbeat has stopped; None when it is too early to tell.
 
-    ``age``: of the last one by the file system's clock; ``unchanged``: seconds for which no other was seen; ``moves``:
-    one was. Clocks of machines may disagree, so that what is seen counts for more: ``silence`` seconds of it at least.
+    ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
+    ``moves``: whether one was ever seen. Clocks of machines may disagree, so an old one counts as stopped only after
+    ``silence`` seconds without a new one.
     """
     if moves or age < patience:
         return unchanged >= patience
@@ -233,7 +234,7 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
             lock = _read(mark.parent)
             if stop.is_set():
                 return
-            # What this process, suspended for so long that it was taken to be gone, writes now would blend.
+            # It was suspended for so long that it was taken to be gone; its files would now mix with another's.
             who = "was removed, by hand or by a job that is over" if lock is None else f"is now that of {lock[2]}"
             log.critical("%s: its lock %s, to whom this process seemed dead: ending", mark.parents[1], who)
             os._exit(1)
@@ -245,7 +246,7 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """What tells this machine, since it started, and this container from others: process numbers hold within it."""
+    """An identity of this machine since its start, and of this container: process numbers are unique within it."""
     names = [socket.gethostname()]
     with suppress(OSError):
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -254,7 +255,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, empty when it has ended, None where nothing tells."""
+    """When a process began; empty when it has ended, None when the system does not say."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -268,7 +269,7 @@ def _began(pid: int) -> str | None:
 
 
 def _job() -> str:
-    """What the processes of a job have in common, as their launcher says; empty where there is none."""
+    """An identity shared by the processes of a job, from their launcher; empty where there is none."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm

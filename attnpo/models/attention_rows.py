@@ -21,7 +21,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A mask as a function of (batch, head, query, key) indices, of which only blocks are ever built.
+    """A mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
 
     ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only bound the
     keys that a block has to look at. ``rows``: the model's batch; one row may hold several sequences.
@@ -34,7 +34,7 @@ class MaskRule:
     rows: int = 1
 
     def __getitem__(self, index: object) -> "MaskRule":
-        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
         return whole(self, index)
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class MaskRule:
         return (0 if self.local_size is None else max(0, start - self.local_size + 1)), stop
 
     def within(self, longest: int) -> bool:
-        """Whether sequences of ``longest`` tokens meet nothing but the causal order."""
+        """Whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
@@ -73,8 +73,8 @@ class LayerAttention:
     """Queries and keys of one layer after rotation, and how scores follow from them.
 
     ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra scores that take part in
-    the softmax and are dropped from it. With ``branches`` [n T] they are those of one row [1 H N d], and sequence i is
-    made of its places.
+    the softmax and are dropped from it. With ``branches`` [n T] queries and keys are those of one row [1 H N d], and
+    ``branches[i]`` holds the places of sequence i in it.
     """
 
     query: Float[Tensor, "batch heads T d"]
@@ -165,7 +165,7 @@ def cut(length: int, per_query: int) -> Iterator[slice]:
 
 @runtime_checkable
 class AttentionMap(Protocol):
-    """What rollout needs of a layer."""
+    """One layer's attention map as rollout reads it."""
 
     def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""
@@ -179,11 +179,11 @@ class AttentionMap(Protocol):
 def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, "batch"]) -> Float[Tensor, "batch T"]:
     """The row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
 
-    Each layer may be forgotten once it was used, so a generator that drops them keeps memory low.
+    No layer is needed twice, so a generator that drops each after use keeps memory low.
     """
     layers = iter(layers)
     first = next(layers).rows(last).mean(1)
-    # The deepest layer acts on a unit vector: its one row is all that is needed of it.
+    # The deepest layer acts on a unit vector, so one row of it is enough.
     weights = (torch.zeros_like(first).scatter_(1, last[:, None], 1.0) + first) / 2
     for layer in layers:
         weights = (weights + layer.pull(weights)) / 2

@@ -28,15 +28,15 @@ TAP_FAST = "attnpo_row_tap"
 TAP_BLOCKS = "attnpo_row_tap_blocks"
 PROBE = "attention_probe"  # the keyword argument that carries the probe
 KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS}
-"""Attention output by torch's fused kernel, or in float32 blocks of queries (slower; for comparison)."""
+"""How attention output is computed: by torch's fused kernel, or in float32 blocks of queries (slower)."""
 
 
 class Enough(Exception):
-    """Raised inside a forward when everything asked for is known; ends the forward, never leaves this package."""
+    """Raised inside a forward to end it when everything asked for is known; caught within this package."""
 
 
 class Probe:
-    """What one forward is asked for, and what it found.
+    """The request to one forward for attention rows, and its results.
 
     ``last`` [batch]: the position whose row is wanted, per sequence. ``layers``: 0-based. With ``rollout`` the queries
     and keys of every layer are kept until ``rollout()`` is called. With ``stop`` the forward ends (``Enough``) in the
@@ -67,10 +67,10 @@ class Probe:
         self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
-        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed.
+        """Stores what is wanted of one layer; raises ``Enough`` when that was the last needed.
 
         A layer may attend twice with the same queries and keys (to parts of the values). Raises ``UserError`` for a
-        layer that does so with others: it has no one row.
+        layer that attends twice with different ones: it has no single row.
         """
         rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
@@ -85,7 +85,7 @@ class Probe:
             raise Enough
 
     def end(self) -> Tensor | None:
-        """The attention output [1 batch H d] of the last positions alone, if the forward has come down to them."""
+        """The attention output [1 batch H d] of the last positions, once the forward is trimmed to them; else None."""
         if self._end is None:
             return None
         rows, values = self._end
@@ -127,7 +127,7 @@ def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 def trimmed(last: nn.Module) -> Iterator[None]:
     """A context in which the layer ``last`` is run for the probe's last positions of a row only, [1 batch d].
 
-    All that the others need of it is keys and values, so its products over them are not made.
+    Of the other positions only keys and values are needed, so the rest of the layer is not computed for them.
     """
 
     def narrow(
@@ -174,7 +174,7 @@ def tap_mask(
 ) -> MaskRule | None:
     """The mask as a rule instead of a tensor; None for the plain causal mask.
 
-    Stands in for transformers' sdpa mask function, whose windowed masks have T x T entries.
+    Replaces transformers' sdpa mask function, whose windowed masks have T x T entries.
     """
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     window = None if local_size is None or kv_length <= local_size else local_size
@@ -237,7 +237,7 @@ def _attend(
 
 
 def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fused: bool) -> Tensor:
-    """Attention output [n H q d] of one bucket, in blocks of queries where the causal order alone does not say all."""
+    """Attention output [n H q d] of one bucket, in blocks of queries where its mask is not plain causal."""
     count, heads, length = attention.query.shape[:3]
     seen = attention.key.shape[2]
     if fused and not bucket.prefixed and attention.rule.within(seen):
@@ -245,7 +245,7 @@ def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fus
     least, most = bucket.shared
     output = value.new_empty(count, heads, length, value.shape[3])
     for queries in cut(length, count * heads * seen):
-        # A block's positions lie behind the shortest prefix for its first query, behind the longest for its last.
+        # A block's first query stands at least after the shortest prefix, its last one at most after the longest.
         low, _ = attention.rule.bounds(least + queries.start, least + queries.stop, seen)
         _, high = attention.rule.bounds(most + queries.start, most + queries.stop, seen)
         keys = slice(low, min(high, seen))

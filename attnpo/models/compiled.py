@@ -28,18 +28,18 @@ Taken = ParamSpec("Taken")
 Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
-"""Tokens of the pairs that blocks are tried on: the second is of a shape that the first did not show."""
+"""Tokens of the pairs that blocks are tried on: the second has a shape that the first compilation did not see."""
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
 LOW_PRECISION_BOUND = 0.1
-SMALLEST = 0.01  # gradients below this share of the largest one are held against that share: the rest is rounding
+SMALLEST = 0.01  # smaller gradients than this share of the largest are compared with that share: they may be rounding
 GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Nothing; compiles every decoder block in place, at its first call. Names of parameters stay what they were.
+    """Compiles every decoder block in place, at its first call; parameters keep their names.
 
-    Call it behind ``activation_checkpointing_enable``: blocks that are to be recomputed are, their graphs inside.
+    Call it after ``activation_checkpointing_enable``: recomputation is put around the compiled graphs of the blocks.
     Raises ``UserError`` for a backend that torch does not know.
     """
     require_backend(backend)
@@ -54,7 +54,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
 
 
 def require_backend(backend: str) -> None:
-    """Nothing; raises ``UserError`` for a backend that torch does not know."""
+    """Raises ``UserError`` for a backend that torch does not know."""
     from torch._dynamo import list_backends  # seconds of import
 
     if backend not in list_backends(exclude_tags=()):
@@ -67,11 +67,11 @@ def require_backend(backend: str) -> None:
 def require_same_numbers(
     model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
 ) -> None:
-    """Nothing; raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
+    """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
 
-    Compilers have been wrong in gradients alone, without a word. Tried are a few random layers of the model's kinds,
-    widths and dtype on ``device``, in the ``layout`` of training and under its ``autocast`` to bfloat16; random numbers
-    and the model are not touched. What was compiled here need not be compiled again.
+    Compilers have computed wrong gradients with right outputs and without an error. The trial runs a few layers of the
+    model's kinds, widths and dtype with random weights on ``device``, in the ``layout`` of training and under its
+    ``autocast`` to bfloat16; the model and the random state are left as they are. Torch reuses the code compiled here.
     """
     what = f"model.compile={backend}"
     instead = "set model.compile=null, or another backend"
@@ -83,7 +83,7 @@ def require_same_numbers(
             compile_blocks(small.model, backend)
             computed = _probed(small, layout, autocast)
         except Exception as error:  # of any compiler, toolchain or model
-            # Behind an empty line torch says how to see more of its own traces.
+            # After an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
             raise UserError(
                 f"{what} cannot run blocks like those of {type(model).__name__} on {device} "
@@ -121,7 +121,7 @@ def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tenso
 
 
 def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest gradient's."""
+    """Norm of the difference by name, relative to the expected norm or to ``SMALLEST`` times the largest gradient's."""
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
     return {
@@ -132,7 +132,7 @@ def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
 
 def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
     def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
-        # A cache is another object in every layer and grows by a token in every call: a graph for each of them.
+        # A cache is another object in every layer and grows by a token in every call: each would get a new graph.
         return (run if more.get("past_key_values") is None else plain)(*arguments, **more)
 
     return forward

@@ -1,4 +1,4 @@
-"""What a model's config says of its attention before a weight is loaded: kernel, layers that have it, exact length.
+"""What a model's config says about its attention before a weight is loaded: kernel, layers that have it, exact length.
 
 Kernel and layers are read off the module tree, built without memory (a second for 8B, once per config and process):
 no kind of model is known by name here.
@@ -87,7 +87,7 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """The longest sequence whose numbers follow from itself alone, with the rope type that ends it there; or None.
+    """The longest sequence whose numbers do not depend on its batch, with the rope type that sets the limit; or None.
 
     Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
     """

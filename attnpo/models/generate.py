@@ -179,7 +179,7 @@ class _Draw(LogitsProcessor):
 def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """What turns logits into a draw, in the library's order; empty for greedy decoding."""
+    """The processors that turn logits into a draw, in the library's order; none for greedy decoding."""
     steps = LogitsProcessorList()
     if sampling.temperature == 0:
         return steps
@@ -211,7 +211,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: S
 
 @contextmanager
 def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """A context in which the model's folder has no say: unset values would be filled from its generation config."""
+    """A context in which ``config`` replaces the folder's generation config, which would fill unset values."""
     folder = model.generation_config
     model.generation_config = config
     try:

@@ -28,7 +28,7 @@ class _WithLogits(Protocol):
 
 
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
-    """The L1 norm of ``d (largest logit behind the row's last token) / d (input embedding)``, per token of each row.
+    """The L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
     TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode (its modes are
     restored), rows summed before the backward, which keeps them apart. Only the last position of a row meets the
@@ -50,9 +50,9 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
 
 @contextmanager
 def _without_dropout(policy: ScoredLM) -> Iterator[None]:
-    """Eval mode; layers that recompute their activations, which they do in training mode alone, go on doing so.
+    """A context in eval mode in which layers that recompute their activations still do.
 
-    But for those that hold dropout, whose activations are kept.
+    They do so in training mode only, so that mode is left on for those of them that hold no dropout.
     """
     with eval_mode(policy):
         layers = [
@@ -70,7 +70,7 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
 
 
 def _drops(layer: nn.Module) -> bool:
-    """Whether a layer may drop something in training mode, by a module of its own or by a rate it keeps."""
+    """Whether a layer applies dropout in training mode, by a module or by a rate it holds."""
     held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
 
@@ -103,7 +103,7 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, "rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Logits behind the last token of each row, and the embeddings that they were computed from, a leaf."""
+    """Next-token logits of each row's last token, and the embeddings they were computed from, a leaf."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
@@ -144,9 +144,9 @@ def _embedding(policy: ScoredLM) -> nn.Module:
 
 @contextmanager
 def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
-    """A context in which ``see`` gets each output of ``module`` and may give another; forwards without gradient pass.
+    """A context in which ``see`` gets each output of ``module`` and may replace it.
 
-    Those are the scored model's own probes.
+    Not in forwards without gradient: these are the scored model's own trials.
     """
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
@@ -166,7 +166,7 @@ def _cloned(rows: RowGroup) -> ModelInputs:
 
 
 def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, "rows"], rows: RowGroup) -> InputGradient:
-    """Scores of the model's tokens as those of the response's, and the prompt's in one sum."""
+    """Splits the scores of a row's tokens into those of its response and the sum over its prompt."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
     response = scores.gather(1, places.clamp(max=width - 1))

@@ -3,7 +3,7 @@
 Implements ``attnpo.schema.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
 of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
 layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
-same numbers, more work. Which of the two it can take is found by trying.
+same numbers, more work. Whether it can is tried once.
 """
 
 import logging
@@ -35,7 +35,7 @@ from attnpo.schema import JudgeReading, UserError
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""The widest activations of a row on a CPU: larger ones leave its caches, and the system clears their pages anew."""
+"""The widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
 
 LOW_PRECISION_SLACK = 10
 """Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
@@ -231,9 +231,10 @@ class CausalJudge:
 
     @torch.inference_mode()
     def _require_readable(self) -> None:
-        """Raises ``UserError`` unless the model gives its own numbers with its attention read; tried once.
+        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are.
 
-        On a few short prompts. Attention that chooses its keys itself, or adds what is not handed over, is found here.
+        Tried once, on a few short prompts. Attention that chooses its keys itself, or adds terms that it does not hand
+        to the attention function, is refused here.
         """
         if self._readable:
             return
@@ -286,7 +287,7 @@ class CausalJudge:
 
 
 class Blocks:
-    """Which block a forward has come to, and what each block gave, by its number from 1."""
+    """The number of the block that a forward is in, from 1, and the output of each block by its number."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -316,13 +317,13 @@ class Blocks:
 
 
 def _differ(actual: Tensor, expected: Tensor) -> bool:
-    """Whether numbers differ by more than two kernels do: in a short format those are far apart."""
+    """Whether numbers differ by more than two kernels may, which is much in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
 def _probe_prompts(words: int) -> list[list[int]]:
-    """Prompts of which the first begins alike with the second, with the third for less, with the fourth not at all."""
+    """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth."""
     start = [(7 * place + 3) % words for place in range(WORTH + 9)]
     ends = [[(11 * place + 5 * index) % words for place in range(6 + 2 * index)] for index in range(4)]
     return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
@@ -372,7 +373,7 @@ def _readings(
 
 
 def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
-    """Nothing; UserError for rows per head, by layer, when the layers differ in their number of heads."""
+    """Raises ``UserError`` for rows per head, given by layer, when the layers differ in their number of heads."""
     first: dict[int, int] = {}
     for layer, row in rows.items():
         first.setdefault(row.shape[1], layer)

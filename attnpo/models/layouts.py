@@ -72,7 +72,7 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
-    """All sequences one behind the other in one row, without padding; positions restart with each.
+    """All sequences one after the other in one row, without padding; positions restart with each.
 
     Raises ``UserError`` as ``padded`` does.
     """
@@ -82,7 +82,7 @@ def packed(sequences: Sequences, pad_id: int) -> Laid:
 def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
     """One row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
 
-    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on behind the
+    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on after the
     prompt, and its first token is predicted by the prompt's last state, as that of the chosen one is. A pair whose
     prompts differ (each branch is truncated by itself) lies in the row as two sequences, which is logged once; so do
     rows of an odd number. Raises ``UserError`` as ``padded`` does.
@@ -138,7 +138,7 @@ def choose(
 
 
 def check_rows(sequences: Sequences) -> None:
-    """Nothing; raises ``UserError`` when there is no sequence or a prompt is empty."""
+    """Raises ``UserError`` when there is no sequence or a prompt is empty."""
     if not sequences:
         raise UserError("a batch needs at least one sequence, got none; check the sampler's batch size")
     for row, (prompt, _) in enumerate(sequences):
@@ -227,7 +227,7 @@ RATES = ("attention_dropout", "dropout")
 
 
 def _require_padding_without_effect(model: ScoredLM) -> None:
-    """Raises ``UserError`` unless rows have the numbers that each has alone; short formats are warned of only."""
+    """Raises ``UserError`` when a row's numbers depend on the rows beside it; only warns in low precision."""
     what = type(model.model).__name__
     together = _probed(model, padded)
     gaps = []
@@ -236,7 +236,7 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
         gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
     assert together.hidden is not None
     gap, bound = max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
-    if not gap > bound:  # what is not finite is told elsewhere
+    if not gap > bound:  # numbers that are not finite are refused elsewhere
         return
     message = (
         f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
@@ -250,7 +250,7 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
 def _reason_against(
     wanted: str, models: Sequence[ScoredLM], requests: Collection[str], device: torch.device
 ) -> str | None:
-    """Why the models cannot take a layout in training on ``device``, or None."""
+    """Returns why the models cannot take a layout in training on ``device``, or None."""
     for request in sorted(requests):
         if request == "input_gradient" or request.startswith("group:"):
             return f"{request} is made from rows of one sequence each"
@@ -269,7 +269,7 @@ def _reason_against(
 
 
 def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
-    """What is wrong with a layout for this model, where it is, or None; ``dtype`` if products are shorter than sums."""
+    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast."""
     expected = _probed(model, padded)
     try:
         stats = _probed(model, LAYOUTS[wanted])
@@ -280,7 +280,7 @@ def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> st
 
 
 def _tried_elsewhere(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
-    """What is wrong with a layout for layers like the model's on ``device``, in its dtype and in bfloat16, or None."""
+    """Returns why layers like the model's cannot take a layout on ``device``, in its dtype or bfloat16, or None."""
     with torch.random.fork_rng([device] if device.type == "cuda" and torch.cuda.is_available() else []):
         try:
             small = ScoredLM(first_layers(model.model, device))
@@ -311,7 +311,7 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
 
 
 def _gap(stats: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
-    """How far numbers are from those of padded rows, or None when rounding (to ``dtype``) explains it."""
+    """Describes how far numbers are from those of padded rows; None when rounding (to ``dtype``) explains it."""
     assert expected.hidden is not None
     dtype = dtype or expected.hidden.dtype
     for name, ours, theirs in (

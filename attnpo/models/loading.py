@@ -174,7 +174,7 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo"
 
 
 def check_rotary(model: nn.Module) -> None:
-    """Nothing; raises ``UserError`` when a rotary frequency buffer is not in full precision."""
+    """Raises ``UserError`` when a rotary frequency buffer is not in full precision."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype not in (torch.float32, torch.float64):
             raise UserError(
@@ -233,7 +233,7 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
-    """The config of a model's text part; UserError for a folder that holds none, or a hub that is out of reach."""
+    """The config of a model's text part; ``UserError`` for a folder that holds none, or a hub that is out of reach."""
     return load_config(path, revision).get_text_config()
 
 
@@ -303,9 +303,9 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Refuses a folder with digests of its own, as a run's best/ has, when what is read of it differs from them.
+    """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests.
 
-    Files are read once per process and state on disk, as for ``weights_fingerprint``.
+    Files are hashed once per process and state on disk, as for ``weights_fingerprint``.
     """
     if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=_file_digest)) is not None:
         raise UserError(
@@ -344,7 +344,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _file_digest(file: Path) -> str:
     stat = file.stat()
-    # Size and modification time are kept by copies that keep times; a file's number and its time of change are not.
+    # Copies may keep size and modification time, but not the inode's number and time of change.
     key = (str(file.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _file_digests:
         _file_digests[key] = file_digest(file)
@@ -366,7 +366,7 @@ def _template_text(template: str) -> str:
 
 @contextmanager
 def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Nothing; inside, the library reports in silence and its errors become one ``UserError`` each."""
+    """A context in which transformers logs nothing below critical and each of its errors becomes a ``UserError``."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
     library.set_verbosity(logging.CRITICAL)  # tables of keys: what is wrong in them is raised or logged here

@@ -114,7 +114,7 @@ class AdapterOff(ScoredLM):
         self.training = False
 
     def train(self, mode: bool = True) -> "AdapterOff":
-        """Self, always in eval mode; the policy's mode is its own business."""
+        """Returns self, always in eval mode; the policy's mode is left alone."""
         return self
 
     def head(self) -> Head:
@@ -207,7 +207,7 @@ def _unpacked(weight: nn.Parameter) -> Tensor:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether a packed module stands for one that keeps its weight the other way round."""
+    """Whether a packed module replaces one that stores its weight transposed."""
     return bool(getattr(module, "source_cls", None) is Conv1D)
 
 

@@ -1,6 +1,6 @@
 """The parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
 
-Owns how they are found (through the library's generic accessors and the config's fields, never by model name) and
+Owns how they are located (through the library's generic accessors and the config's fields, never by model name) and
 the check that backbone plus head give the model's own logits.
 """
 
@@ -146,7 +146,7 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
             f"{path}: {_kind(model)} cannot be run on token ids alone ({type(error).__name__}: {words}); take a causal "
             "language model of text"
         ) from error
-    # The least of three changes: rounding may differ where tokens are grouped by expert, and once in a while flip one.
+    # The smallest of three changes: where tokens are grouped by expert, rounding may now and then flip a choice.
     change, bound = float((logits[1:] - logits[:1]).abs().amax((1, 2)).min()), probe_bound(logits)
     if change > bound:
         raise UserError(

@@ -1,7 +1,7 @@
 """Prompts in one row without padding, what several of them begin with only once.
 
 Owns how prompts are ordered, cut into rows and laid out: both rounds of a judged pair share everything up to the first
-answer, and all pairs the instruction before them. Any other common beginning is found as well, since only token ids
+answer, and all pairs the instruction before them. Any other common beginning is shared as well, since only token ids
 are compared. Which attention follows from the layout is ``segments``' business.
 """
 
@@ -76,7 +76,7 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
 
 
 def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow:
-    """Prompts, in the order of ``in_order``, as one row: each shares with the one before it what both begin with."""
+    """Prompts, in the order of ``in_order``, as one row: each shares its common beginning with the one before it."""
     ids: list[int] = []
     positions: list[int] = []
     places: list[Tensor] = []
@@ -102,7 +102,7 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with and that are worth sharing; the last token of the other stays its own."""
+    """Number of tokens that both begin with; 0 when not worth sharing. The last token of ``other`` is never shared."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
     common = int(differing[0]) if differing.size else width

@@ -1,7 +1,7 @@
 """Attention over rows that hold many sequences, without padding and without a mask over the whole row.
 
 Owns an attention function registered with transformers and the plan it follows. A packed row is described by its
-segments: stretches of queries that see, causally, their own keys behind a shared prefix that stands elsewhere in the
+segments: stretches of queries that see, causally, their own keys after a shared prefix that stands elsewhere in the
 row (the prompt of both responses). Segments of like size are gathered into one padded call of torch's fused kernel;
 everything else of the model sees the row's real tokens only. Windows and chunks count positions within a branch: they
 are read from the rule that transformers gives for the layer, so no kind of mask is known by name here. Soft-caps and
@@ -31,11 +31,11 @@ PLAN = "segment_plan"  # the keyword argument that carries the plan
 
 # transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""By what the model used before: what calls without a plan are given is that kernel, or a plain softmax."""
+"""By the attention the model had before; calls without a plan still get that kernel, or a plain softmax."""
 
 WASTE = 1.3  # a call of the kernel may be padded to this many times the entries it needs,
-SMALL = 1 << 13  # or by this many entries: less than what a further call costs
-FAR = 1 << 40  # the position of padding keys: behind every query
+SMALL = 1 << 13  # or by this many entries, which cost less than another call
+FAR = 1 << 40  # the position of padding keys: after every query
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Bucket:
     """Segments of like size as one padded call of n sequences.
 
     ``queries``, ``keys``: places in the row; padding repeats a place of the segment. ``query_at``, ``key_at``: their
-    positions in the branch; padding keys stand behind every query. ``shared``: the least and the most tokens of a
+    positions in the branch; padding keys stand after every query. ``shared``: the least and the most tokens of a
     prefix among them.
     """
 
@@ -68,7 +68,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every token of a row in exactly one bucket; ``back``: where each token's output stands among all outputs."""
+    """Buckets that hold every token of a row once; ``back``: where each token's output stands among all outputs."""
 
     buckets: tuple[Bucket, ...]
     back: Int[Tensor, "N"]
@@ -90,9 +90,9 @@ class Plan:
     def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
         """The plan of n branches in a row of ``length`` tokens, on ``device``.
 
-        ``alone``: start and count of the stretch that is a branch's alone, at least one token, and the tokens before it,
-        wherever they stand. ``branches``: the places of all its tokens in order; padding repeats one of them. Raises
-        ``ValueError`` when the stretches do not cover the row once.
+        ``alone``: start and length of the stretch that belongs to one branch only, at least one token, and the number
+        of tokens before it in that branch. ``branches``: the places of all its tokens in order; padding repeats one of
+        them. Raises ``ValueError`` when the stretches do not cover the row once.
         """
         back = torch.full((length,), -1, dtype=torch.long)
         buckets, offset, covered = [], 0, 0
@@ -107,7 +107,7 @@ class Plan:
         return cls(tuple(bucket.to(device) for bucket in buckets), back.to(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
-        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` does one of them."""
+        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` computes that of one bucket."""
         # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
         rows = [part[0].transpose(0, 1) for part in (query, key, value)]
         sizes = [part.shape[1:] for part in rows]
@@ -164,7 +164,7 @@ def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
 
 
 def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
-    """The members as one bucket, and which of its queries are no padding."""
+    """Returns the members as one bucket, and a mask of its queries that are no padding."""
     start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]
     inner = torch.minimum(step, count - 1)
@@ -183,7 +183,7 @@ AnyRule = TypeVar("AnyRule")
 
 
 def whole(rule: AnyRule, index: object) -> AnyRule:
-    """``rule`` if ``index`` takes all of the mask it stands for; ``UserError`` for a part, which a rule has not."""
+    """Returns ``rule`` when ``index`` takes the whole mask it stands for; raises ``UserError`` for a part of it."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
         raise UserError("its own code takes the mask apart, as sparse attention does that chooses its keys itself")
@@ -214,7 +214,7 @@ class Rule:
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __getitem__(self, index: object) -> "Rule":
-        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
         return whole(self, index)
 
     def whole(self, skip: bool) -> Tensor | None:
@@ -226,16 +226,16 @@ class Rule:
         return self._whole[skip]
 
     def causal(self, longest: int) -> bool:
-        """Whether sequences of ``longest`` tokens meet nothing but the causal order."""
+        """Whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """What is added to a bucket's scores, [n 1 q k]: 0 or -inf; None if ``skip`` allows and causal order says all.
+        """The mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
 
-        In ``dtype``, that of the queries: of a mask of truth values every layer would make and keep its own copy.
-        The rule is asked with positions in place of places, which is what a row of its own would have given. Raises
-        ``UserError`` for a rule that cannot be asked so.
+        In ``dtype``, that of the queries: of a boolean mask every layer would make and keep its own copy. The rule is
+        evaluated at positions within a branch instead of places in the row, as for a row of that branch alone. Raises
+        ``UserError`` for a rule that is no plain function of positions.
         """
         if self.described.get("use_vmap", False):
             raise UserError("its mask is no plain function of positions")
@@ -256,11 +256,11 @@ class Rule:
 
 
 def attend_in_segments(model: PreTrainedModel) -> None:
-    """Nothing; from now on the model's attention follows a plan where a forward brings one.
+    """Makes the model's attention follow a plan in every forward that brings one, until ``attend_as_before``.
 
-    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The library's
-    function is set, once, until ``attend_as_before``: a backward that recomputes activations runs when no context of
-    ours is left. Raises ``UserError`` for a model whose attention cannot be replaced.
+    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The attention is
+    set for good and not in a context: a backward that recomputes activations runs after a context would have ended.
+    Raises ``UserError`` for a model whose attention cannot be replaced.
     """
     backbone = backbone_of(model)
     before = backbone.config._attn_implementation
@@ -282,7 +282,7 @@ def attend_as_before(model: PreTrainedModel) -> None:
 
 
 def _rule(**described: Unpack[MaskSettings]) -> Rule:
-    """Stands in for transformers' mask function: the rule instead of a tensor."""
+    """Replaces transformers' mask function: returns the rule instead of a tensor."""
     return Rule(described)
 
 
