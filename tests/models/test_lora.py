@@ -277,7 +277,7 @@ def test_the_reference_owns_nothing_and_stays_in_eval_mode(tiny: Build) -> None:
 
 
 def test_a_reference_between_forward_and_backward_changes_no_gradient(tiny: Build) -> None:
-    """As in a training step, activations recomputed behind the reference's forward."""
+    """As in a training step, activations recomputed after the reference's forward."""
     torch.manual_seed(2)
     policy = ScoredLM(add_lora(tiny("llama"), SPEC))
     train(policy)
