@@ -7,10 +7,9 @@ same numbers, more work. Whether it can is tried once.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,19 +53,10 @@ class CausalJudge:
 
     ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
     hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks" (float32 softmax in blocks of queries, for
-    comparison). ``progress``: called after each batch with (prompts done, prompts in all). ``weights``: what identifies
-    the model's weights (``attnpo.models.loading.weights_fingerprint``); it enters the fingerprint.
+    comparison).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        token_budget: int = 16384,
-        kernel: str = KERNEL,
-        progress: Callable[[int, int], None] | None = None,
-        weights: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         if kernel not in KERNELS:
             raise UserError(f"unknown attention kernel {kernel!r} for the judge; one of {', '.join(KERNELS)}")
         if token_budget < 1:
@@ -74,8 +64,6 @@ class CausalJudge:
         self.model = require_causal_lm(model)
         self.token_budget = token_budget
         self.kernel = kernel
-        self.progress = progress
-        self.weights = dict(weights or {})
         self._split: bool | None = None
         self._follows: bool | None = None
         self._readable = False
@@ -84,13 +72,6 @@ class CausalJudge:
     def num_layers(self) -> int:
         """Depth of the model; layers are counted 1..num_layers."""
         return int(self.model.config.get_text_config().num_hidden_layers)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Every property of the model that changes a number.
-
-        The token budget is left out: it changes rounding only (rows by less than 1e-5 in float32).
-        """
-        return {"weights": self.weights, "dtype": str(self.model.dtype).removeprefix("torch."), "kernel": self.kernel}
 
     def read(
         self,
@@ -122,8 +103,6 @@ class CausalJudge:
             for batch in batches:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
-                if self.progress is not None:
-                    self.progress(len(readings), len(prompts))
         return [readings[index] for index in range(len(prompts))]
 
     def _check(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
