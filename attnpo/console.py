@@ -119,7 +119,7 @@ def _log_warning(
 
 # Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: what comes within so many seconds is the same one.
+# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: signals within so many seconds are the same one.
 REPEAT = 1.0
 STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
 
@@ -341,7 +341,7 @@ def missing_package(error: BaseException) -> str | None:
 
 
 def _installed(package: str) -> bool:
-    """Whether a package is there; one that was blocked by a None among the modules is not."""
+    """Whether a package is installed and not blocked by a None in ``sys.modules``."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -20,7 +20,7 @@ os.umask(_UMASK)
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes ``content`` to ``path``, which is absent, old or whole at any moment, also after a crash.
+    """Writes ``content`` to ``path``: the file is absent, old or complete at any moment, also after a crash.
 
     The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """

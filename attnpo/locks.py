@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 300.0  # seconds without a heartbeat; a network file system may show one a minute late
 BEAT = 10.0  # seconds between two heartbeats, at most
-MISSED = 3  # heartbeats that must be seen to stay away where the clocks say that the last one is old
+MISSED = 3  # heartbeats that must fail to come before a lock counts as left, however old the last one looks
 POLL = 0.2  # seconds between two looks at a lock
-LATE = 60.0  # seconds for which a process waits for the leading one beyond what that may wait itself
+LATE = 60.0  # seconds that a process waits for the leading one beyond the time that one may wait itself
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 UNNAMED = "none"  # torchrun's name for a job that was given none
 HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
@@ -124,12 +124,12 @@ def locked(
 
 
 def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
-    """Returns when the lock is this process's, or its job's."""
+    """Waits until this process holds the lock, or until the leading one of its job does or it is free."""
     began = at = time.monotonic()
     seen: tuple[Path, float] | None = None
     moves = said = False
     while (lock := _read(mark.parent)) is not None or (leading and not _claim(mark, this)):
-        if lock is None:  # another was faster
+        if lock is None:  # another process took it first
             time.sleep(POLL / 20)
             continue
         path, touched, holder = lock
@@ -273,7 +273,7 @@ def _job() -> str:
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm
-    # torchrun calls every job "none" unless it is told, and every machine calls itself localhost.
+    # torchrun's default name for a job is "none" everywhere, and localhost is another machine on each.
     here = socket.gethostname() if os.environ.get("MASTER_ADDR") in LOOPBACK else ""
     return " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), here]).strip()
 

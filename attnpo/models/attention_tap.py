@@ -4,8 +4,8 @@ Owns an attention function registered with transformers. It leaves the attention
 on the layers asked for, recomputes one softmax row per prompt from that layer's queries and keys. Paper section on
 AttentionPO: the row of the verdict position, averaged over query heads. Rollout keeps queries and keys per layer.
 
-Prompts come as a padded batch, or as one row in which common beginnings lie once (``prefixes``). What a call wants and
-what it found live in a ``Probe`` that travels in the call's keyword arguments; there is no global state but the
+Prompts come as a padded batch, or as one row in which common beginnings lie once (``prefixes``). What a call
+asks for and what it reads are kept in a ``Probe`` in its keyword arguments; there is no global state but the
 registered name.
 """
 

@@ -47,7 +47,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     for block in layer_stack(model):
         run = torch.compile(block.forward, backend=backend, dynamic=True)
         if getattr(block, "gradient_checkpointing", False):
-            # The library's own would lie inside the graph.
+            # The library's own recomputation would be inside the graph.
             block.gradient_checkpointing = False  # type: ignore[assignment]
             run = _recomputed(block, run)
         block.forward = _without_cache(run, block.forward)
@@ -91,7 +91,7 @@ def require_same_numbers(
             ) from error
     bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
     del small
-    gc.collect()  # compiled blocks hold themselves, and their memory on the device
+    gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
     worst, gap = max(_gaps(computed, expected).items(), key=lambda pair: pair[1])
     if not gap <= bound:  # NaN is no match either
         raise UserError(

@@ -87,7 +87,7 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """The longest sequence whose numbers do not depend on its batch, with the rope type that sets the limit; or None.
+    """The length up to which a row's numbers do not depend on its batch, and the rope type that limits it; or None.
 
     Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
     """

@@ -97,7 +97,7 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """The indices of ``requests`` in batches, longest prompts first: what does not fit into memory fails at once.
+        """The indices of ``requests`` in batches, longest prompts first, so that a lack of memory shows at once.
 
         Raises ``UserError`` for settings out of range or an empty prompt.
         """
@@ -141,7 +141,7 @@ class HFGenerator:
     def _config(self, sampling: Sampling) -> GenerationConfig:
         pad = self.tokenizer.pad_token_id
         return GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,  # the draw is ours: see _Draw
+            do_sample=False,  # _Draw samples
             num_beams=1,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(self.end_ids) or None,

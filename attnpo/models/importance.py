@@ -127,7 +127,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
             f"{type(policy.model).__name__} looked its input embeddings up {len(embeddings)} times in one forward, "
             "expected once for all tokens: weights=gradient does not know this model, choose another source"
         )
-    if whole:  # a model whose backbone and head do not make up its logits
+    if whole:  # a model that is called whole: backbone and head do not give its logits
         return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
     return project(hidden[:, 0], policy.head()), embeddings[0]
 

@@ -369,7 +369,7 @@ def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None
     """A context in which transformers logs nothing below critical and each of its errors becomes a ``UserError``."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
-    library.set_verbosity(logging.CRITICAL)  # tables of keys: what is wrong in them is raised or logged here
+    library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here
     try:
         with nullcontext() if local else hub():
             yield

@@ -48,7 +48,7 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-PARTS = 8  # of a chunk; what a statistic makes beside the logits then adds at most about half a chunk's size
+PARTS = 8  # of a chunk; the tensors a statistic needs beside the logits then add about half a chunk's size at most
 
 
 class Distributions(NamedTuple):
@@ -362,7 +362,7 @@ def _differentiate(
     normalisers: Tensor,
     plan: _Plan,
 ) -> None:
-    """Overwrites one chunk's final logits by the gradient before cap and scale, part by part.
+    """Replaces one chunk's final logits by the gradient before cap and scale, part by part.
 
     It is ``c * (onehot - p)`` plus the statistics' own terms. Overwrites the second model's logits too.
     """

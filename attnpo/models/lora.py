@@ -35,7 +35,7 @@ def require_peft() -> None:
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
-    """The same model with fresh adapters, its own weights frozen; its logits stay what they were.
+    """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
     Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
     module, for the vocabulary head, and for a model that carries adapters already.
@@ -94,7 +94,7 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
 
 class AdapterOff(ScoredLM):
-    """The reference at no cost: a policy run with its adapters disabled, in eval mode and without gradient.
+    """A reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
 
     Owns no parameter, so moving, freezing or saving it does nothing; it follows the policy to its device and into its
     shards. Equal to the model the policy started from, however long the policy was trained. Raises ``UserError`` for a

@@ -140,7 +140,7 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
         raise
     except Exception as error:  # of any model
         if model.device.type == "cpu" and torch.cuda.is_available():
-            return  # kernels that a GPU alone has; it is moved there before it is used
+            return  # it may need kernels that only a GPU has, and is moved there before use
         words = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: {_kind(model)} cannot be run on token ids alone ({type(error).__name__}: {words}); take a causal "
