@@ -2,7 +2,7 @@
 
 Owns the arithmetic of scores (grouped heads, scaling, soft-cap, causal or windowed mask, attention sinks) without any
 T x T tensor. Rollout walks down from the last layer with ``r <- r/2 + r A/2`` in blocks of queries, which is exact
-because the head mean is linear. Where queries and keys come from is ``attention_tap``'s business.
+because the head mean is linear. ``attention_tap`` gets the queries and keys.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -2,7 +2,7 @@
 
 Owns how prompts are ordered, cut into rows and laid out: both rounds of a judged pair share everything up to the first
 answer, and all pairs the instruction before them. Any other common beginning is shared as well, since only token ids
-are compared. Which attention follows from the layout is ``segments``' business.
+are compared. The attention over this layout is that of ``segments``.
 """
 
 from collections.abc import Iterator, Sequence

@@ -37,6 +37,9 @@ WASTE = 1.3  # a call of the kernel may be padded to this many times the entries
 SMALL = 1 << 13  # or by this many entries, which cost less than another call
 FAR = 1 << 40  # the position of padding keys: after every query
 
+_Attention = Callable[..., tuple[Tensor, None]]
+_WITHOUT_PLAN: _Attention = sdpa_attention_forward
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -309,7 +312,7 @@ def _attend(
         mask = attention_mask.whole(fused) if isinstance(attention_mask, Rule) else attention_mask
         if not fused and position_bias is None:
             return core(query, key, value, mask).transpose(1, 2).contiguous(), None
-        output, _ = _UNPLANNED(
+        output, _ = _WITHOUT_PLAN(
             module, query, key, value, mask, dropout, scale, position_bias=position_bias, softcap=softcap, **more
         )
         return output, None
@@ -381,8 +384,6 @@ def keep_out_of_graphs() -> None:
         _register(registered, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
 
 
-_Attention = Callable[..., tuple[Tensor, None]]
-_UNPLANNED: _Attention = sdpa_attention_forward
 _FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: partial(_attend, fused=False)}
 _register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
