@@ -79,7 +79,7 @@ def leads() -> bool:
 
 @contextmanager
 def reporting(*, bars: bool = True) -> Iterator[None]:
-    """A context in which attnpo logs to the error stream and libraries keep to themselves.
+    """A context in which attnpo logs to the error stream and libraries are quiet.
 
     Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
     Warnings become one log line each, except those on what only a library's authors can change.
@@ -109,7 +109,7 @@ def _log_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Nothing; logs a warning as one line."""
+    """Logs a warning as one line."""
     text = " ".join(str(message).split())
     _log.warning("warning: %s: %s (%s:%d)", category.__name__, text, Path(filename).name, lineno)
 
@@ -119,13 +119,13 @@ def _log_warning(
 
 # Ctrl-C, the end of a job, and SLURM's warning that it comes (--signal=USR1@120).
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: what comes within so many seconds is the same one.
+# A shell and a launcher both pass one Ctrl-C on, milliseconds apart: signals within so many seconds are the same one.
 REPEAT = 1.0
 STARTER = "ATTNPO_STARTED_BY"  # the process of the command that started this one
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal outside training, met by the same ways out as Ctrl-C."""
+    """A signal outside training, handled wherever Ctrl-C is."""
 
     def __init__(self, number: int) -> None:
         when = "" if _state.training else " before training"
@@ -172,7 +172,7 @@ def _listen() -> None:
 
 
 def _outlast(parent: int) -> None:
-    """Ends this process when ``parent`` is its parent no more."""
+    """Ends this process when ``parent`` is no longer its parent."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -207,7 +207,7 @@ def _importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def before_sudden_end(act: Callable[[], None]) -> Iterator[None]:
-    """A context in which a signal that ends this process at once, by no exception, has ``act`` called first."""
+    """A context in which ``act`` is called before a signal ends this process at once, without an exception."""
     _last_acts.append(act)
     try:
         yield
@@ -234,7 +234,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def _raising() -> Iterator[None]:
-    """A context in which a signal is an exception."""
+    """A context in which a signal raises an exception."""
     before, _state.raises = _state.raises, True
     try:
         yield
@@ -341,7 +341,7 @@ def missing_package(error: BaseException) -> str | None:
 
 
 def _installed(package: str) -> bool:
-    """Whether a package is there; one that was blocked by a None among the modules is not."""
+    """Whether a package is installed and not blocked by a None in ``sys.modules``."""
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -355,10 +355,10 @@ def _requirements() -> dict[str, list[str]]:
         listed = metadata.requires("attnpo") or []
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed
         return {}
-    found: dict[str, list[str]] = {}
+    packages: dict[str, list[str]] = {}
     for line in listed:
         package = re.match(r"[A-Za-z0-9_.-]+", line)
         extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", line)
         if package is not None:
-            found.setdefault(package[0], []).extend([extra[1]] if extra else [])
-    return found
+            packages.setdefault(package[0], []).extend([extra[1]] if extra else [])
+    return packages

@@ -14,15 +14,15 @@ from typing import Any
 
 SEAL = "digests.json"
 RECORD = "digest"
-# It can only be read by setting it, which two threads must not do at once: read here, where there is one.
+# The umask can only be read by setting it, which two threads must not do at once: read at import, with one thread.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes ``content`` to ``path``, which is absent, old or whole at any moment, also after a crash.
+    """Writes ``content`` to ``path``: the file is absent, old or complete at any moment, also after a crash.
 
-    The content is on the disk before it takes the place of the old one; the file may be read by whom the umask allows.
+    The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
@@ -43,7 +43,7 @@ def share(path: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Returns when a file or folder is on the disk, not only in its cache."""
+    """Flushes a file or folder from the system's cache to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -80,12 +80,12 @@ def is_sealed(folder: Path) -> bool:
 
 def sealed(folder: Path) -> dict[str, str]:
     """The digests that ``folder`` holds of its files; none where there is no seal that can be read."""
-    found = _read_seal(folder)
-    return {} if isinstance(found, str) else found
+    digests = _read_seal(folder)
+    return {} if isinstance(digests, str) else digests
 
 
 def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[Path], str] | None = None) -> str | None:
-    """What differs in a sealed folder from what was sealed, in words that follow its name; None when nothing does.
+    """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
 
     Reads every file. A folder without a readable seal counts as changed. ``only`` gives the files that matter, by name
     or pattern (``*.json``): others are not read, and such as were not sealed do not count. ``digest`` is for callers
@@ -127,14 +127,14 @@ def _read_seal(folder: Path) -> dict[str, str] | str:
     return files
 
 
-def write_record(path: Path, content: Mapping[str, Any]) -> None:
+def write_record(path: Path, content: Mapping[str, object]) -> None:
     """Writes ``content`` as JSON to ``path``, whole or not at all, with the digest that ``read_record`` compares."""
     plain = json.loads(json.dumps(content))  # as it will be read: keys are text
     write_whole(path, json.dumps({**plain, RECORD: _of_all(plain)}, indent=1) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
-    """What ``write_record`` wrote; None when there is no such file, or it is not as it was written."""
+    """Reads what ``write_record`` wrote; None when there is no such file, or it has changed since."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _of_all(content) else None
@@ -152,7 +152,7 @@ def _files(folder: Path) -> list[str]:
     )
 
 
-def _of_all(content: Mapping[str, Any]) -> str:
+def _of_all(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(dict(content), sort_keys=True).encode()).hexdigest()
 
 

@@ -30,13 +30,13 @@ def out_of_reach() -> str | None:
         return None  # it answers
     except OSError as error:
         reason = getattr(error, "reason", error)
-        # Whom to trust is for the libraries to say, which may be told so by other settings than this call.
+        # A certificate that is refused here may be one that the libraries are set to trust.
         return None if isinstance(reason, SSLError) else f"{constants.ENDPOINT} cannot be reached ({reason})"
 
 
 @contextmanager
 def hub() -> Iterator[None]:
-    """Nothing; while it lasts, the libraries use what they have downloaded before if the hub is out of reach."""
+    """A context in which the libraries use what they have downloaded before if the hub is out of reach."""
     from huggingface_hub import constants
 
     # The switches these libraries read at each request; their environment variable is read at import only.

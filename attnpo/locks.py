@@ -1,9 +1,9 @@
 """One job at a time in a folder: a lock that the leading process of a job holds for all of the job's processes.
 
 The lock is the hidden folder ``.lock`` with one file, which names its holder and is touched while that lives: its
-heartbeat. It is made under another name and renamed, which a file system, a network's too, lets succeed only where no
-lock with a file in it is: of several starters one wins. From a holder that is gone its own file is taken away, never
-that of one which came since. Light: imports no package.
+heartbeat. It is made under another name and renamed, which succeeds, on network file systems too, only where there is
+no lock with a file in it: of several starters one wins. To replace a holder that is gone only that holder's file is
+removed, never one of a later holder. Light: imports no package.
 """
 
 import errno
@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 300.0  # seconds without a heartbeat; a network file system may show one a minute late
 BEAT = 10.0  # seconds between two heartbeats, at most
-MISSED = 3  # heartbeats that must be seen to stay away where the clocks say that the last one is old
+MISSED = 3  # heartbeats that must fail to come before a lock counts as left, however old the last one looks
 POLL = 0.2  # seconds between two looks at a lock
-LATE = 60.0  # seconds for which a process waits for the leading one beyond what that may wait itself
+LATE = 60.0  # seconds that a process waits for the leading one beyond the time that one may wait itself
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 UNNAMED = "none"  # torchrun's name for a job that was given none
 HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
@@ -39,7 +39,7 @@ HELD = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who works in a folder, as its lock says; of a lock that cannot be read, the defaults.
+    """Who works in a folder, according to its lock; the defaults stand for a lock that cannot be read.
 
     ``machine`` and ``began`` (when the process did) tell it from a later process of its number; ``job`` is the same in
     all processes of its job; ``attempts`` are the scheduler's jobs it is part of, with how often they were restarted.
@@ -99,7 +99,7 @@ def locked(
         UserError: another job works there (``instead`` is the key that names another place), or nothing can be written.
     """
     lock = folder / (f".{file}.lock" if file else ".lock")
-    mark, stop, own = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
+    mark, stop, this = lock / uuid.uuid4().hex, threading.Event(), Holder.this(timeout)
 
     def release() -> None:
         stop.set()
@@ -112,28 +112,28 @@ def locked(
     with before_sudden_end(release):
         try:
             try:
-                _acquire(mark, own, timeout, leading, str(folder / file), instead)
+                _acquire(mark, this, timeout, leading, str(folder / file), instead)
             except OSError as problem:
                 text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
                 raise user_error(f"{text}: {problem.strerror}") from problem
             if leading:
-                threading.Thread(target=_keep, args=(mark, own.beat, stop), name="heartbeat", daemon=True).start()
+                threading.Thread(target=_keep, args=(mark, this.beat, stop), name="heartbeat", daemon=True).start()
             yield
         finally:
             release()
 
 
-def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
-    """Returns when the lock is this process's, or its job's."""
+def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str, instead: str) -> None:
+    """Waits until this process holds the lock, or until the leading one of its job does or it is free."""
     began = at = time.monotonic()
     seen: tuple[Path, float] | None = None
     moves = said = False
-    while (found := _read(mark.parent)) is not None or (leading and not _claim(mark, own)):
-        if found is None:  # another was faster
+    while (lock := _read(mark.parent)) is not None or (leading and not _claim(mark, this)):
+        if lock is None:  # another process took it first
             time.sleep(POLL / 20)
             continue
-        path, touched, holder = found
-        if not leading and own.shares(holder):
+        path, touched, holder = lock
+        if not leading and this.shares(holder):
             return
         now = time.monotonic()
         if seen != (path, touched):
@@ -142,7 +142,7 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
         lives, unchanged, silence = holder.lives(), now - at, MISSED * holder.beat
         patience = timeout if lives is not None else max(timeout, silence)
         gone = not lives if lives is not None else _silent(_age(path, touched), unchanged, moves, patience, silence)
-        waits = not leading or own.follows(holder)
+        waits = not leading or this.follows(holder)
         ends = now - began > patience + (0 if leading else LATE) and (lives or unchanged < silence)
         if gone and not leading:  # the leading process replaces it
             return
@@ -158,7 +158,7 @@ def _acquire(mark: Path, own: Holder, timeout: float, leading: bool, place: str,
             time.sleep(POLL)
 
 
-def _claim(mark: Path, own: Holder) -> bool:
+def _claim(mark: Path, this: Holder) -> bool:
     """Makes the lock this process's, where nobody holds it; returns whether it is."""
     try:
         try:
@@ -169,7 +169,7 @@ def _claim(mark: Path, own: Holder) -> bool:
         made = Path(tempfile.mkdtemp(prefix=".locking-", dir=mark.parents[1]))
         try:
             share(made)
-            write_whole(made / mark.name, json.dumps(asdict(own)) + "\n")
+            write_whole(made / mark.name, json.dumps(asdict(this)) + "\n")
             with suppress(OSError):
                 mark.parent.rmdir()  # one that is empty: not every file system puts a folder in its place
             made.rename(mark.parent)
@@ -182,7 +182,7 @@ def _claim(mark: Path, own: Holder) -> bool:
 
 
 def _read(lock: Path) -> tuple[Path, float, Holder] | None:
-    """The holder of a lock, before it the lock's file and the time of the last heartbeat; None where there is none."""
+    """The lock's file, the time of its last heartbeat, and its holder; None where there is no lock."""
     try:
         path = next(lock.iterdir(), None)
         if path is None:
@@ -197,10 +197,11 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
 
 
 def _silent(age: float, unchanged: float, moves: bool, patience: float, silence: float) -> bool | None:
-    """Whether a heartbeat has stopped; None where that takes another look.
+    """Whether a heartbeat has stopped; None when it is too early to tell.
 
-    ``age``: of the last one by the file system's clock; ``unchanged``: seconds for which no other was seen; ``moves``:
-    one was. Clocks of machines may disagree, so that what is seen counts for more: ``silence`` seconds of it at least.
+    ``age``: seconds since the last one by the file system's clock; ``unchanged``: seconds in which no new one was seen;
+    ``moves``: whether one was ever seen. Clocks of machines may disagree, so an old one counts as stopped only after
+    ``silence`` seconds without a new one.
     """
     if moves or age < patience:
         return unchanged >= patience
@@ -230,11 +231,11 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
         try:
             os.utime(mark)
         except FileNotFoundError:
-            found = _read(mark.parent)
+            lock = _read(mark.parent)
             if stop.is_set():
                 return
-            # What this process, suspended for so long that it was taken to be gone, writes now would blend.
-            who = "was removed, by hand or by a job that is over" if found is None else f"is now that of {found[2]}"
+            # It was suspended for so long that it was taken to be gone; its files would now mix with another's.
+            who = "was removed, by hand or by a job that is over" if lock is None else f"is now that of {lock[2]}"
             log.critical("%s: its lock %s, to whom this process seemed dead: ending", mark.parents[1], who)
             os._exit(1)
         except OSError:  # a file server that is away for a while
@@ -245,16 +246,16 @@ def _keep(mark: Path, beat: float, stop: threading.Event) -> None:
 
 
 def _machine() -> str:
-    """What tells this machine, since it started, and this container from others: process numbers hold within it."""
-    found = [socket.gethostname()]
+    """An identity of this machine since its start, and of this container: process numbers are unique within it."""
+    names = [socket.gethostname()]
     with suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        found.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(found)
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, empty when it has ended, None where nothing tells."""
+    """When a process began; empty when it has ended, None when the system does not say."""
     try:
         if Path("/proc/self/stat").exists():
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -268,11 +269,11 @@ def _began(pid: int) -> str | None:
 
 
 def _job() -> str:
-    """What the processes of a job have in common, as their launcher says; empty where there is none."""
+    """An identity shared by the processes of a job, from their launcher; empty where there is none."""
     torchrun = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     names = torchrun if "MASTER_PORT" in os.environ else slurm
-    # torchrun calls every job "none" unless it is told, and every machine calls itself localhost.
+    # torchrun's default name for a job is "none" everywhere, and localhost is another machine on each.
     here = socket.gethostname() if os.environ.get("MASTER_ADDR") in LOOPBACK else ""
     return " ".join([*(f"{name}={os.environ[name]}" for name in names if name in os.environ), here]).strip()
 

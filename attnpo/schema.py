@@ -200,10 +200,6 @@ class JudgeModel(Protocol):
         """Depth of the model; layers are counted 1..num_layers."""
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Every property of the model that changes a number (weights digest, dtype, kernel family)."""
-        ...
-
     def read(
         self,
         prompts: Sequence[Sequence[int]],

@@ -89,10 +89,6 @@ class Recorder:
         """Depth of the judge."""
         return self.judge.num_layers
 
-    def fingerprint(self) -> dict[str, Any]:
-        """The judge's."""
-        return self.judge.fingerprint()
-
     def read(self, prompts: Sequence[Sequence[int]], **asked: Any) -> list[JudgeReading]:
         """The judge's readings."""
         self.readings = self.judge.read(prompts, **asked)

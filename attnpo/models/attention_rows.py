@@ -2,7 +2,7 @@
 
 Owns the arithmetic of scores (grouped heads, scaling, soft-cap, causal or windowed mask, attention sinks) without any
 T x T tensor. Rollout walks down from the last layer with ``r <- r/2 + r A/2`` in blocks of queries, which is exact
-because the head mean is linear. Where queries and keys come from is ``attention_tap``'s business.
+because the head mean is linear. ``attention_tap`` gets the queries and keys.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -12,10 +12,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional
-from transformers.integrations.sdpa_attention import repeat_kv
 
-from attnpo.models.packed_attention import FAR, whole
+from attnpo.models.packed_attention import FAR, fused_attention, whole
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -23,7 +21,7 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A mask as a function of (batch, head, query, key) indices, of which only blocks are ever built.
+    """A mask as a function of (batch, head, query, key) indices; only blocks of it are ever built.
 
     ``local_size``: a query sees at most this many last keys; ``causal``: no key after the query. Both only bound the
     keys that a block has to look at. ``rows``: the model's batch; one row may hold several sequences.
@@ -36,7 +34,7 @@ class MaskRule:
     rows: int = 1
 
     def __getitem__(self, index: object) -> "MaskRule":
-        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
         return whole(self, index)
 
     def bounds(self, start: int, stop: int, length: int) -> tuple[int, int]:
@@ -46,7 +44,7 @@ class MaskRule:
         return (0 if self.local_size is None else max(0, start - self.local_size + 1)), stop
 
     def within(self, longest: int) -> bool:
-        """Whether sequences of ``longest`` tokens meet nothing but the causal order."""
+        """Whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
@@ -75,8 +73,8 @@ class LayerAttention:
     """Queries and keys of one layer after rotation, and how scores follow from them.
 
     ``query`` [batch H T d], ``key`` [batch KV T d] with KV dividing H; ``sinks`` [H] are extra scores that take part in
-    the softmax and are dropped from it. With ``branches`` [n T] they are those of one row [1 H N d], and sequence i is
-    made of its places.
+    the softmax and are dropped from it. With ``branches`` [n T] queries and keys are those of one row [1 H N d], and
+    ``branches[i]`` holds the places of sequence i in it.
     """
 
     query: Float[Tensor, "batch heads T d"]
@@ -134,30 +132,18 @@ class LayerAttention:
 
     def causal(self, value: Tensor) -> Tensor:
         """Attention output [batch H T d] by torch's fused causal kernel."""
-        return functional.scaled_dot_product_attention(
-            self.query, self.key, value, is_causal=True, scale=self.scaling, enable_gqa=self._grouped
-        )
+        return fused_attention(self.query, self.key, value, None, self.scaling)
 
     def part(self, value: Tensor, queries: slice, keys: slice, allowed: Tensor, fused: bool) -> Tensor:
         """Attention output [batch H q d] of some queries over some keys; by the fused kernel, or in float32."""
         query, key, value = self.query[:, :, queries], self.key[:, :, keys], value[:, :, keys]
         if fused:
-            if self._grouped and query.device.type != "cpu":
-                # Grouped heads with a mask have no fused kernel on a GPU.
-                times = query.shape[1] // key.shape[1]
-                key, value = repeat_kv(key, times), repeat_kv(value, times)
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask=allowed, scale=self.scaling, enable_gqa=key.shape[1] != query.shape[1]
-            )
+            return fused_attention(query, key, value, allowed, self.scaling)
         maps = self.probabilities(query, key, allowed).to(value.dtype)
         batch, heads, count, seen = maps.shape
         groups = value.shape[1]
         merged = maps.reshape(batch, groups, heads // groups * count, seen) @ value
         return merged.view(batch, heads, count, value.shape[3])
-
-    @property
-    def _grouped(self) -> bool:
-        return self.key.shape[1] != self.query.shape[1]
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
         """``weights @ A`` for the head-mean attention map A, in blocks of queries."""
@@ -179,7 +165,7 @@ def cut(length: int, per_query: int) -> Iterator[slice]:
 
 @runtime_checkable
 class AttentionMap(Protocol):
-    """What rollout needs of a layer."""
+    """One layer's attention map as rollout reads it."""
 
     def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""
@@ -193,11 +179,11 @@ class AttentionMap(Protocol):
 def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, "batch"]) -> Float[Tensor, "batch T"]:
     """The row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
 
-    Each layer may be forgotten once it was used, so a generator that drops them keeps memory low.
+    No layer is needed twice, so a generator that drops each after use keeps memory low.
     """
     layers = iter(layers)
     first = next(layers).rows(last).mean(1)
-    # The deepest layer acts on a unit vector: its one row is all that is needed of it.
+    # The deepest layer acts on a unit vector, so one row of it is enough.
     weights = (torch.zeros_like(first).scatter_(1, last[:, None], 1.0) + first) / 2
     for layer in layers:
         weights = (weights + layer.pull(weights)) / 2

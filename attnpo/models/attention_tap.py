@@ -4,16 +4,15 @@ Owns an attention function registered with transformers. It leaves the attention
 on the layers asked for, recomputes one softmax row per prompt from that layer's queries and keys. Paper section on
 AttentionPO: the row of the verdict position, averaged over query heads. Rollout keeps queries and keys per layer.
 
-Prompts come as a padded batch, or as one row in which common beginnings lie once (``prefixes``). What a call wants and
-what it found live in a ``Probe`` that travels in the call's keyword arguments; there is no global state but the
+Prompts come as a padded batch, or as one row in which common beginnings lie once (``prefixes``). What a call
+asks for and what it reads are kept in a ``Probe`` in its keyword arguments; there is no global state but the
 registered name.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,15 +28,15 @@ TAP_FAST = "attnpo_row_tap"
 TAP_BLOCKS = "attnpo_row_tap_blocks"
 PROBE = "attention_probe"  # the keyword argument that carries the probe
 KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS}
-"""Attention output by torch's fused kernel, or in float32 blocks of queries (slower; for comparison)."""
+"""How attention output is computed: by torch's fused kernel, or in float32 blocks of queries (slower)."""
 
 
 class Enough(Exception):
-    """Raised inside a forward when everything asked for is known; ends the forward, never leaves this package."""
+    """Raised inside a forward to end it when everything asked for is known; caught within this package."""
 
 
 class Probe:
-    """What one forward is asked for, and what it found.
+    """The request to one forward for attention rows, and its results.
 
     ``last`` [batch]: the position whose row is wanted, per sequence. ``layers``: 0-based. With ``rollout`` the queries
     and keys of every layer are kept until ``rollout()`` is called. With ``stop`` the forward ends (``Enough``) in the
@@ -68,10 +67,10 @@ class Probe:
         self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
-        """Takes what is wanted of one layer; raises ``Enough`` when that was the last needed.
+        """Stores what is wanted of one layer; raises ``Enough`` when that was the last needed.
 
         A layer may attend twice with the same queries and keys (to parts of the values). Raises ``UserError`` for a
-        layer that does so with others: it has no one row.
+        layer that attends twice with different ones: it has no single row.
         """
         rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
@@ -86,7 +85,7 @@ class Probe:
             raise Enough
 
     def end(self) -> Tensor | None:
-        """The attention output [1 batch H d] of the last positions alone, if the forward has come down to them."""
+        """The attention output [1 batch H d] of the last positions, once the forward is trimmed to them; else None."""
         if self._end is None:
             return None
         rows, values = self._end
@@ -99,9 +98,9 @@ class Probe:
         self.require(self.kept, range(self.depth))
         return rolled((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
-    def require(self, found: dict[int, Any], layers: Sequence[int]) -> None:
-        """Nothing; raises ``UserError`` when a layer wanted gave no attention."""
-        silent = [layer + 1 for layer in layers if layer not in found]
+    def require(self, read: Collection[int], layers: Sequence[int]) -> None:
+        """Raises ``UserError`` when one of ``layers`` is not among those ``read``: it gave no attention."""
+        silent = [layer + 1 for layer in layers if layer not in read]
         if silent:
             raise UserError(
                 f"layer {silent[0]} gave no softmax attention: the model's attention does not go through transformers' "
@@ -128,11 +127,14 @@ def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 def trimmed(last: nn.Module) -> Iterator[None]:
     """A context in which the layer ``last`` is run for the probe's last positions of a row only, [1 batch d].
 
-    All that the others need of it is keys and values, so its products over them are not made.
+    Of the other positions only keys and values are needed, so the rest of the layer is not computed for them.
     """
 
-    def narrow(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any] | None:
-        probe: Probe = named[PROBE]
+    def narrow(
+        module: nn.Module, inputs: tuple[object, ...], named: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
+        probe = named[PROBE]
+        assert isinstance(probe, Probe)
         if probe.trimming or probe.branches is None:
             return None
         probe.trimming = True
@@ -140,7 +142,8 @@ def trimmed(last: nn.Module) -> Iterator[None]:
             module(*inputs, **named)
         places = probe.branches.gather(1, probe.last[:, None])[:, 0]
         length = int(next(part for part in (*inputs, *named.values()) if isinstance(part, Tensor)).shape[1])
-        return _at(inputs, places, length), _at(named, places, length)
+        cut_down = {name: _at(part, places, length) for name, part in named.items()}
+        return tuple(_at(part, places, length) for part in inputs), cut_down
 
     handle = last.register_forward_pre_hook(narrow, with_kwargs=True)
     try:
@@ -149,7 +152,7 @@ def trimmed(last: nn.Module) -> Iterator[None]:
         handle.remove()
 
 
-def _at(value: Any, places: Tensor, length: int) -> Any:
+def _at(value: object, places: Tensor, length: int) -> object:
     """``value`` with every tensor of a row [1 N ...] in it, N = ``length``, cut down to ``places``."""
     if isinstance(value, Tensor):
         return value[:, places] if value.dim() > 1 and value.shape[:2] == (1, length) else value
@@ -167,11 +170,11 @@ def tap_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    **unused: Any,
+    **unused: object,
 ) -> MaskRule | None:
     """The mask as a rule instead of a tensor; None for the plain causal mask.
 
-    Stands in for transformers' sdpa mask function, whose windowed masks have T x T entries.
+    Replaces transformers' sdpa mask function, whose windowed masks have T x T entries.
     """
     padding = None if attention_mask is None or bool(attention_mask.all()) else attention_mask
     window = None if local_size is None or kv_length <= local_size else local_size
@@ -193,7 +196,7 @@ def _attend(
     segment_plan: Plan | None = None,
     position_bias: Tensor | None = None,
     in_blocks: bool = False,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch T H d]; the probe, when there is one, sees the layer first."""
     output = None if attention_probe is None else attention_probe.end()
@@ -234,7 +237,7 @@ def _attend(
 
 
 def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fused: bool) -> Tensor:
-    """Attention output [n H q d] of one bucket, in blocks of queries where the causal order alone does not say all."""
+    """Attention output [n H q d] of one bucket, in blocks of queries where its mask is not plain causal."""
     count, heads, length = attention.query.shape[:3]
     seen = attention.key.shape[2]
     if fused and not bucket.prefixed and attention.rule.within(seen):
@@ -242,7 +245,7 @@ def _bucket_output(attention: LayerAttention, value: Tensor, bucket: Bucket, fus
     least, most = bucket.shared
     output = value.new_empty(count, heads, length, value.shape[3])
     for queries in cut(length, count * heads * seen):
-        # A block's positions lie behind the shortest prefix for its first query, behind the longest for its last.
+        # A block's first query stands at least after the shortest prefix, its last one at most after the longest.
         low, _ = attention.rule.bounds(least + queries.start, least + queries.stop, seen)
         _, high = attention.rule.bounds(most + queries.start, most + queries.stop, seen)
         keys = slice(low, min(high, seen))

@@ -1,6 +1,6 @@
 """The parts of a Hugging Face causal language model: backbone, vocabulary head, and how logits follow from them.
 
-Owns how they are found (through the library's generic accessors and the config's fields, never by model name) and
+Owns how they are located (through the library's generic accessors and the config's fields, never by model name) and
 the check that backbone plus head give the model's own logits.
 """
 
@@ -71,6 +71,12 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
     return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
 
 
+def vocabulary(model: PreTrainedModel) -> int:
+    """Number of token ids that the model's input embeddings hold; 2 where these are no plain table."""
+    table: object = model.get_input_embeddings()
+    return int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+
+
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
     """Hidden states [batch T d] after the final norm; no cache is kept."""
     output = backbone(input_ids=input_ids, use_cache=False, **inputs)
@@ -127,21 +133,20 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
     """
     ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
-    table: object = model.get_input_embeddings()
-    ids %= int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    ids %= vocabulary(model)
     try:
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any model
         if model.device.type == "cpu" and torch.cuda.is_available():
-            return  # kernels that a GPU alone has; it is moved there before it is used
+            return  # it may need kernels that only a GPU has, and is moved there before use
         words = " ".join(str(error).split())[:200]
         raise UserError(
             f"{path}: {_kind(model)} cannot be run on token ids alone ({type(error).__name__}: {words}); take a causal "
             "language model of text"
         ) from error
-    # The least of three changes: rounding may differ where tokens are grouped by expert, and once in a while flip one.
+    # The smallest of three changes: where tokens are grouped by expert, rounding may now and then flip a choice.
     change, bound = float((logits[1:] - logits[:1]).abs().amax((1, 2)).min()), probe_bound(logits)
     if change > bound:
         raise UserError(

@@ -9,34 +9,37 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import layer_stack
+from attnpo.models.backbone import layer_stack, vocabulary
 from attnpo.models.layouts import Layout, first_layers
 from attnpo.models.packed_attention import keep_out_of_graphs
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
+Taken = ParamSpec("Taken")
+Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
-"""Tokens of the pairs that blocks are tried on: the second is of a shape that the first did not show."""
+"""Tokens of the pairs that blocks are tried on: the second has a shape that the first compilation did not see."""
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
 LOW_PRECISION_BOUND = 0.1
-SMALLEST = 0.01  # gradients below this share of the largest one are held against that share: the rest is rounding
+SMALLEST = 0.01  # smaller gradients than this share of the largest are compared with that share: they may be rounding
 GRADIENT = "the gradient of layers."
 
 
 def compile_blocks(model: PreTrainedModel, backend: str) -> None:
-    """Nothing; compiles every decoder block in place, at its first call. Names of parameters stay what they were.
+    """Compiles every decoder block in place, at its first call; parameters keep their names.
 
-    Call it behind ``activation_checkpointing_enable``: blocks that are to be recomputed are, their graphs inside.
+    Call it after ``activation_checkpointing_enable``: recomputation is put around the compiled graphs of the blocks.
     Raises ``UserError`` for a backend that torch does not know.
     """
     require_backend(backend)
@@ -44,14 +47,14 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     for block in layer_stack(model):
         run = torch.compile(block.forward, backend=backend, dynamic=True)
         if getattr(block, "gradient_checkpointing", False):
-            # The library's own would lie inside the graph.
+            # The library's own recomputation would be inside the graph.
             block.gradient_checkpointing = False  # type: ignore[assignment]
             run = _recomputed(block, run)
         block.forward = _without_cache(run, block.forward)
 
 
 def require_backend(backend: str) -> None:
-    """Nothing; raises ``UserError`` for a backend that torch does not know."""
+    """Raises ``UserError`` for a backend that torch does not know."""
     from torch._dynamo import list_backends  # seconds of import
 
     if backend not in list_backends(exclude_tags=()):
@@ -64,11 +67,11 @@ def require_backend(backend: str) -> None:
 def require_same_numbers(
     model: PreTrainedModel, backend: str, layout: Layout, device: torch.device, *, autocast: bool
 ) -> None:
-    """Nothing; raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
+    """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
 
-    Compilers have been wrong in gradients alone, without a word. Tried are a few random layers of the model's kinds,
-    widths and dtype on ``device``, in the ``layout`` of training and under its ``autocast`` to bfloat16; random numbers
-    and the model are not touched. What was compiled here need not be compiled again.
+    Compilers have computed wrong gradients with right outputs and without an error. The trial runs a few layers of the
+    model's kinds, widths and dtype with random weights on ``device``, in the ``layout`` of training and under its
+    ``autocast`` to bfloat16; the model and the random state are left as they are. Torch reuses the code compiled here.
     """
     what = f"model.compile={backend}"
     instead = "set model.compile=null, or another backend"
@@ -78,9 +81,9 @@ def require_same_numbers(
             small.eval()
             expected = _probed(small, layout, autocast)
             compile_blocks(small.model, backend)
-            found = _probed(small, layout, autocast)
+            computed = _probed(small, layout, autocast)
         except Exception as error:  # of any compiler, toolchain or model
-            # Behind an empty line torch says how to see more of its own traces.
+            # After an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
             raise UserError(
                 f"{what} cannot run blocks like those of {type(model).__name__} on {device} "
@@ -88,8 +91,8 @@ def require_same_numbers(
             ) from error
     bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
     del small
-    gc.collect()  # compiled blocks hold themselves, and their memory on the device
-    worst, gap = max(_gaps(found, expected).items(), key=lambda pair: pair[1])
+    gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
+    worst, gap = max(_gaps(computed, expected).items(), key=lambda pair: pair[1])
     if not gap <= bound:  # NaN is no match either
         raise UserError(
             f"{what} computes {worst} wrong on {device}: blocks like those of {type(model).__name__} differ from "
@@ -101,9 +104,7 @@ def require_same_numbers(
 def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:
     """Log-probabilities of pairs of several lengths, and their gradients in every weight of the blocks."""
     names, weights = zip(*layer_stack(policy.model).named_parameters(), strict=True)
-    table: object = policy.model.get_input_embeddings()
-    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
-    device = weights[0].device
+    words, device = vocabulary(policy.model), weights[0].device
     probed = {}
     for length in LENGTHS:
         ids = [(7 * place + place // 5) % words for place in range(length)]
@@ -119,28 +120,28 @@ def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tenso
     return probed
 
 
-def _gaps(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """By name the norm of what differs, over that of what was expected or ``SMALLEST`` of the largest gradient's."""
+def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference by name, relative to the expected norm or to ``SMALLEST`` times the largest gradient's."""
     norms = {name: float(value.double().norm()) for name, value in expected.items()}
     least = SMALLEST * max(norm for name, norm in norms.items() if name.startswith(GRADIENT))
     return {
-        name: float((found[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
+        name: float((computed[name].double() - value.double()).norm()) / max(norms[name], least, 1e-30)
         for name, value in expected.items()
     }
 
 
-def _without_cache(run: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **more: Any) -> Any:
-        # A cache is another object in every layer and grows by a token in every call: a graph for each of them.
+def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
+    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
+        # A cache is another object in every layer and grows by a token in every call: each would get a new graph.
         return (run if more.get("past_key_values") is None else plain)(*arguments, **more)
 
     return forward
 
 
-def _recomputed(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*arguments: Any, **more: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return run(*arguments, **more)
-        return checkpoint(run, *arguments, use_reentrant=False, **more)
+def _recomputed(block: nn.Module, run: Callable[Taken, Given]) -> Callable[Taken, Given]:
+    again: Callable[Taken, Given] = partial(checkpoint, run, use_reentrant=False)
+
+    def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
+        return (again if block.training and torch.is_grad_enabled() else run)(*arguments, **more)
 
     return forward

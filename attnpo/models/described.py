@@ -1,4 +1,4 @@
-"""What a model's config says of its attention before a weight is loaded: kernel, layers that have it, exact length.
+"""What a model's config says about its attention before a weight is loaded: kernel, layers that have it, exact length.
 
 Kernel and layers are read off the module tree, built without memory (a second for 8B, once per config and process):
 no kind of model is known by name here.
@@ -26,32 +26,32 @@ class Described(NamedTuple):
     layers: tuple[int, ...]
 
 
-_described: dict[str, Described] = {}
+_on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
 def describe(config: PretrainedConfig) -> Described:
-    """What the causal LM of ``config`` will be. Raises ``UserError`` when it describes none."""
-    key = type(config).__name__ + config.to_json_string(use_diff=False)
-    if key not in _described:
-        model = on_meta(config)
-        backbone = backbone_of(model)
-        numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _calls_the_interface(part)}
-        layers = sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0)
-        _described[key] = Described(type(model).__name__, str(backbone.config._attn_implementation), tuple(layers))
-    return _described[key]
+    """The description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
+    model = on_meta(config)
+    backbone = backbone_of(model)
+    numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _calls_the_interface(part)}
+    layers = sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0)
+    return Described(type(model).__name__, str(backbone.config._attn_implementation), tuple(layers))
 
 
 def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
     """The module tree of the causal LM that ``config`` describes, without memory.
 
-    ``attention``: an implementation that must be possible. Raises ``UserError`` when there is no such model.
+    Built once per config and process, and shared by all who ask: it is not to be changed. ``attention``: an
+    implementation that must be possible. Raises ``UserError`` when there is no such model.
     """
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                deepcopy(config), attn_implementation=attention, trust_remote_code=False
-            )
-            return model
+        key = (type(config).__name__ + config.to_json_string(use_diff=False), attention)
+        if key not in _on_meta:
+            with torch.device("meta"):
+                _on_meta[key] = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                    deepcopy(config), attn_implementation=attention, trust_remote_code=False
+                )
+        return _on_meta[key]
     except Exception as error:  # the library raises anything from ValueError to KeyError here
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(
@@ -62,10 +62,10 @@ def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTraine
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal LM that gives hidden states; the model itself where it has none."""
-    found: object = model.get_decoder()  # type: ignore[no-untyped-call]
-    if not isinstance(found, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
-        found = model.base_model
-    return found if isinstance(found, PreTrainedModel) else model
+    decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
+    if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
+        decoder = model.base_model
+    return decoder if isinstance(decoder, PreTrainedModel) else model
 
 
 def widest(config: PretrainedConfig, name: str) -> int | None:
@@ -87,21 +87,21 @@ def per_layer(config: PretrainedConfig, name: str) -> list[int]:
 
 
 def exact_length(config: PretrainedConfig) -> tuple[int, str] | None:
-    """The longest sequence whose numbers follow from itself alone, with the rope type that ends it there; or None.
+    """The length up to which a row's numbers do not depend on its batch, and the rope type that limits it; or None.
 
     Beyond it these types (longrope, dynamic) set the frequencies of all rows of a batch by the longest of them.
     """
     text = config.get_text_config()
     stated = getattr(text, "rope_parameters", None) or {}
-    found = []
+    lengths = []
     for rope in (stated, *stated.values()):  # of all layers, or by kind of layer
         kind = str(rope.get("rope_type", "")) if isinstance(rope, dict) else ""
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-            found.append((int(limit), kind))
+            lengths.append((int(limit), kind))
         elif "dynamic" in kind:
-            found.append((int(text.max_position_embeddings), kind))
-    return min(found, default=None)
+            lengths.append((int(text.max_position_embeddings), kind))
+    return min(lengths, default=None)
 
 
 def require_exact(config: PretrainedConfig, path: str, key: str, length: int) -> None:
@@ -110,12 +110,12 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
     Raises:
         UserError: with the length that can be had.
     """
-    found = exact_length(config)
-    if found is not None and length > found[0]:
+    exact = exact_length(config)
+    if exact is not None and length > exact[0]:
         raise UserError(
-            f"{key}={length}: beyond {found[0]} tokens the rotary positions of {path} (rope type {found[1]}) follow "
+            f"{key}={length}: beyond {exact[0]} tokens the rotary positions of {path} (rope type {exact[1]}) follow "
             "the longest sequence of a batch, so a row's numbers would change with what is beside it; set "
-            f"{key}={found[0]} or lower, or take another model"
+            f"{key}={exact[0]} or lower, or take another model"
         )
 
 

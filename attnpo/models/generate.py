@@ -97,7 +97,7 @@ class HFGenerator:
         return [answers[index].text for index in range(len(requests))]
 
     def batches(self, requests: Sequence[Request], sampling: Sampling) -> list[list[int]]:
-        """The indices of ``requests`` in batches, longest prompts first: what does not fit into memory fails at once.
+        """The indices of ``requests`` in batches, longest prompts first, so that a lack of memory shows at once.
 
         Raises ``UserError`` for settings out of range or an empty prompt.
         """
@@ -141,7 +141,7 @@ class HFGenerator:
     def _config(self, sampling: Sampling) -> GenerationConfig:
         pad = self.tokenizer.pad_token_id
         return GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,  # the draw is ours: see _Draw
+            do_sample=False,  # _Draw samples
             num_beams=1,
             max_new_tokens=sampling.max_new_tokens,
             eos_token_id=sorted(self.end_ids) or None,
@@ -179,7 +179,7 @@ class _Draw(LogitsProcessor):
 def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """What turns logits into a draw, in the library's order; empty for greedy decoding."""
+    """The processors that turn logits into a draw, in the library's order; none for greedy decoding."""
     steps = LogitsProcessorList()
     if sampling.temperature == 0:
         return steps
@@ -211,7 +211,7 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: S
 
 @contextmanager
 def own_settings(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """A context in which the model's folder has no say: unset values would be filled from its generation config."""
+    """A context in which ``config`` replaces the folder's generation config, which would fill unset values."""
     folder = model.generation_config
     model.generation_config = config
     try:

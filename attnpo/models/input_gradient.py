@@ -6,9 +6,9 @@ caught on their way into the backbone, and no parameter gets a gradient.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -19,9 +19,16 @@ from attnpo.models.logps import project
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import InputGradient, ModelInputs, RowGroup, UserError
 
+Output = TypeVar("Output")
+
+
+@runtime_checkable
+class _WithLogits(Protocol):
+    logits: Tensor
+
 
 def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
-    """The L1 norm of ``d (largest logit behind the row's last token) / d (input embedding)``, per token of each row.
+    """The L1 norm of ``d (largest next-token logit of the row's last token) / d (input embedding)``, per token.
 
     TI-DPO's importance (latent-lm/TIDPO, ``gradient_attribution.py``): the policy in eval mode (its modes are
     restored), rows summed before the backward, which keeps them apart. Only the last position of a row meets the
@@ -43,9 +50,9 @@ def input_gradient(policy: ScoredLM, rows: RowGroup) -> InputGradient:
 
 @contextmanager
 def _without_dropout(policy: ScoredLM) -> Iterator[None]:
-    """Eval mode; layers that recompute their activations, which they do in training mode alone, go on doing so.
+    """A context in eval mode in which layers that recompute their activations still do.
 
-    But for those that hold dropout, whose activations are kept.
+    They do so in training mode only, so that mode is left on for those of them that hold no dropout.
     """
     with eval_mode(policy):
         layers = [
@@ -63,7 +70,7 @@ def _without_dropout(policy: ScoredLM) -> Iterator[None]:
 
 
 def _drops(layer: nn.Module) -> bool:
-    """Whether a layer may drop something in training mode, by a module of its own or by a rate it keeps."""
+    """Whether a layer applies dropout in training mode, by a module or by a rate it holds."""
     held = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
 
@@ -96,16 +103,23 @@ def prompt_lengths(rows: RowGroup) -> Int[Tensor, "rows"]:
 
 
 def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "rows vocab"], Float[Tensor, "..."]]:
-    """Logits behind the last token of each row, and the embeddings that they were computed from, a leaf."""
+    """Next-token logits of each row's last token, and the embeddings they were computed from, a leaf."""
     assert inputs.attention_mask is not None
     count, width = inputs.input_ids.shape
     last = torch.arange(count, device=inputs.input_ids.device) * width + inputs.attention_mask.sum(-1) - 1
     one = torch.zeros(count, 1, dtype=torch.long, device=last.device)
     embeddings: list[Tensor] = []
     whole: list[Tensor] = []
-    with ExitStack() as watched:
-        watched.enter_context(_hooked(_embedding(policy), lambda made: _leaf(made, embeddings)))
-        watched.enter_context(_hooked(policy.model, lambda made: whole.append(made.logits)))
+
+    def cut_off(made: Tensor) -> Tensor:
+        """The embeddings apart from their table, so that a gradient ends here."""
+        embeddings.append(made.detach().requires_grad_())
+        return embeddings[-1]
+
+    def keep(made: _WithLogits) -> None:
+        whole.append(made.logits)
+
+    with _hooked(_embedding(policy), cut_off), _hooked(policy.model, keep):
         at_last = replace(inputs, predict_index=last[:, None])
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
@@ -113,7 +127,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
             f"{type(policy.model).__name__} looked its input embeddings up {len(embeddings)} times in one forward, "
             "expected once for all tokens: weights=gradient does not know this model, choose another source"
         )
-    if whole:  # a model whose backbone and head do not make up its logits
+    if whole:  # a model that is called whole: backbone and head do not give its logits
         return whole[0].flatten(0, 1).index_select(0, last), embeddings[0]
     return project(hidden[:, 0], policy.head()), embeddings[0]
 
@@ -128,17 +142,11 @@ def _embedding(policy: ScoredLM) -> nn.Module:
         ) from error
 
 
-def _leaf(made: Tensor, kept: list[Tensor]) -> Tensor:
-    """The embeddings cut off from their table, so that a gradient ends here."""
-    kept.append(made.detach().requires_grad_())
-    return kept[-1]
-
-
 @contextmanager
-def _hooked(module: nn.Module, see: Callable[[Any], Tensor | None]) -> Iterator[None]:
-    """A context in which ``see`` gets each output of ``module`` and may give another; forwards without gradient pass.
+def _hooked(module: nn.Module, see: Callable[[Output], Tensor | None]) -> Iterator[None]:
+    """A context in which ``see`` gets each output of ``module`` and may replace it.
 
-    Those are the scored model's own probes.
+    Not in forwards without gradient: these are the scored model's own trials.
     """
     handle = module.register_forward_hook(lambda _, __, made: see(made) if torch.is_grad_enabled() else None)
     try:
@@ -158,7 +166,7 @@ def _cloned(rows: RowGroup) -> ModelInputs:
 
 
 def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, "rows"], rows: RowGroup) -> InputGradient:
-    """Scores of the model's tokens as those of the response's, and the prompt's in one sum."""
+    """Splits the scores of a row's tokens into those of its response and the sum over its prompt."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)
     response = scores.gather(1, places.clamp(max=width - 1))

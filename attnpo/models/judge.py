@@ -3,14 +3,13 @@
 Implements ``attnpo.schema.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
 of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
 layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
-same numbers, more work. Which of the two it can take is found by trying.
+same numbers, more work. Whether it can is tried once.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from attnpo.models.backbone import (
     parts_agree,
     probe_bound,
     require_causal_lm,
+    vocabulary,
 )
 from attnpo.models.described import backbone_of, widest
 from attnpo.models.logps import project
@@ -34,7 +34,7 @@ from attnpo.schema import JudgeReading, UserError
 log = logging.getLogger(__name__)
 
 ROW_BYTES = 16 << 20
-"""The widest activations of a row on a CPU: larger ones leave its caches, and the system clears their pages anew."""
+"""The widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
 
 LOW_PRECISION_SLACK = 10
 """Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
@@ -53,19 +53,10 @@ class CausalJudge:
 
     ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
     hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks" (float32 softmax in blocks of queries, for
-    comparison). ``progress``: called after each batch with (prompts done, prompts in all). ``weights``: what identifies
-    the model's weights (``attnpo.models.loading.weights_fingerprint``); it enters the fingerprint.
+    comparison).
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        token_budget: int = 16384,
-        kernel: str = KERNEL,
-        progress: Callable[[int, int], None] | None = None,
-        weights: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         if kernel not in KERNELS:
             raise UserError(f"unknown attention kernel {kernel!r} for the judge; one of {', '.join(KERNELS)}")
         if token_budget < 1:
@@ -73,8 +64,6 @@ class CausalJudge:
         self.model = require_causal_lm(model)
         self.token_budget = token_budget
         self.kernel = kernel
-        self.progress = progress
-        self.weights = dict(weights or {})
         self._split: bool | None = None
         self._follows: bool | None = None
         self._readable = False
@@ -83,13 +72,6 @@ class CausalJudge:
     def num_layers(self) -> int:
         """Depth of the model; layers are counted 1..num_layers."""
         return int(self.model.config.get_text_config().num_hidden_layers)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Every property of the model that changes a number.
-
-        The token budget is left out: it changes rounding only (rows by less than 1e-5 in float32).
-        """
-        return {"weights": self.weights, "dtype": str(self.model.dtype).removeprefix("torch."), "kernel": self.kernel}
 
     def read(
         self,
@@ -112,15 +94,15 @@ class CausalJudge:
         if prompts:
             self._require_readable()
         readings: dict[int, JudgeReading] = {}
-        asked: dict[str, Any] = {"per_head": per_head, "rollout": rollout, "verdict": verdict, "label_ids": label_ids}
+        asked = partial(
+            self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+        )
         with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self._follows_rows()
             batches = row_batches(prompts, self._row(prompts)) if shared else _batches(prompts, self.token_budget)
             for batch in batches:
-                found = self._read([prompts[index] for index in batch], layers, shared=shared, **asked)
-                readings.update(zip(batch, found, strict=True))
-                if self.progress is not None:
-                    self.progress(len(readings), len(prompts))
+                answers = asked([prompts[index] for index in batch], shared=shared)
+                readings.update(zip(batch, answers, strict=True))
         return [readings[index] for index in range(len(prompts))]
 
     def _check(self, prompts: Sequence[Sequence[int]], layers: Sequence[int]) -> None:
@@ -178,9 +160,9 @@ class CausalJudge:
         per_head: bool = False,
         rollout: bool = False,
         stop: bool = False,
-    ) -> tuple[dict[str, Any], Probe]:
-        """What the model is called with, and the probe that is in it."""
-        inputs: dict[str, Any]
+    ) -> tuple[dict[str, object], Probe]:
+        """The keyword arguments of the model, and the probe among them."""
+        inputs: Mapping[str, object]
         if shared:
             row = one_row(prompts, self.model.device)
             inputs, last, branches = row.inputs(), row.last, row.branches
@@ -192,7 +174,7 @@ class CausalJudge:
         )
         return {**inputs, "use_cache": False, PROBE: probe}, probe
 
-    def _run(self, inputs: dict[str, Any], probe: Probe, verdict: bool) -> Tensor | None:
+    def _run(self, inputs: dict[str, object], probe: Probe, verdict: bool) -> Tensor | None:
         """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
         if not verdict:
             if probe.wanted or probe.keep:
@@ -228,22 +210,23 @@ class CausalJudge:
 
     @torch.inference_mode()
     def _require_readable(self) -> None:
-        """Raises ``UserError`` unless the model gives its own numbers with its attention read; tried once.
+        """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are.
 
-        On a few short prompts. Attention that chooses its keys itself, or adds what is not handed over, is found here.
+        Tried once, on a few short prompts. Attention that chooses its keys itself, or adds terms that it does not hand
+        to the attention function, is refused here.
         """
         if self._readable:
             return
         kind = type(self.model).__name__
-        prompts, at = self._probe_prompts(), Blocks(self._backbone)
+        prompts, at = _probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
         ids, last = _right_padded(prompts, self.model.device)
         with eval_mode(self.model), at.watched():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
-            own = at.outputs.copy()
+            untapped = at.outputs.copy()
             try:
                 with tapped(self._backbone, self.kernel):
-                    found = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
+                    logits = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -253,40 +236,37 @@ class CausalJudge:
                     f"judge: layer {at.number} of {kind} has attention that cannot be read ({reason}): it is more than "
                     "a softmax over the keys in view; name another model as judge.path"
                 ) from error
-        assert found is not None
-        if _differ(found, expected):
-            layer = next((number for number, states in own.items() if _differ(at.outputs[number], states)), at.number)
+        assert logits is not None
+        if _differ(logits, expected):
+            changed = (number for number, states in untapped.items() if _differ(at.outputs[number], states))
+            layer = next(changed, at.number)
             raise UserError(
                 f"judge: layer {layer} of {kind} gives other numbers when its attention is read (logits differ by "
-                f"{float((found - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
+                f"{float((logits - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
                 "name another model as judge.path"
             )
         self._readable = True
 
-    def _probe_prompts(self) -> list[list[int]]:
-        table: object = self.model.get_input_embeddings()
-        return _probe_prompts(int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2)
-
     def _reason_against_rows(self) -> str | None:
         kind = type(self.model).__name__
-        prompts = self._probe_prompts()
+        prompts = _probe_prompts(vocabulary(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:
-            found = self._run(*self._laid(prompts, (), True), verdict=True)
+            logits = self._run(*self._laid(prompts, (), True), verdict=True)
         except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take such rows
             return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
-        if found is None or found.shape != expected.shape:
+        if logits is None or logits.shape != expected.shape:
             return f"{kind} cannot run its last layer for some positions alone"
         # Logits are float32 whatever the states they come from were rounded to.
-        gap, bound = float((found - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
+        gap, bound = float((logits - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
         if not gap <= bound:  # NaN is no match either
             return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
         return None
 
 
 class Blocks:
-    """Which block a forward has come to, and what each block gave, by its number from 1."""
+    """The number of the block that a forward is in, from 1, and the output of each block by its number."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -306,23 +286,23 @@ class Blocks:
             for handle in handles:
                 handle.remove()
 
-    def _enter(self, number: int, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
         self.number = number
 
-    def _leave(self, number: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
         states = output[0] if isinstance(output, tuple) else output
         if isinstance(states, Tensor):
             self.outputs[number] = states
 
 
-def _differ(found: Tensor, expected: Tensor) -> bool:
-    """Whether numbers differ by more than two kernels do: in a short format those are far apart."""
+def _differ(actual: Tensor, expected: Tensor) -> bool:
+    """Whether numbers differ by more than two kernels may, which is much in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
-    return not float((found - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
+    return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
 def _probe_prompts(words: int) -> list[list[int]]:
-    """Prompts of which the first begins alike with the second, with the third for less, with the fourth not at all."""
+    """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth."""
     start = [(7 * place + 3) % words for place in range(WORTH + 9)]
     ends = [[(11 * place + 5 * index) % words for place in range(6 + 2 * index)] for index in range(4)]
     return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
@@ -372,10 +352,10 @@ def _readings(
 
 
 def _require_same_heads(rows: Mapping[int, Tensor]) -> None:
-    """Nothing; UserError for rows per head, by layer, when the layers differ in their number of heads."""
+    """Raises ``UserError`` for rows per head, given by layer, when the layers differ in their number of heads."""
     first: dict[int, int] = {}
-    for layer, found in rows.items():
-        first.setdefault(found.shape[1], layer)
+    for layer, row in rows.items():
+        first.setdefault(row.shape[1], layer)
     if len(first) > 1:
         (one, here), (two, there) = list(first.items())[:2]
         raise UserError(

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.models.backbone import eval_mode, is_materialised, probe_bound
+from attnpo.models.backbone import eval_mode, is_materialised, probe_bound, vocabulary
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -72,7 +72,7 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
-    """All sequences one behind the other in one row, without padding; positions restart with each.
+    """All sequences one after the other in one row, without padding; positions restart with each.
 
     Raises ``UserError`` as ``padded`` does.
     """
@@ -82,7 +82,7 @@ def packed(sequences: Sequences, pad_id: int) -> Laid:
 def shared_prefix(sequences: Sequences, pad_id: int) -> Laid:
     """One row of pairs, each its prompt once, then the chosen and then the rejected response; no padding.
 
-    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on behind the
+    Rows i and P+i of 2P are a pair. The rejected response sees the prompt and itself; its positions go on after the
     prompt, and its first token is predicted by the prompt's last state, as that of the chosen one is. A pair whose
     prompts differ (each branch is truncated by itself) lies in the row as two sequences, which is logged once; so do
     rows of an odd number. Raises ``UserError`` as ``padded`` does.
@@ -138,7 +138,7 @@ def choose(
 
 
 def check_rows(sequences: Sequences) -> None:
-    """Nothing; raises ``UserError`` when there is no sequence or a prompt is empty."""
+    """Raises ``UserError`` when there is no sequence or a prompt is empty."""
     if not sequences:
         raise UserError("a batch needs at least one sequence, got none; check the sampler's batch size")
     for row, (prompt, _) in enumerate(sequences):
@@ -158,14 +158,14 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
     before, starts = [0] * len(sequences), [0] * len(sequences)
     for row, prefix in _order(sequences, pairs):
         prompt, response = sequences[row]
-        own = response if prefix is not None else [*prompt, *response]
+        stretch = response if prefix is not None else [*prompt, *response]
         shared = len(prompt) if prefix is not None else 0
         first, begin = len(ids), len(ids) if prefix is None else before[prefix] - len(prompt) + 1
-        segments.append((first, len(own), begin if shared else 0, shared))
+        segments.append((first, len(stretch), begin if shared else 0, shared))
         before[row] = begin + len(prompt) - 1
         starts[row] = first + len(prompt) - shared
-        ids += own
-        positions += range(shared, shared + len(own))
+        ids += stretch
+        positions += range(shared, shared + len(stretch))
     inputs = ModelInputs(
         input_ids=torch.tensor([ids], dtype=torch.long),
         position_ids=torch.tensor([positions], dtype=torch.long),
@@ -227,22 +227,22 @@ RATES = ("attention_dropout", "dropout")
 
 
 def _require_padding_without_effect(model: ScoredLM) -> None:
-    """Raises ``UserError`` unless rows have the numbers that each has alone; short formats are warned of only."""
+    """Raises ``UserError`` when a row's numbers depend on the rows beside it; only warns in low precision."""
     what = type(model.model).__name__
-    found = _probed(model, padded)
+    together = _probed(model, padded)
     gaps = []
-    for row in range(len(found.logps)):
+    for row in range(len(together.logps)):
         alone = _probed(model, padded, row).logps[0]
-        gaps.append(float((alone - found.logps[row, : len(alone)]).abs().max()))
-    assert found.hidden is not None
-    gap, bound = max(gaps), probe_bound(found.logps.to(found.hidden.dtype))
-    if not gap > bound:  # what is not finite is told elsewhere
+        gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
+    assert together.hidden is not None
+    gap, bound = max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
+    if not gap > bound:  # numbers that are not finite are refused elsewhere
         return
     message = (
         f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
         f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
     )
-    if found.hidden.dtype in (torch.float32, torch.float64):
+    if together.hidden.dtype in (torch.float32, torch.float64):
         raise UserError(message)
     log.warning("%s", message)
 
@@ -250,7 +250,7 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
 def _reason_against(
     wanted: str, models: Sequence[ScoredLM], requests: Collection[str], device: torch.device
 ) -> str | None:
-    """Why the models cannot take a layout in training on ``device``, or None."""
+    """Returns why the models cannot take a layout in training on ``device``, or None."""
     for request in sorted(requests):
         if request == "input_gradient" or request.startswith("group:"):
             return f"{request} is made from rows of one sequence each"
@@ -269,18 +269,18 @@ def _reason_against(
 
 
 def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
-    """What is wrong with a layout for this model, where it is, or None; ``dtype`` if products are shorter than sums."""
+    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast."""
     expected = _probed(model, padded)
     try:
-        found = _probed(model, LAYOUTS[wanted])
+        stats = _probed(model, LAYOUTS[wanted])
     except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
         return f"cannot follow segments of a row ({type(error).__name__}: {error})"
-    gap = _gap(found, expected, dtype)
+    gap = _gap(stats, expected, dtype)
     return None if gap is None else f"gives other numbers ({gap}): some layer does not keep to the segments of a row"
 
 
 def _tried_elsewhere(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
-    """What is wrong with a layout for layers like the model's on ``device``, in its dtype and in bfloat16, or None."""
+    """Returns why layers like the model's cannot take a layout on ``device``, in its dtype or bfloat16, or None."""
     with torch.random.fork_rng([device] if device.type == "cuda" and torch.cuda.is_available() else []):
         try:
             small = ScoredLM(first_layers(model.model, device))
@@ -310,13 +310,13 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     return made
 
 
-def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
-    """How far numbers are from those of padded rows, or None when rounding (to ``dtype``) explains it."""
+def _gap(stats: TokenStats, expected: TokenStats, dtype: torch.dtype | None = None) -> str | None:
+    """Describes how far numbers are from those of padded rows; None when rounding (to ``dtype``) explains it."""
     assert expected.hidden is not None
     dtype = dtype or expected.hidden.dtype
     for name, ours, theirs in (
-        ("final states", found.hidden, expected.hidden),
-        ("log-probabilities", found.logps, expected.logps),
+        ("final states", stats.hidden, expected.hidden),
+        ("log-probabilities", stats.logps, expected.logps),
     ):
         assert ours is not None and theirs is not None
         # Log-probabilities are float32 whatever the states they come from were rounded to.
@@ -330,8 +330,7 @@ def _gap(found: TokenStats, expected: TokenStats, dtype: torch.dtype | None = No
 def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenStats:
     """Statistics of the probe's rows, or of one of them alone."""
     device = next(model.model.parameters()).device
-    table: object = model.model.get_input_embeddings()
-    words = int(table.num_embeddings) if isinstance(table, nn.Embedding) else 2
+    words = vocabulary(model.model)
     ends = list(accumulate(sum(lengths) for lengths in PROBE))
     ids = [(7 * place + 3) % words for place in range(ends[-1])]
     chosen, rejected = [], []
@@ -351,8 +350,8 @@ def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenSt
 
 def _dropout(model: nn.Module) -> float:
     """The largest rate at which a module of the model drops out in training."""
-    found: list[object] = []
+    rates: list[object] = []
     for module in model.modules():
         # Modules that call the function themselves keep its rate as a number; others hold a module under that name.
-        found += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
-    return max((float(rate) for rate in found if isinstance(rate, int | float)), default=0.0)
+        rates += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)

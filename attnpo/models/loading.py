@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -45,6 +45,14 @@ TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")  # configs and tokeniz
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 _file_digests: dict[tuple[str | int, ...], str] = {}
+
+
+class _LoadingInfo(TypedDict):
+    """The library's report on parameters; of a mismatched one its name, and its shapes in the files and the model."""
+
+    missing_keys: set[str]
+    unexpected_keys: set[str]
+    mismatched_keys: set[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 
 def load_model(
@@ -109,20 +117,20 @@ def _require_attention(path: str | Path, revision: str | None, attention: str) -
     if attention in ("sdpa", "eager"):
         return
     config = load_config(path, revision)
-    found = describe(config)
+    description = describe(config)
     try:
         on_meta(config, attention)
     except UserError as error:
         reason = error.__cause__ or error
         words = shorten(str(reason) or type(reason).__name__, 200, placeholder=" ...").rstrip(".")
         raise UserError(
-            f"model.attn_implementation={attention}: {found.name} cannot run with it here ({words}); set "
+            f"model.attn_implementation={attention}: {description.name} cannot run with it here ({words}); set "
             "model.attn_implementation=sdpa, which is eager where a class has no other"
         ) from error
 
 
-def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, Any]:
-    """What the library is told for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
+def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) -> dict[str, object]:
+    """The library's arguments for weights of 4 bits, their scales quantised once more (Dettmers et al. 2023)."""
     if find_spec("bitsandbytes") is None:
         raise UserError(
             f"model.quantize={quantize} needs the package bitsandbytes: pip install 'attnpo[qlora]', or set "
@@ -137,8 +145,8 @@ def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) 
     return {"quantization_config": settings, "device_map": {"": device}}
 
 
-def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Nothing; UserError unless every parameter came from the files in its own shape."""
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo") -> None:
+    """Raises ``UserError`` unless every parameter came from the files in its own shape."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
     if other:
@@ -166,7 +174,7 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: dict[str, Any]
 
 
 def check_rotary(model: nn.Module) -> None:
-    """Nothing; raises ``UserError`` when a rotary frequency buffer is not in full precision."""
+    """Raises ``UserError`` when a rotary frequency buffer is not in full precision."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype not in (torch.float32, torch.float64):
             raise UserError(
@@ -200,10 +208,10 @@ def load_tokenizer(
 
 def model_depth(path: str | Path, revision: str | None = None) -> int:
     """Number of layers of a model, read from its config alone. Raises ``UserError`` when there is none to read."""
-    found = getattr(text_config(path, revision), "num_hidden_layers", None)
-    if not isinstance(found, int):
+    depth = getattr(text_config(path, revision), "num_hidden_layers", None)
+    if not isinstance(depth, int):
         raise UserError(f"{path}: its config.json states no num_hidden_layers; take a causal language model of text")
-    return found
+    return depth
 
 
 def model_heads(path: str | Path, revision: str | None = None) -> int:
@@ -225,7 +233,7 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
 
 def text_config(path: str | Path, revision: str | None) -> PretrainedConfig:
-    """The config of a model's text part; UserError for a folder that holds none, or a hub that is out of reach."""
+    """The config of a model's text part; ``UserError`` for a folder that holds none, or a hub that is out of reach."""
     return load_config(path, revision).get_text_config()
 
 
@@ -295,9 +303,9 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
-    """Refuses a folder with digests of its own, as a run's best/ has, when what is read of it differs from them.
+    """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests.
 
-    Files are read once per process and state on disk, as for ``weights_fingerprint``.
+    Files are hashed once per process and state on disk, as for ``weights_fingerprint``.
     """
     if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=_file_digest)) is not None:
         raise UserError(
@@ -336,7 +344,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _file_digest(file: Path) -> str:
     stat = file.stat()
-    # Size and modification time are kept by copies that keep times; a file's number and its time of change are not.
+    # Copies may keep size and modification time, but not the inode's number and time of change.
     key = (str(file.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
     if key not in _file_digests:
         _file_digests[key] = file_digest(file)
@@ -358,10 +366,10 @@ def _template_text(template: str) -> str:
 
 @contextmanager
 def _loading(what: str, path: str | Path, revision: str | None) -> Iterator[None]:
-    """Nothing; inside, the library reports in silence and its errors become one ``UserError`` each."""
+    """A context in which transformers logs nothing below critical and each of its errors becomes a ``UserError``."""
     local = Path(path).expanduser().is_dir()
     level = library.get_verbosity()
-    library.set_verbosity(logging.CRITICAL)  # tables of keys: what is wrong in them is raised or logged here
+    library.set_verbosity(logging.CRITICAL)  # it logs tables of keys; their problems are raised or logged here
     try:
         with nullcontext() if local else hub():
             yield

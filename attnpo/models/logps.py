@@ -9,8 +9,7 @@ in float32 (float64 for float64 models), whatever the model computes in.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +35,20 @@ class Head:
     @classmethod
     def of(cls, module: nn.Linear, *, scale: float = 1.0, softcap: float | None = None) -> "Head":
         """The head of a linear layer; sharded parameters are gathered once, here."""
-        bias = None if module.bias is None else _whole(module.bias)
-        return cls(weight=_whole(module.weight), bias=bias, scale=scale, softcap=softcap)
+        bias = None if module.bias is None else gathered(module.bias)
+        return cls(weight=gathered(module.weight), bias=bias, scale=scale, softcap=softcap)
+
+    def cast(self, dtype: torch.dtype) -> "Head":
+        """The same map with its parameters in ``dtype``."""
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a sharded tensor (a collective: every rank must call it); any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-PARTS = 8  # of a chunk; what a statistic makes beside the logits then adds at most about half a chunk's size
+PARTS = 8  # of a chunk; the tensors a statistic needs beside the logits then add about half a chunk's size at most
 
 
 class Distributions(NamedTuple):
@@ -124,21 +128,6 @@ JOINT_STATISTICS: Mapping[str, Statistic] = {
 """Of two distributions at the same position: KL(reference || policy), KL(policy || reference), in nats."""
 
 
-def token_logps(
-    hidden: Float[Tensor, "N d"],
-    head: nn.Linear | Head,
-    labels: Int[Tensor, "N"],
-    chunk: int = 1024,
-    softcap: float | None = None,
-) -> Float[Tensor, "N"]:
-    """Log-probabilities of ``labels`` under the head's distribution, float32 (float64 for float64 models).
-
-    ``softcap`` applies to a linear layer; a ``Head`` carries its own.
-    """
-    known = head if isinstance(head, Head) else Head.of(head, softcap=softcap)
-    return token_statistics(hidden, known, labels, chunk=chunk)["logps"]
-
-
 def token_statistics(
     hidden: Float[Tensor, "N d"],
     head: Head,
@@ -153,9 +142,8 @@ def token_statistics(
 
     Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
     the same tokens, head) never does. ``chunk`` is in tokens (half of it is used for joint statistics) and bounds
-    memory only. Under autocast the projection
-    runs in autocast's dtype, in the backward too. Raises ``UserError`` for an unknown statistic or a missing
-    ``other``.
+    memory only. Under autocast the projection runs in autocast's dtype, in the backward too. Raises ``UserError`` for
+    an unknown statistic or a missing ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
     statistics = [_lookup(name) for name in names[1:]]
@@ -163,16 +151,10 @@ def token_statistics(
         raise UserError(f"{names[-1]} compares two models: pass other=(hidden, head) of the second model")
     if chunk < 1:
         raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
-    plan = _Plan(
-        statistics=tuple(statistics),
-        chunk=max(1, chunk // 2) if joint else chunk,
-        compute=_compute_dtype(hidden, head.weight),
-        head=(head.scale, head.softcap),
-        other_head=(1.0, None) if other is None else (other[1].scale, other[1].softcap),
-        other_compute=None if other is None else _compute_dtype(other[0], other[1].weight),
-    )
-    second = (None, None, None) if other is None or not joint else (other[0], other[1].weight, other[1].bias)
-    detached = [None if tensor is None else tensor.detach() for tensor in second]
+    first, second = _Model.of(hidden, head), None if other is None or not joint else _Model.of(*other)
+    plan = _Plan(tuple(statistics), max(1, chunk // 2) if joint else chunk, first, second)
+    beside = (None, None, None) if second is None or other is None else (other[0], other[1].weight, other[1].bias)
+    detached = [None if tensor is None else tensor.detach() for tensor in beside]
     arguments = (hidden, head.weight, head.bias, labels, *detached, plan)
     stacked: Tensor = _ChunkedStatistics.apply(*arguments)  # type: ignore[no-untyped-call]
     return dict(zip(names, stacked.unbind(0), strict=True))
@@ -196,11 +178,9 @@ def statistics_of_logits(
     return values
 
 
-def project(hidden: Float[Tensor, "N d"], head: Head, compute: torch.dtype | None = None) -> Float[Tensor, "N vocab"]:
+def project(hidden: Float[Tensor, "N d"], head: Head) -> Float[Tensor, "N vocab"]:
     """Logits of a few positions in float32 (float64 for float64 models); scale and soft-cap applied."""
-    dtype = compute or _compute_dtype(hidden, head.weight)
-    bias = None if head.bias is None else head.bias.to(dtype)
-    return _logits(hidden.to(dtype), head.weight.to(dtype), bias, (head.scale, head.softcap))
+    return _logits(hidden, head.cast(_compute_dtype(hidden, head.weight)))
 
 
 def _lookup(name: str) -> Statistic:
@@ -222,36 +202,60 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, weight.dtype)
 
 
-def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, enabled=False)
+class _Model(NamedTuple):
+    """The settings of one model's logits; its tensors go through autograd. ``compute``: the dtype of the products."""
+
+    scale: float
+    softcap: float | None
+    compute: torch.dtype
+
+    @classmethod
+    def of(cls, hidden: Tensor, head: Head) -> "_Model":
+        return cls(head.scale, head.softcap, _compute_dtype(hidden, head.weight))
+
+    def head(self, weight: Tensor, bias: Tensor | None) -> Head:
+        """The head in the dtype of the products, cast once for all chunks."""
+        return Head(weight, bias, self.scale, self.softcap).cast(self.compute)
 
 
 @dataclass(frozen=True)
 class _Plan:
     statistics: tuple[Statistic, ...]
     chunk: int
-    compute: torch.dtype
-    head: tuple[float, float | None]
-    other_head: tuple[float, float | None]
-    other_compute: torch.dtype | None
+    model: _Model
+    second: _Model | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of log-probabilities, normalisers and the head's gradient."""
+        return _accumulate(self.model.compute)
 
     @property
     def part(self) -> int:
-        """How many tokens of a chunk have what is made beside the logits at the same time; all where nothing is."""
-        beside = bool(self.statistics) or self.head[1] is not None
-        return -(-self.chunk // PARTS) if beside else self.chunk
+        """How many tokens of a chunk are worked on at once: all of them when nothing is made beside the logits."""
+        more = bool(self.statistics) or self.model.softcap is not None
+        return -(-self.chunk // PARTS) if more else self.chunk
+
+    def second_logits(
+        self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None
+    ) -> Callable[[slice], Tensor | None]:
+        """A function from tokens to the second model's logits of them, or to None when there is no second model."""
+        if self.second is None or hidden is None or weight is None:
+            return lambda rows: None
+        head = self.second.head(weight, bias)
+        return lambda rows: _logits(hidden[rows], head).to(self.dtype)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, shape: tuple[float, float | None]) -> Tensor:
+def _logits(hidden: Tensor, head: Head) -> Tensor:
     """Final logits of one chunk in the accumulation dtype; the only place that multiplies by the head."""
-    scale, softcap = shape
-    logits = nn.functional.linear(hidden, weight, bias).to(_accumulate(hidden.dtype))
-    if scale != 1.0:
-        logits.mul_(scale)
-    if softcap is not None:
-        logits.div_(softcap).tanh_()
+    dtype = head.weight.dtype
+    logits = nn.functional.linear(hidden.to(dtype), head.weight, head.bias).to(_accumulate(dtype))
+    if head.scale != 1.0:
+        logits.mul_(head.scale)
+    if head.softcap is not None:
+        logits.div_(head.softcap).tanh_()
         # tanh keeps its result where autograd runs (``project``), so that must not be overwritten there.
-        logits = logits * softcap if logits.requires_grad else logits.mul_(softcap)
+        logits = logits * head.softcap if logits.requires_grad else logits.mul_(head.softcap)
     return logits
 
 
@@ -259,24 +263,6 @@ def _normaliser(logits: Tensor) -> Tensor:
     """Log of the sum of exponentials per row [n 1]; overwrites ``logits``."""
     top = logits.amax(-1, keepdim=True)
     return logits.sub_(top).exp_().sum(-1, keepdim=True).log_().add_(top)
-
-
-class _Second(NamedTuple):
-    """The second model's side of a joint statistic, cast once for all chunks."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-    @classmethod
-    def cast(cls, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, plan: _Plan) -> "_Second | None":
-        if hidden is None or weight is None:
-            return None
-        dtype = plan.other_compute or hidden.dtype
-        return cls(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-    def logits(self, rows: slice, plan: _Plan) -> Tensor:
-        return _logits(self.hidden[rows], self.weight, self.bias, plan.other_head).to(_accumulate(plan.compute))
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:
@@ -299,15 +285,12 @@ class _ChunkedStatistics(torch.autograd.Function):
         plan: _Plan,
     ) -> Tensor:
         count = hidden.shape[0]
-        dtype = _accumulate(plan.compute)
-        values = torch.zeros(1 + len(plan.statistics), count, dtype=dtype, device=hidden.device)
-        normalisers = torch.zeros(1 if other_hidden is None else 2, count, 1, dtype=dtype, device=hidden.device)
-        with _no_autocast(hidden.device):
-            w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
-            second = _Second.cast(other_hidden, other_weight, other_bias, plan)
+        values = torch.zeros(1 + len(plan.statistics), count, dtype=plan.dtype, device=hidden.device)
+        normalisers = torch.zeros(1 if other_hidden is None else 2, count, 1, dtype=plan.dtype, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head, second = plan.model.head(weight, bias), plan.second_logits(other_hidden, other_weight, other_bias)
             for rows in _slices(count, plan.chunk):
-                logits = _logits(hidden[rows].to(plan.compute), w, b, plan.head)
-                other = None if second is None else second.logits(rows, plan)
+                logits, other = _logits(hidden[rows], head), second(rows)
                 values[0, rows] = logits.gather(1, labels[rows, None])[:, 0]
                 _evaluate(logits, other, values[1:, rows], normalisers[:, rows], plan)
                 del logits, other  # before the next chunk's are made
@@ -322,31 +305,28 @@ class _ChunkedStatistics(torch.autograd.Function):
         hidden, weight, bias, labels, other_hidden, other_weight, other_bias, normalisers, values = ctx.saved_tensors
         plan: _Plan = ctx.plan
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        dtype = _accumulate(plan.compute)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if need_weight else None
-        d_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if need_bias else None
-        with _no_autocast(hidden.device):
-            w, b = weight.to(plan.compute), None if bias is None else bias.to(plan.compute)
-            second = _Second.cast(other_hidden, other_weight, other_bias, plan)
+        d_weight = torch.zeros(weight.shape, dtype=plan.dtype, device=weight.device) if need_weight else None
+        d_bias = torch.zeros(bias.shape, dtype=plan.dtype, device=bias.device) if need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            head, second = plan.model.head(weight, bias), plan.second_logits(other_hidden, other_weight, other_bias)
             for rows in _slices(hidden.shape[0], plan.chunk):
-                h = hidden[rows].to(plan.compute)
-                logits = _logits(h, w, b, plan.head)
-                other = None if second is None else second.logits(rows, plan)
+                states = hidden[rows].to(plan.model.compute)
+                logits, other = _logits(states, head), second(rows)
                 _differentiate(
                     logits, other, labels[rows], coefficients[:, rows], values[:, rows], normalisers[:, rows], plan
                 )
                 del other
-                grad = (logits if plan.head[0] == 1.0 else logits.mul_(plan.head[0])).to(plan.compute)
+                grad = (logits if head.scale == 1.0 else logits.mul_(head.scale)).to(plan.model.compute)
                 del logits
                 if d_hidden is not None:
-                    d_hidden[rows] = (grad @ w).to(hidden.dtype)
+                    d_hidden[rows] = (grad @ head.weight).to(hidden.dtype)
                 if d_weight is not None and d_weight.dtype == grad.dtype:
-                    d_weight.addmm_(grad.T, h)
+                    d_weight.addmm_(grad.T, states)
                 elif d_weight is not None:
-                    d_weight += grad.T @ h
+                    d_weight += grad.T @ states
                 if d_bias is not None:
-                    d_bias += grad.sum(0, dtype=dtype)
+                    d_bias += grad.sum(0, dtype=plan.dtype)
                 del grad
         cast_weight = None if d_weight is None else d_weight.to(weight.dtype)
         cast_bias = None if d_bias is None else d_bias.to(bias.dtype)
@@ -354,7 +334,7 @@ class _ChunkedStatistics(torch.autograd.Function):
 
 
 def _evaluate(logits: Tensor, other: Tensor | None, values: Tensor, normalisers: Tensor, plan: _Plan) -> None:
-    """Nothing; fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
+    """Fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
     if not plan.statistics:
         normalisers[0] = _normaliser(logits)
         return
@@ -365,7 +345,7 @@ def _evaluate(logits: Tensor, other: Tensor | None, values: Tensor, normalisers:
 
 
 def _distributions(logits: Tensor, other: Tensor | None, normalisers: Tensor, unknown: bool) -> Distributions:
-    """The distributions of some tokens, in the place of their logits; ``unknown`` normalisers are filled in first."""
+    """The distributions of some tokens, made in place of their logits; ``unknown`` normalisers are filled in first."""
     for index, mine in enumerate((logits,) if other is None else (logits, other)):
         if unknown:
             normalisers[index] = _normaliser(mine.clone())
@@ -382,21 +362,21 @@ def _differentiate(
     normalisers: Tensor,
     plan: _Plan,
 ) -> None:
-    """Nothing; puts in the place of one chunk's final logits the gradient before cap and scale, part by part.
+    """Replaces one chunk's final logits by the gradient before cap and scale, part by part.
 
     It is ``c * (onehot - p)`` plus the statistics' own terms. Overwrites the second model's logits too.
     """
     for part in _slices(len(logits), plan.part):
-        own, softcap = logits[part], plan.head[1]
-        slope = None if softcap is None else own.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2
+        mine, softcap = logits[part], plan.model.softcap
+        slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2
         first, labels_of = coefficients[0, part, None], labels[part, None]
         if plan.statistics:
-            d = _distributions(own, None if other is None else other[part], normalisers[:, part], False)
+            d = _distributions(mine, None if other is None else other[part], normalisers[:, part], False)
             gradient = (d.p * -first).scatter_add_(1, labels_of, first)
             for index, statistic in enumerate(plan.statistics, start=1):
                 gradient += statistic.gradient(d, values[index, part]).mul_(coefficients[index, part, None])
-            own.copy_(gradient)
+            mine.copy_(gradient)
         else:
-            own.sub_(normalisers[0, part]).exp_().mul_(-first).scatter_add_(1, labels_of, first)
+            mine.sub_(normalisers[0, part]).exp_().mul_(-first).scatter_add_(1, labels_of, first)
         if slope is not None:
-            own.mul_(slope)
+            mine.mul_(slope)

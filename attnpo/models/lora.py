@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import eval_mode
-from attnpo.models.logps import Head
+from attnpo.models.logps import Head, gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -30,13 +29,13 @@ BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
 
 def require_peft() -> None:
-    """Nothing; raises ``UserError`` when peft is not installed."""
+    """Raises ``UserError`` when peft is not installed."""
     if find_spec("peft") is None:
         raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
-    """The same model with fresh adapters, its own weights frozen; its logits stay what they were.
+    """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
     Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
     module, for the vocabulary head, and for a model that carries adapters already.
@@ -85,7 +84,7 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         inner = name.removeprefix(f"{owner}.") if owner else name
         if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(_parents(name)):
             continue  # the adapter's own; the scales of 4-bit weights
-        base = _unpacked(packed[name]) if name in packed else _whole(value)
+        base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
         whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
         if name in packed and _transposed(model.get_submodule(name.rpartition(".")[0])):
             whole = whole.T.contiguous()
@@ -95,7 +94,7 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
 
 
 class AdapterOff(ScoredLM):
-    """The reference at no cost: a policy run with its adapters disabled, in eval mode and without gradient.
+    """A reference without weights of its own: the policy with its adapters disabled, in eval mode, without gradient.
 
     Owns no parameter, so moving, freezing or saving it does nothing; it follows the policy to its device and into its
     shards. Equal to the model the policy started from, however long the policy was trained. Raises ``UserError`` for a
@@ -115,7 +114,7 @@ class AdapterOff(ScoredLM):
         self.training = False
 
     def train(self, mode: bool = True) -> "AdapterOff":
-        """Self, always in eval mode; the policy's mode is its own business."""
+        """Returns self, always in eval mode; the policy's mode is left alone."""
         return self
 
     def head(self) -> Head:
@@ -201,10 +200,6 @@ def _parents(name: str) -> Iterator[str]:
         yield name
 
 
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-
-
 def _unpacked(weight: nn.Parameter) -> Tensor:
     from peft.utils.integrations import dequantize_bnb_weight
 
@@ -212,7 +207,7 @@ def _unpacked(weight: nn.Parameter) -> Tensor:
 
 
 def _transposed(module: nn.Module) -> bool:
-    """Whether a packed module stands for one that keeps its weight the other way round."""
+    """Whether a packed module replaces one that stores its weight transposed."""
     return bool(getattr(module, "source_cls", None) is Conv1D)
 
 
@@ -220,7 +215,8 @@ def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
     """The weight plus its adapters' product, added in float32 or better and rounded once."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
-        down, up = (_whole(maps[adapter].get_parameter("weight")).to(total) for maps in (layer.lora_A, layer.lora_B))
+        maps = (layer.lora_A[adapter], layer.lora_B[adapter])
+        down, up = (gathered(part.get_parameter("weight")).detach().to(total) for part in maps)
         delta = up @ down
         total.add_(delta.T if getattr(layer, "fan_in_fan_out", False) else delta, alpha=layer.scaling[adapter])
     return total.to(base.dtype)

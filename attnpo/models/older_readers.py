@@ -1,13 +1,12 @@
 """Saved model folders as others read them: transformers 4.x, which knows other keys, and other users of the machine.
 
 transformers 5 names a tokenizer class that 4.x lacks, and keeps what 4.x calls ``rope_theta`` and ``rope_scaling`` in
-``rope_parameters``, which 4.x passes over: it would take the default base for positions without a word. Many versions
-of vLLM come with 4.x.
+``rope_parameters``, which 4.x ignores: it would silently use the default base for positions. Many versions of vLLM
+come with 4.x.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 from transformers import PretrainedConfig
 
@@ -20,9 +19,9 @@ UNKNOWN_ROTARY = (
 
 
 def open_to_readers(folder: Path) -> None:
-    """Adds the keys of transformers 4.x to a folder that ``save_pretrained`` wrote, and lets the umask rule its files.
+    """Adds the keys of transformers 4.x to a folder that ``save_pretrained`` wrote, and opens its files to others.
 
-    safetensors writes files for their owner alone.
+    safetensors writes files that only their owner can read; here they get the permissions of the umask.
     """
     for name, older in (("config.json", older_config), ("tokenizer_config.json", older_tokenizer)):
         path = folder / name
@@ -32,10 +31,10 @@ def open_to_readers(folder: Path) -> None:
         share(path)
 
 
-def older_config(config: dict[str, Any]) -> dict[str, Any]:
+def older_config(config: dict[str, object]) -> dict[str, object]:
     """A model's configuration with ``torch_dtype``, ``rope_theta`` and ``rope_scaling`` beside the newer keys.
 
-    Also in the configurations within it. Rotary settings that differ from layer to layer have no such keys.
+    Nested configurations get them too. There are no such keys for rotary settings that differ from layer to layer.
     """
     made = {k: older_config(v) if isinstance(v, dict) and "model_type" in v else v for k, v in config.items()}
     if "dtype" in made:
@@ -49,7 +48,7 @@ def older_config(config: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
+def older_tokenizer(config: dict[str, object]) -> dict[str, object]:
     """A tokenizer's configuration with a class and special tokens that both versions know."""
     made = dict(config)
     if made.get("tokenizer_class") == "TokenizersBackend":
@@ -60,7 +59,7 @@ def older_tokenizer(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def warning_for(config: PretrainedConfig) -> str | None:
-    """What to say of a language model whose rotary settings 4.x may not find under the keys that are written."""
+    """A warning when 4.x may not find a model's rotary settings under the keys that are written; else None."""
     rotary = getattr(config, "rope_parameters", None) or {}
     renamed = type(config).convert_rope_params_to_dict is not PretrainedConfig.convert_rope_params_to_dict
     layered = any(isinstance(value, dict) for value in rotary.values())

@@ -1,7 +1,7 @@
 """Attention over rows that hold many sequences, without padding and without a mask over the whole row.
 
 Owns an attention function registered with transformers and the plan it follows. A packed row is described by its
-segments: stretches of queries that see, causally, their own keys behind a shared prefix that stands elsewhere in the
+segments: stretches of queries that see, causally, their own keys after a shared prefix that stands elsewhere in the
 row (the prompt of both responses). Segments of like size are gathered into one padded call of torch's fused kernel;
 everything else of the model sees the row's real tokens only. Windows and chunks count positions within a branch: they
 are read from the rule that transformers gives for the layer, so no kind of mask is known by name here. Soft-caps and
@@ -13,7 +13,8 @@ finds both; there is no state outside a call. Calls without a plan get what the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Required, TypedDict, TypeVar, Unpack
 
 import torch
 from jaxtyping import Bool, Int
@@ -23,17 +24,21 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from attnpo.models.described import backbone_of
 from attnpo.schema import UserError
 
 PLAN = "segment_plan"  # the keyword argument that carries the plan
 
 # transformers reads meaning into names that contain "sdpa", "eager" or "flash"; these must not.
 NAMES = {"sdpa": "attnpo_segments", "eager": "attnpo_segments_plain"}
-"""By what the model used before: what calls without a plan are given is that kernel, or a plain softmax."""
+"""By the attention the model had before; calls without a plan still get that kernel, or a plain softmax."""
 
 WASTE = 1.3  # a call of the kernel may be padded to this many times the entries it needs,
-SMALL = 1 << 13  # or by this many entries: less than what a further call costs
-FAR = 1 << 40  # the position of padding keys: behind every query
+SMALL = 1 << 13  # or by this many entries, which cost less than another call
+FAR = 1 << 40  # the position of padding keys: after every query
+
+_Attention = Callable[..., tuple[Tensor, None]]
+_WITHOUT_PLAN: _Attention = sdpa_attention_forward
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Bucket:
     """Segments of like size as one padded call of n sequences.
 
     ``queries``, ``keys``: places in the row; padding repeats a place of the segment. ``query_at``, ``key_at``: their
-    positions in the branch; padding keys stand behind every query. ``shared``: the least and the most tokens of a
+    positions in the branch; padding keys stand after every query. ``shared``: the least and the most tokens of a
     prefix among them.
     """
 
@@ -66,7 +71,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Every token of a row in exactly one bucket; ``back``: where each token's output stands among all outputs."""
+    """Buckets that hold every token of a row once; ``back``: where each token's output stands among all outputs."""
 
     buckets: tuple[Bucket, ...]
     back: Int[Tensor, "N"]
@@ -85,16 +90,16 @@ class Plan:
         return cls.over(lines[:, [0, 1, 3]], branches, length, segments.device)
 
     @classmethod
-    def over(cls, own: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
+    def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
         """The plan of n branches in a row of ``length`` tokens, on ``device``.
 
-        ``own``: start and count of the stretch that is a branch's alone, at least one token, and the tokens before it,
-        wherever they stand. ``branches``: the places of all its tokens in order; padding repeats one of them. Raises
-        ``ValueError`` when the stretches do not cover the row once.
+        ``alone``: start and length of the stretch that belongs to one branch only, at least one token, and the number
+        of tokens before it in that branch. ``branches``: the places of all its tokens in order; padding repeats one of
+        them. Raises ``ValueError`` when the stretches do not cover the row once.
         """
         back = torch.full((length,), -1, dtype=torch.long)
         buckets, offset, covered = [], 0, 0
-        for members in _grouped([_Segment(row, *line) for row, line in enumerate(own.tolist())]):
+        for members in _grouped([_Segment(row, *line) for row, line in enumerate(alone.tolist())]):
             bucket, real = _bucket(members, branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
@@ -105,7 +110,7 @@ class Plan:
         return cls(tuple(bucket.to(device) for bucket in buckets), back.to(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
-        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` does one of them."""
+        """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` computes that of one bucket."""
         # [N, H*d]: rows of tokens, as the projections made them, so that gathering moves whole rows.
         rows = [part[0].transpose(0, 1) for part in (query, key, value)]
         sizes = [part.shape[1:] for part in rows]
@@ -162,7 +167,7 @@ def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
 
 
 def _bucket(members: Sequence[_Segment], branches: Int[Tensor, "n T"]) -> tuple[Bucket, Bool[Tensor, "m q"]]:
-    """The members as one bucket, and which of its queries are no padding."""
+    """Returns the members as one bucket, and a mask of its queries that are no padding."""
     start, count, shared = torch.tensor([[m.start, m.count, m.shared] for m in members]).t()[:, :, None]
     step = torch.arange(max(m.count for m in members))[None]
     inner = torch.minimum(step, count - 1)
@@ -181,11 +186,23 @@ AnyRule = TypeVar("AnyRule")
 
 
 def whole(rule: AnyRule, index: object) -> AnyRule:
-    """``rule`` if ``index`` takes all of the mask it stands for; ``UserError`` for a part, which a rule has not."""
+    """Returns ``rule`` when ``index`` takes the whole mask it stands for; raises ``UserError`` for a part of it."""
     parts = index if isinstance(index, tuple) else (index,)
     if any(not isinstance(part, slice) or part.start or part.stop is not None or part.step for part in parts):
         raise UserError("its own code takes the mask apart, as sparse attention does that chooses its keys itself")
     return rule
+
+
+class MaskSettings(TypedDict, total=False):
+    """The arguments of transformers' mask functions that are read here; those of ``sdpa_mask`` are passed on to it."""
+
+    batch_size: Required[int]
+    q_length: Required[int]
+    kv_length: Required[int]
+    mask_function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    local_size: int | None
+    allow_is_causal_skip: bool
+    use_vmap: bool
 
 
 class Rule:
@@ -194,33 +211,34 @@ class Rule:
     Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
     """
 
-    def __init__(self, described: dict[str, Any]) -> None:
+    def __init__(self, described: MaskSettings) -> None:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def __getitem__(self, index: object) -> "Rule":
-        """Itself, for models that take the whole of their mask by slices; ``UserError`` for any part of it."""
+        """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
         return whole(self, index)
 
     def whole(self, skip: bool) -> Tensor | None:
         """The mask of the whole batch; None for a causal one if ``skip`` allows."""
         if skip not in self._whole:
             allowed = self.described.get("allow_is_causal_skip", True) and skip
-            self._whole[skip] = sdpa_mask(**{**self.described, "allow_is_causal_skip": allowed})
+            described: MaskSettings = {**self.described, "allow_is_causal_skip": allowed}
+            self._whole[skip] = sdpa_mask(**described)
         return self._whole[skip]
 
     def causal(self, longest: int) -> bool:
-        """Whether sequences of ``longest`` tokens meet nothing but the causal order."""
+        """Whether the rule is plain causal masking for sequences of at most ``longest`` tokens."""
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
-        """What is added to a bucket's scores, [n 1 q k]: 0 or -inf; None if ``skip`` allows and causal order says all.
+        """The mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
 
-        In ``dtype``, that of the queries: of a mask of truth values every layer would make and keep its own copy.
-        The rule is asked with positions in place of places, which is what a row of its own would have given. Raises
-        ``UserError`` for a rule that cannot be asked so.
+        In ``dtype``, that of the queries: of a boolean mask every layer would make and keep its own copy. The rule is
+        evaluated at positions within a branch instead of places in the row, as for a row of that branch alone. Raises
+        ``UserError`` for a rule that is no plain function of positions.
         """
         if self.described.get("use_vmap", False):
             raise UserError("its mask is no plain function of positions")
@@ -241,13 +259,13 @@ class Rule:
 
 
 def attend_in_segments(model: PreTrainedModel) -> None:
-    """Nothing; from now on the model's attention follows a plan where a forward brings one.
+    """Makes the model's attention follow a plan in every forward that brings one, until ``attend_as_before``.
 
-    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The library's
-    function is set, once, until ``attend_as_before``: a backward that recomputes activations runs when no context of
-    ours is left. Raises ``UserError`` for a model whose attention cannot be replaced.
+    Other forwards are as before (for eager attention up to rounding, and none takes a static cache). The attention is
+    set for good and not in a context: a backward that recomputes activations runs after a context would have ended.
+    Raises ``UserError`` for a model whose attention cannot be replaced.
     """
-    backbone = _backbone(model)
+    backbone = backbone_of(model)
     before = backbone.config._attn_implementation
     if before in NAMES.values():
         return
@@ -259,20 +277,15 @@ def attend_in_segments(model: PreTrainedModel) -> None:
 
 
 def attend_as_before(model: PreTrainedModel) -> None:
-    """Nothing; takes ``attend_in_segments`` back."""
-    backbone = _backbone(model)
+    """Gives the model the attention back that it had before ``attend_in_segments``."""
+    backbone = backbone_of(model)
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:
             backbone.set_attn_implementation(before)
 
 
-def _backbone(model: PreTrainedModel) -> PreTrainedModel:
-    found: object = model.get_decoder()  # type: ignore[no-untyped-call]
-    return found if isinstance(found, PreTrainedModel) else model
-
-
-def _rule(**described: Any) -> Rule:
-    """Stands in for transformers' mask function: the rule instead of a tensor."""
+def _rule(**described: Unpack[MaskSettings]) -> Rule:
+    """Replaces transformers' mask function: returns the rule instead of a tensor."""
     return Rule(described)
 
 
@@ -289,7 +302,7 @@ def _attend(
     position_bias: Tensor | None = None,
     segment_plan: Plan | None = None,
     fused: bool = True,
-    **more: Any,
+    **more: object,
 ) -> tuple[Tensor, None]:
     """Attention output [batch T H d], by the plan if the call has one."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -299,7 +312,7 @@ def _attend(
         mask = attention_mask.whole(fused) if isinstance(attention_mask, Rule) else attention_mask
         if not fused and position_bias is None:
             return core(query, key, value, mask).transpose(1, 2).contiguous(), None
-        output, _ = sdpa_attention_forward(
+        output, _ = _WITHOUT_PLAN(
             module, query, key, value, mask, dropout, scale, position_bias=position_bias, softcap=softcap, **more
         )
         return output, None
@@ -311,6 +324,20 @@ def _attend(
         return core(queries, keys, values, rule.mask(plan, index, queries.dtype, skip=core.fused))
 
     return plan.attend(query, key, value, one), None
+
+
+def fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """Attention output [n H q d] by torch's fused kernel; a mask of None is the causal one."""
+    grouped = key.shape[1] != query.shape[1]
+    if grouped and mask is not None and query.device.type != "cpu":
+        # Grouped heads with a mask have no fused kernel on a GPU.
+        times = query.shape[1] // key.shape[1]
+        key, value, grouped = repeat_kv(key, times), repeat_kv(value, times), False
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
 @dataclass(frozen=True)
@@ -325,14 +352,7 @@ class _Core:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.fused:
-            grouped = key.shape[1] != query.shape[1]
-            if grouped and mask is not None and query.device.type != "cpu":
-                # Grouped heads with a mask have no fused kernel on a GPU.
-                times = query.shape[1] // key.shape[1]
-                key, value, grouped = repeat_kv(key, times), repeat_kv(value, times), False
-            return functional.scaled_dot_product_attention(
-                query, key, value, mask, self.dropout, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-            )
+            return fused_attention(query, key, value, mask, self.scale, self.dropout)
         return self._plain(query, key, value, mask)
 
     def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -356,25 +376,16 @@ class _Core:
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
-def _attend_plain(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Rule | Tensor | None, **more: Any
-) -> tuple[Tensor, None]:
-    return _attend(module, query, key, value, attention_mask, fused=False, **more)
-
-
 def keep_out_of_graphs() -> None:
-    """Nothing; from now on ``torch.compile`` calls the attention over segments as it is instead of tracing it."""
+    """Makes ``torch.compile`` call the attention over segments as it is instead of tracing it, from now on."""
     import torch.compiler
 
     for registered, attend in _FUNCTIONS.items():
         _register(registered, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
 
 
-_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, None]]] = {
-    NAMES["sdpa"]: _attend,
-    NAMES["eager"]: _attend_plain,
-}
-_register: Callable[[str, Any], None] = AttentionInterface.register
+_FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: partial(_attend, fused=False)}
+_register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
     _register(_name, _function)
     AttentionMaskInterface.register(_name, _rule)

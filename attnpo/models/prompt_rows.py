@@ -1,14 +1,13 @@
 """Prompts in one row without padding, what several of them begin with only once.
 
 Owns how prompts are ordered, cut into rows and laid out: both rounds of a judged pair share everything up to the first
-answer, and all pairs the instruction before them. Any other common beginning is found as well, since only token ids
-are compared. Which attention follows from the layout is ``segments``' business.
+answer, and all pairs the instruction before them. Any other common beginning is shared as well, since only token ids
+are compared. The attention over this layout is that of ``segments``.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ class PromptRow:
     last: Int[Tensor, "n"]
     plan: Plan
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Tensor | Plan]:
         """The keyword arguments of a backbone whose attention follows plans.
 
         A mask of ones goes along: without any, transformers would cut the row itself where positions restart.
@@ -63,31 +62,31 @@ def row_batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[
     batch: list[int] = []
     total, longest = 0, 0
     for place, index in enumerate(order):
-        own, after = lengths[place] - (begun[place] if batch else 0), 0
+        new, after = lengths[place] - (begun[place] if batch else 0), 0
         if begun[place] < begun[place + 1]:
             after = lengths[place + 1] - begun[place + 1]
         longest = max(longest, lengths[place])
-        if batch and (total + own + after > budget or (len(batch) + 1) * longest > 2 * budget):
+        if batch and (total + new + after > budget or (len(batch) + 1) * longest > 2 * budget):
             yield batch
-            batch, total, own, longest = [], 0, lengths[place], lengths[place]
+            batch, total, new, longest = [], 0, lengths[place], lengths[place]
         batch.append(index)
-        total += own
+        total += new
     if batch:
         yield batch
 
 
 def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow:
-    """Prompts, in the order of ``in_order``, as one row: each shares with the one before it what both begin with."""
+    """Prompts, in the order of ``in_order``, as one row: each shares its common beginning with the one before it."""
     ids: list[int] = []
     positions: list[int] = []
     places: list[Tensor] = []
-    own: list[tuple[int, int, int]] = []
+    stretches: list[tuple[int, int, int]] = []
     for index, prompt in enumerate(prompts):
         shared = _shared(prompts[index - 1], prompt) if index else 0
         start, count = len(ids), len(prompt) - shared
         before = places[-1][:shared] if index else torch.zeros(0, dtype=torch.long)
         places.append(torch.cat((before, torch.arange(start, start + count))))
-        own.append((start, count, shared))
+        stretches.append((start, count, shared))
         ids += prompt[shared:]
         positions += range(shared, len(prompt))
     last = torch.tensor([len(place) - 1 for place in places])
@@ -98,13 +97,13 @@ def one_row(prompts: Sequence[Sequence[int]], device: torch.device) -> PromptRow
         position_ids=torch.tensor([positions], device=device),
         branches=branches.to(device),
         last=last.to(device),
-        plan=Plan.over(torch.tensor(own), branches, len(ids), device),
+        plan=Plan.over(torch.tensor(stretches), branches, len(ids), device),
     )
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with and that are worth sharing; the last token of the other stays its own."""
+    """Number of tokens that both begin with; 0 when not worth sharing. The last token of ``other`` is never shared."""
     width = min(len(one), len(other) - 1)
     differing = np.flatnonzero(np.asarray(one[:width]) != np.asarray(other[:width]))
-    found = int(differing[0]) if differing.size else width
-    return found if found >= WORTH else 0
+    common = int(differing[0]) if differing.size else width
+    return common if common >= WORTH else 0

@@ -43,7 +43,7 @@ class ModelSpec:
     """A causal LM: a local folder or a hub name.
 
     ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. ``dtype`` is that of the
-    weights: float32 masters for training (autocast is ``trainer.precision``'s business); bfloat16 for a frozen base
+    weights: float32 masters for training (``trainer.precision`` sets autocast); bfloat16 for a frozen base
     under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
     backward pass; the others keep all their activations. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4

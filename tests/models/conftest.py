@@ -17,20 +17,9 @@ from transformers import (
     Qwen3Config,
 )
 
-VOCAB = 97
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+from attnpo.models.judge import CausalJudge
+from tests.models.classes import SHAPE
+
 CONFIGS: dict[str, Callable[..., PretrainedConfig]] = {
     "llama": lambda **more: LlamaConfig(**SHAPE, **more),
     "mistral": lambda **more: MistralConfig(**SHAPE, sliding_window=7, **more),
@@ -90,6 +79,21 @@ def exact_llama(monkeypatch: pytest.MonkeyPatch) -> Callable[..., PreTrainedMode
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def batch_sizes(monkeypatch: pytest.MonkeyPatch) -> Callable[[CausalJudge], list[int]]:
+    """Prompts in each batch that a judge reads from now on."""
+
+    def of(judge: CausalJudge) -> list[int]:
+        sizes: list[int] = []
+        read = judge._read
+        monkeypatch.setattr(
+            judge, "_read", lambda prompts, **asked: sizes.append(len(prompts)) or read(prompts, **asked)
+        )
+        return sizes
+
+    return of
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from attnpo.models.loading import described, load_model, model_heads
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
 from attnpo.training.memory import Shape, count_parameters
-from tests.models.classes import VOCAB, tiny_folder
+from tests.models.classes import SHAPE, VOCAB, tiny_folder
 
 # Beginnings in common, a prompt longer than every window here, and one that is not.
 START = [(7 * place + 3) % VOCAB for place in range(30)]
@@ -234,7 +234,7 @@ def test_rope_by_kind_of_layer_is_read(tmp_path: Path) -> None:
     }
     config = AutoConfig.from_pretrained(tiny_folder("gemma4_text", tmp_path))
     config.rope_parameters = ropes
-    assert exact_length(config) == (512, "dynamic")
+    assert exact_length(config) == (SHAPE["max_position_embeddings"], "dynamic")
 
 
 # ------------------------------------------------------------------------------------------------ configs

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnpo.models.logps import Head, project, statistics_of_logits, token_logps, token_statistics
+from attnpo.models.logps import Head, project, statistics_of_logits, token_statistics
 from attnpo.schema import UserError
 
 VOCAB_NAMES = ("entropy", "collision", "top_prob")
@@ -19,6 +19,12 @@ def problem(count: int = 11, bias: bool = True) -> tuple[Tensor, nn.Linear, Tens
     torch.manual_seed(5)
     head, second = nn.Linear(6, 23, bias=bias).double(), nn.Linear(5, 23).double()
     return hidden, head, torch.randint(0, 23, (count,), generator=generator), other, second
+
+
+def token_logps(
+    hidden: Tensor, head: nn.Linear, labels: Tensor, chunk: int = 1024, softcap: float | None = None
+) -> Tensor:
+    return token_statistics(hidden, Head.of(head, softcap=softcap), labels, chunk=chunk)["logps"]
 
 
 def test_two_words_by_hand() -> None:

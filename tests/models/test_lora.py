@@ -87,7 +87,8 @@ def test_every_family_keeps_its_class_its_logits_and_the_fast_path(
     assert torch.equal(logits(adapted), logits(plain))
     scored = ScoredLM(adapted)
     assert torch.equal(scored(*batch()).logps, ScoredLM(plain)(*batch()).logps)
-    assert not caplog.records, "backbone and head must fit without the fallback"
+    ours = [record for record in caplog.records if record.name.startswith("attnpo")]
+    assert not ours, "backbone and head must fit without the fallback"
 
 
 def test_all_linear_leaves_the_head_alone_and_names_choose(tiny: Build) -> None:
@@ -277,7 +278,7 @@ def test_the_reference_owns_nothing_and_stays_in_eval_mode(tiny: Build) -> None:
 
 
 def test_a_reference_between_forward_and_backward_changes_no_gradient(tiny: Build) -> None:
-    """As in a training step, activations recomputed behind the reference's forward."""
+    """As in a training step, activations recomputed after the reference's forward."""
     torch.manual_seed(2)
     policy = ScoredLM(add_lora(tiny("llama"), SPEC))
     train(policy)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4TextConfig, PreTrainedModel
 
-from attnpo.models import judge as run_judge
 from attnpo.models.attention_tap import KERNELS
 from attnpo.models.judge import CausalJudge
 from attnpo.models.prompt_rows import WORTH, one_row, row_batches
@@ -68,7 +67,7 @@ def test_both_rounds_of_a_pair_come_together() -> None:
 
 @pytest.mark.parametrize("more", [0, 40, 90])
 def test_rounds_of_a_pair_are_not_parted_where_both_fit(more: int) -> None:
-    """With 40 or 90 tokens of room behind a pair the first round of the next would often fit without its second."""
+    """With 40 or 90 tokens of room after a pair the first round of the next would often fit without its second."""
     prompts = judged(6)
     batches = list(row_batches(prompts, 2 * max(map(len, prompts)) + more))
     assert len(batches) > 2 and sorted(i for batch in batches for i in batch) == list(range(12))
@@ -76,23 +75,25 @@ def test_rounds_of_a_pair_are_not_parted_where_both_fit(more: int) -> None:
         assert [index // 2 for index in batch[::2]] == [index // 2 for index in batch[1::2]]
 
 
-def test_rows_of_wide_models_are_short_on_a_cpu(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_wide_models_are_short_on_a_cpu(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, batch_sizes: Callable[[CausalJudge], list[int]]
+) -> None:
     model, prompts = tiny("llama"), judged(5)
     whole = CausalJudge(model).read(prompts, layers=LAYERS, label_ids=(4, 5))
-    ends: list[int] = []
-    monkeypatch.setattr(run_judge, "ROW_BYTES", 1)
-    judge = CausalJudge(model, progress=lambda done, _: ends.append(done))
+    monkeypatch.setattr(judge_room, "ROW_BYTES", 1)
+    judge = CausalJudge(model)
+    sizes = batch_sizes(judge)
     short = judge.read(prompts, layers=LAYERS, label_ids=(4, 5))
-    assert len(ends) > 2 and all(done % 2 == 0 for done in ends), "a pair has both rounds in one row"
+    assert len(sizes) > 2 and all(size % 2 == 0 for size in sizes), "a pair has both rounds in one row"
     for one, other in zip(short, whole, strict=True):
         assert torch.allclose(one.rows, other.rows, rtol=0, atol=1e-5) and one.verdict_token == other.verdict_token
-    ends.clear()
-    monkeypatch.setattr(run_judge, "ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
+    sizes.clear()
+    monkeypatch.setattr(judge_room, "ROW_BYTES", 48 * 4 * sum(map(len, prompts)))
     judge.read(prompts, layers=LAYERS)
-    assert ends == [10]
+    assert sizes == [10]
     judge.token_budget = 1
     judge.read(prompts, layers=LAYERS)
-    assert ends[1:] == list(range(1, 11)), "the budget holds"
+    assert sizes[1:] == [1] * 10, "the budget holds"
 
 
 @pytest.mark.parametrize("kernel", sorted(KERNELS))
