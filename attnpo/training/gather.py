@@ -1,11 +1,24 @@
-"""The whole policy of a sharded run, gathered while the devices still hold it."""
+"""What the processes of a job hold, brought together: plain values, and the whole policy of a sharded run."""
+
+from typing import TypeVar
 
 import lightning as L
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.training.export import policy_state
+
+Value = TypeVar("Value")
+
+
+def from_all_ranks(value: Value, processes: int) -> list[Value]:
+    """The ``value`` of every process in the order of their ranks (a collective: every rank must call it)."""
+    values = [value] * processes
+    if processes > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 class WholePolicy(L.Callback):
@@ -20,7 +33,7 @@ class WholePolicy(L.Callback):
         self.state: dict[str, Tensor] | None = None
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; gathers (a collective: every rank takes part)."""
+        """Gathers the weights (a collective: every rank takes part)."""
         policy = pl_module.get_submodule("policy.model")
         if not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
             return
