@@ -8,7 +8,7 @@ from attnpo.models.parts import layer_stack
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Nothing; shards ``model`` in place. Its forward, not a submodule's, must be called afterwards."""
+    """Shards ``model`` in place. Its forward, not a submodule's, must be called afterwards."""
     for block in layer_stack(model):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

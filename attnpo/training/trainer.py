@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -44,7 +43,7 @@ def make_callbacks(
     trainer: TrainerSettings,
     folder: Path,
     exporter: Exporter,
-    account: Mapping[str, Any] | None = None,
+    account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
     """The validation at the end, signals, exact resume, checkpoint folders, and one form of progress.
 
@@ -52,7 +51,7 @@ def make_callbacks(
     """
     callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption()]
     if settings.checkpoints:
-        # What a run goes on from comes first; a best/ that is missing behind it is made up for on resume.
+        # last/ first: a best/ that could not be saved after it is saved on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
         callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
@@ -67,7 +66,7 @@ class FullySharded(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def setup_environment(self) -> None:
-        """Nothing; makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
+        """Makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
         self._data_parallel_size = self.world_size
         super().setup_environment()
 
