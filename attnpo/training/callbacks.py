@@ -89,12 +89,7 @@ class FinalValidation(L.Callback):
 
     Weights and validation are checked to be finite before anything of the last step is saved. A validation before
     training that is not finite ends the run at once.
-
-    ``total_steps`` ends it earlier than the trainer's own ``max_epochs`` or ``max_steps``.
     """
-
-    def __init__(self, total_steps: int | None = None) -> None:
-        self.total_steps = total_steps
 
     def on_train_batch_end(
         self,
@@ -105,9 +100,8 @@ class FinalValidation(L.Callback):
         batch_idx: int,
     ) -> None:
         """Asks Lightning to stop, which makes it validate first; ``UserError`` for weights that are not finite."""
-        limits = [limit for limit in (self.total_steps, trainer.max_steps) if limit is not None and limit >= 0]
         epochs_over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        if epochs_over or any(trainer.global_step >= limit for limit in limits):
+        if epochs_over or 0 <= trainer.max_steps <= trainer.global_step:
             check_weights(trainer)
             trainer.should_stop = True
 

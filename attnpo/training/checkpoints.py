@@ -42,9 +42,7 @@ class StraightIO(TorchCheckpointIO):
 
     digest: str | None = None
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Writes the file."""
         with Path(path).open("wb") as file:
             stream: Any = HashedStream(file)

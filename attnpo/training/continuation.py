@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections.abc import Mapping
 from typing import Any, Final, NotRequired, TypedDict, cast
 
 import lightning as L

@@ -144,9 +144,7 @@ def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: st
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
         what += named(bad.step_pairs)
-    where = (
-        f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
-    )
+    where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
     advice = [f"a smaller optimizer.lr (now {lr:g})", "another objective.beta"]
     if not precision.startswith("32"):
         advice.append(f"trainer.precision=32-true (now {precision})")

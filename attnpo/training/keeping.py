@@ -72,7 +72,7 @@ class KeptReference(L.Callback):
         self.flush()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Gives the loaders the stored values and drops the reference, once those of all processes' pairs are stored."""
+        """Gives the loaders the stored values and drops the reference, once all pairs of all processes are stored."""
         if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
             return
         examples, problem = None, None

@@ -166,12 +166,6 @@ class Keep(L.Callback):
             shutil.copy(self.state, self.to)
 
 
-def test_a_training_value_can_be_the_monitor(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    best = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "train/loss")
-    fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), best))
-    assert set(read_account(tmp_path / "best")) == {"step", "train/loss"}
-
-
 def test_a_run_goes_on_from_its_last_folder(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Three of six steps, then the rest from ``last/``: the losses and the final weights of an unbroken run."""
     whole, resumed = make_module(6), make_module(6)
