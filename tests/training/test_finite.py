@@ -111,7 +111,7 @@ def test_a_gradient_that_is_no_number_stops_training_too(fit: Fit, tmp_path: Pat
 
 
 class Infinities(L.Callback):
-    """Puts infinities wherever nothing is to be read: behind the responses."""
+    """Puts infinities wherever nothing is to be read: after the responses."""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: PreferenceBatch, batch_idx: int

@@ -70,7 +70,7 @@ def test_validation_comes_every_n_steps_and_at_the_end(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 8])
-def test_validation_once_an_epoch_comes_behind_its_last_step(fit: Fit, tmp_path: Path, micro: int) -> None:
+def test_validation_once_an_epoch_comes_after_its_last_step(fit: Fit, tmp_path: Path, micro: int) -> None:
     """20 pairs are steps of 8, 8 and 4, three an epoch; a resumed run keeps to the epochs' ends."""
     plan, path = BatchPlan(8, micro), tmp_path / "state.ckpt"
 
@@ -113,7 +113,7 @@ def test_the_reference_is_no_part_of_the_module(fit: Fit) -> None:
 
 @pytest.mark.parametrize("stop", [2, 5, 7], ids=["mid-epoch", "epoch's last step", "second epoch"])
 def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(fit: Fit, tmp_path: Path, stop: int) -> None:
-    """40 pairs, 8 a step, 2 epochs of 5 steps; stopped behind step ``stop`` and resumed in a new process's stead."""
+    """40 pairs, 8 a step, 2 epochs of 5 steps; stopped after step ``stop`` and resumed in a new process's stead."""
     import lightning as L
 
     class Save(L.Callback):
