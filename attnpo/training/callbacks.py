@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from attnpo.schema import PreferenceBatch
 from attnpo.training.finite import check_validation, check_weights
+from attnpo.training.interruption import step_ended
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,7 @@ class PlainProgress(L.Callback):
         """Logs the line when it is due."""
         step, total = trainer.global_step, int(trainer.estimated_stepping_batches)
         every = max(1, total // 8)
-        at_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if not at_step or (step % every and step != total):
+        if not step_ended(trainer, batch_idx) or (step % every and step != total):
             return
         pace = (time.perf_counter() - self._start) / max(1, step - self._first)
         loss = float(trainer.callback_metrics.get("train/loss", float("nan")))
@@ -52,18 +52,12 @@ class StepValidation(L.Callback):
 
     def __init__(self, every: int | str) -> None:
         self.every = every
-        self._interval, self._before = sys.maxsize, 0
+        self._interval = sys.maxsize
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Marks no validation as due, so that Lightning does not look for one when it resumes."""
         self._interval = self.every if isinstance(self.every, int) else _steps_per_epoch(trainer)
         trainer.val_check_batch = sys.maxsize
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: PreferenceBatch, batch_idx: int
-    ) -> None:
-        """Notes the step."""
-        self._before = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -74,7 +68,7 @@ class StepValidation(L.Callback):
         batch_idx: int,
     ) -> None:
         """Makes this micro-batch one after which Lightning validates, or not."""
-        due = trainer.global_step > self._before and trainer.global_step % self._interval == 0
+        due = step_ended(trainer, batch_idx) and trainer.global_step % self._interval == 0
         trainer.val_check_batch = 1 if due else sys.maxsize
 
 

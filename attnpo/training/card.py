@@ -6,16 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 
-class BaseFacts(TypedDict, total=False):
-    """The base model; ``hub`` is its id there or None, ``fingerprint`` digests by name."""
-
-    name: str
-    path: str
-    hub: str | None
-    revision: str | None
-    fingerprint: Mapping[str, str]
-
-
 class SplitFacts(TypedDict, total=False):
     """Rows read and pairs kept of a split; counts of the dropped and the noted ones by reason."""
 
@@ -25,13 +15,17 @@ class SplitFacts(TypedDict, total=False):
     noted: Mapping[str, int]
 
 
-class DataFacts(TypedDict, total=False):
-    """The preference data; ``hub`` is its id there or None."""
+class OriginFacts(TypedDict, total=False):
+    """Where the base model or the data come from; ``hub`` is the id there or None.
+
+    The base has a ``fingerprint`` (digests by name), the data have a ``subset`` and ``splits``.
+    """
 
     name: str
     path: str
     hub: str | None
     revision: str | None
+    fingerprint: Mapping[str, str]
     subset: str | None
     splits: Mapping[str, SplitFacts]
 
@@ -55,8 +49,8 @@ class MethodFacts(TypedDict, total=False):
 class Facts(TypedDict, total=False):
     """What the card tells; a part that is missing is left out. ``statistics`` are numbers by split and name."""
 
-    base: BaseFacts
-    data: DataFacts
+    base: OriginFacts
+    data: OriginFacts
     method: MethodFacts
     statistics: Mapping[str, Mapping[str, float | None]]
     hyperparameters: Mapping[str, object]
@@ -166,7 +160,7 @@ def _use(notes: Sequence[str]) -> str:
     return "\n\n".join([use, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
 
 
-def _base(base: BaseFacts) -> str:
+def _base(base: OriginFacts) -> str:
     if not base:
         return ""
     rows = [("path", base.get("path")), ("revision", base.get("revision"))]
@@ -174,7 +168,7 @@ def _base(base: BaseFacts) -> str:
     return _table(("", "value"), [row for row in rows if row[1] is not None])
 
 
-def _data(data: DataFacts) -> str:
+def _data(data: OriginFacts) -> str:
     if not data:
         return ""
     rows = [("path", data.get("path")), ("subset", data.get("subset")), ("revision", data.get("revision"))]

@@ -23,7 +23,7 @@ from attnpo.training.continuation import KEY, typed
 from attnpo.training.export import Exporter
 from attnpo.training.finite import check_weights
 from attnpo.training.folders import STATE, newest, read_account, replaced, write_account
-from attnpo.training.interruption import validation_follows
+from attnpo.training.interruption import step_ended, validation_follows
 from attnpo.training.metrics_file import METRICS, merge_metrics
 
 log = logging.getLogger(__name__)
@@ -267,18 +267,11 @@ class LastCheckpoint(CheckpointFolder):
     ) -> None:
         super().__init__(folder, exporter, account)
         self.every = every
-        self._step = 0
         self._exported = -1  # the step that was saved with its export
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Raises UserError when the disk cannot hold the checkpoints."""
         check_space(self.folder, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: PreferenceBatch, batch_idx: int
-    ) -> None:
-        """Notes the step."""
-        self._step = trainer.global_step
 
     def on_train_batch_end(
         self,
@@ -290,7 +283,7 @@ class LastCheckpoint(CheckpointFolder):
     ) -> None:
         """Saves after every ``every``-th optimiser step, unless a later hook of this step saves anyway."""
         step = trainer.global_step
-        if self.every is None or step == self._step or step % self.every:
+        if self.every is None or not step_ended(trainer, batch_idx) or step % self.every:
             return
         if not trainer.should_stop and not validation_follows(trainer):
             log_row(trainer)

@@ -5,6 +5,7 @@ A function reads a tensor's values only when it is called for that: on a GPU eve
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,6 @@ class NonfiniteStep:
     file: Path | None
 
 
-@dataclass(frozen=True)
-class _Share:
-    """One process's part of a step that is not finite: ids and names, and its micro-batches as plain containers."""
-
-    pairs: list[str]
-    inputs: list[str]
-    gradients: list[str]
-    step_pairs: list[str]
-    batches: list[object]
-
-
 def nonfinite_pairs(scored: Sequence[PairLosses | Scored]) -> list[str]:
     """The ids of the pairs whose loss is not finite."""
     return [
@@ -113,26 +103,20 @@ def save_step(
     ids and losses, the batch, and the per-token statistics of policy and reference. Plain containers and tensors, so
     that it loads with ``weights_only=True``.
     """
-    share = _Share(
-        nonfinite_pairs(scored),
-        nonfinite_inputs(scored),
-        [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())],
-        [pair_id for item in scored for pair_id in item.pair_ids],
-        [_plain(item) for item in scored],
-    )
-    shares = from_all_ranks(share, processes)
-    pairs = [pair_id for share in shares for pair_id in share.pairs]
-    inputs = list(dict.fromkeys(name for share in shares for name in share.inputs))
+    bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+    bad_pairs = from_all_ranks(nonfinite_pairs(scored), processes)
+    bad_inputs = from_all_ranks(nonfinite_inputs(scored), processes)
+    pair_ids = from_all_ranks([pair_id for item in scored for pair_id in item.pair_ids], processes)
+    pairs, inputs = list(chain(*bad_pairs)), list(dict.fromkeys(chain(*bad_inputs)))
     contents = {
         "step": step,
         "pairs": pairs,
         "inputs": inputs,
-        "gradients": [share.gradients for share in shares],
-        "processes": [share.batches for share in shares],
+        "gradients": from_all_ranks(bad_gradients, processes),
+        "processes": from_all_ranks([_plain(item) for item in scored], processes),
     }
     written = from_all_ranks(_write(contents, path) if leads else True, processes)
-    step_pairs = [pair_id for share in shares for pair_id in share.step_pairs]
-    return NonfiniteStep(pairs, inputs, step_pairs, path if all(written) else None)
+    return NonfiniteStep(pairs, inputs, list(chain(*pair_ids)), path if all(written) else None)
 
 
 def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: str) -> str:

@@ -59,7 +59,6 @@ class Interruption(L.Callback):
         self._noted: int | None = None
         self._heard: dict[int, float] = {}
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
-        self._step = 0
 
     # ------------------------------------------------------------------------------------------- handlers
     def _listen(self, trainer: L.Trainer) -> None:
@@ -104,12 +103,6 @@ class Interruption(L.Callback):
         if self._agreed(trainer):
             raise KeyboardInterrupt
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: PreferenceBatch, batch_idx: int
-    ) -> None:
-        """Notes the step."""
-        self._step = trainer.global_step
-
     def on_train_batch_end(
         self,
         trainer: L.Trainer,
@@ -119,7 +112,7 @@ class Interruption(L.Callback):
         batch_idx: int,
     ) -> None:
         """Ends training after an optimiser step if a signal came."""
-        if trainer.global_step == self._step or validation_follows(trainer) or not self._agreed(trainer):
+        if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._agreed(trainer):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
         trainer.should_stop = True
@@ -172,6 +165,11 @@ class Interruption(L.Callback):
 
 def _no_handlers() -> None:
     """Takes the place of Lightning's registration of signal handlers, and registers none."""
+
+
+def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether the micro-batch ``batch_idx`` of the epoch, which has just ended, ended an optimiser step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def validation_follows(trainer: L.Trainer) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError, check_choice, check_least
 
@@ -12,13 +12,6 @@ if TYPE_CHECKING:
 
 MOMENTS = ("float32", "8bit")
 WARMUPS = ("first", "zero")
-
-
-class _AdamArguments(TypedDict):
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -83,24 +76,23 @@ class Optimizer:
         """
         import torch
 
-        given = list(parameters)
-        named: _AdamArguments = {
-            "lr": self.lr,
-            "betas": self.betas,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        trained = list(parameters)
         if self.moments == "8bit":
-            return self._make_8bit(given, named)
-        if not fusible(given):
-            return torch.optim.AdamW(given, **named)
+            return self._make_8bit(trained)
         # One kernel over all parameters, without the parameter-sized temporaries of the default.
-        optimizer = torch.optim.AdamW(given, fused=True, **named)
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=fusible(trained) or None,
+        )
         # Says that gradients arrive scaled (float16 training). Here they never do, and Lightning would refuse to clip.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    def _make_8bit(self, parameters: "list[torch.nn.Parameter]", named: _AdamArguments) -> "torch.optim.Optimizer":
+    def _make_8bit(self, parameters: "list[torch.nn.Parameter]") -> "torch.optim.Optimizer":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
@@ -115,7 +107,12 @@ class Optimizer:
                 "set model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
             )
         optimizer: torch.optim.Optimizer = AdamW8bit(
-            parameters, **named, bf16_stochastic_round=self.stochastic_rounding
+            parameters,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            bf16_stochastic_round=self.stochastic_rounding,
         )
         return optimizer
 
