@@ -1,4 +1,4 @@
-"""When to validate and when to end, counted in optimiser steps; plain progress lines."""
+"""Decides when to validate and when training ends, counted in optimiser steps; logs plain progress lines."""
 
 import logging
 import sys

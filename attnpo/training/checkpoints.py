@@ -1,4 +1,4 @@
-"""``best/`` and ``last/``: what is saved when, each replaced as a whole, always between two optimiser steps."""
+"""Saves ``best/`` and ``last/``: each replaced as a whole, always between two optimiser steps."""
 
 import hashlib
 import logging
@@ -29,7 +29,7 @@ from attnpo.training.metrics_file import METRICS, merge_metrics
 log = logging.getLogger(__name__)
 
 VALIDATED: Final = "attnpo_validated"  # in a state: whether it was saved after the validation of its step
-# How a file that cannot be written shows: torch's writer raises RuntimeError, the export's an error of its own.
+# Raised for a file that cannot be written: torch's writer raises RuntimeError, the export's an error of its own.
 DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
@@ -53,8 +53,7 @@ class StraightIO(TorchCheckpointIO):
 class HashedStream:
     """A file that is written from its beginning to its end, with the sha256 of what went into it.
 
-    It can do no more than ``torch.save`` asks for: without ``seek``, a writer that goes back fails rather than spoil
-    the digest.
+    It has the methods ``torch.save`` calls and no ``seek``: a writer that goes back fails rather than spoil the digest.
     """
 
     def __init__(self, file: IO[bytes]) -> None:

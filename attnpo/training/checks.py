@@ -1,4 +1,4 @@
-"""What must hold before the first step, and which weights a checkpoint holds: modes, number formats, names, shapes."""
+"""Checks models before the first step (modes, number formats) and the weights of a checkpoint (names, shapes)."""
 
 from typing import Final
 

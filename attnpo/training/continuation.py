@@ -95,7 +95,7 @@ class Continuation(L.Callback):
             set_counters(contents["loops"]["fit_loop"], contents["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Sets the random states once nothing but the training itself draws from them."""
+        """Sets the random states; from here on only the training itself draws from them."""
         if not self._random:
             return
         if len(self._random) != trainer.world_size:

@@ -29,7 +29,7 @@ CARD = "README.md"
 def full_state(model: torch.nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """The state dict with sharded tensors gathered one by one (a collective: every rank must call it), on the CPU.
 
-    With ``keep`` false each tensor is let go as it comes and the dict is empty: for ranks that only take part.
+    With ``keep`` false each tensor is dropped once gathered and the dict is empty: for ranks that only take part.
     """
     state = {}
     for name, value in model.state_dict().items():
@@ -47,7 +47,7 @@ def policy_state(model: PreTrainedModel, *, keep: bool = True) -> dict[str, Tens
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config without adapters, shards or values, for its ``save_pretrained``."""
+    """A model of the same class and config without adapters, shards or values: its ``save_pretrained`` is called."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is saved are the dequantised, merged weights

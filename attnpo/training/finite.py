@@ -162,8 +162,8 @@ def check_weights(trainer: L.Trainer) -> None:
 
     Called where weights are about to leave the run: after the last optimiser step and before each checkpoint.
     """
-    module: Any = trainer.lightning_module
-    bad, trained = nonfinite_weights(module.policy.model, trainer.world_size)
+    policy = trainer.lightning_module.get_submodule("policy.model")
+    bad, trained = nonfinite_weights(policy, trainer.world_size)
     if bad:
         raise UserError(
             f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {trained} trained "

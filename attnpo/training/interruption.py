@@ -65,7 +65,7 @@ class Interruption(L.Callback):
         if threading.current_thread() is not threading.main_thread():
             return
         # Lightning's own for SIGTERM would leave the epoch within an optimiser step, and wait for other ranks in it.
-        trainer._signal_connector.register_signal_handlers = _no_handlers  # type: ignore[method-assign]
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in self._before.items():
             if handler is not signal.SIG_IGN:  # as the caller of this process wants it
@@ -161,10 +161,6 @@ class Interruption(L.Callback):
         if number is not None:
             folder = saved if saved is not None and whole(saved).exists() else None
             raise Interrupted(number, trainer.global_step, total, folder)
-
-
-def _no_handlers() -> None:
-    """Takes the place of Lightning's registration of signal handlers, and registers none."""
 
 
 def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:

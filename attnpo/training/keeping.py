@@ -25,7 +25,7 @@ Examples = Mapping[str, Sequence[TrainingExample]]
 
 
 class KeptReference(L.Callback):
-    """Keeps the log-probabilities that a run's reference gives, and lets go of the reference when there are all.
+    """Keeps the log-probabilities that a run's reference gives, and drops the reference once it has them all.
 
     Args:
         store: puts log-probabilities (chosen, rejected) of pairs into the store.
@@ -109,5 +109,5 @@ class KeptReference(L.Callback):
         """Stores what was computed before the exception, if that is still possible."""
         try:
             self.flush()
-        except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to be told
+        except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to report
             log.warning("reference log-probs: those since the last checkpoint are not stored (%s)", error)

@@ -1,4 +1,4 @@
-"""The loggers of a run and their end: the CSV file that is always there, Weights & Biases on request.
+"""Opens and closes the loggers of a run: the CSV file that is always there, Weights & Biases on request.
 
 W&B runs are kept apart from anything else in the process, silent (the log names them), and count optimiser steps: the
 step of a row is the number of updates the policy has seen, for training and validation alike.
@@ -33,7 +33,7 @@ class TrackedRun(WandbLogger):
     """A W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
 
     The id lives as long as the CSV logs: a run that starts anew in the same folder removes both. In W&B's online mode
-    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) keeps its say.
+    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) takes precedence.
     """
 
     def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, object], job: str = "train") -> None:
@@ -147,7 +147,7 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 @contextmanager
 def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> Iterator[list[Logger]]:
-    """``make_loggers`` for the length of a block; closed with what became of it, also when it is interrupted.
+    """``make_loggers`` for the length of a block; closed with the status it ended with, also when interrupted.
 
     Lightning turns Ctrl-C within training into SystemExit, so both count as interrupted.
     """

@@ -55,7 +55,7 @@ class PreferenceModule(L.LightningModule):
     Without one, batches must carry the reference's log-probabilities if the objective asks for them.
 
     A step whose loss or gradient norm is not finite is never taken: training ends with a ``UserError`` that names its
-    pairs, and the step lies in ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
+    pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
 
     Args:
         policy: the model to train.
@@ -64,8 +64,8 @@ class PreferenceModule(L.LightningModule):
         optimizer: optimiser and schedule.
         total_steps: optimiser steps of the whole run, for the schedule.
         online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
-        makers: by their names, what makes the further row groups that the objective asks for.
-        kept: is shown the log-probabilities [rows R] that the reference model gives for a batch's pairs.
+        makers: make the further row groups that the objective asks for, by the groups' names.
+        kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class PreferenceModule(L.LightningModule):
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
         self._losses: list[PairLosses] = []  # of the current validation
         self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
-        self._warned = False
-        self._began = 0.0
-        self._amounts: dict[str, Tensor] = {}
+        self._warned = False  # of a validation loss that is not finite
+        self._began = 0.0  # when the current optimiser step began, in seconds
+        self._amounts: dict[str, Tensor] = {}  # pairs and tokens of the current optimiser step
 
     reference: ScoredLM | None
 
@@ -158,7 +158,7 @@ class PreferenceModule(L.LightningModule):
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
         """The batch as the objective read it, statistics of policy and reference (if required), the output.
 
-        An online source's weights stand in the batch that comes back.
+        The returned batch has the weights of an online source.
         """
         if batch.ahead:
             self._state = self._look_ahead(batch)
@@ -172,16 +172,16 @@ class PreferenceModule(L.LightningModule):
         for name in sorted(self.makers):
             rows = self.makers[name](self.policy, batch, self.trainer.global_step)
             batch = replace(batch, groups={**batch.groups, name: rows})
-            more, others = self._statistics(rows, self.reads & {"reference"})
-            policy = replace(policy, groups={**policy.groups, name: more})
-            if reference is not None and others is not None:
-                reference = replace(reference, groups={**reference.groups, name: others})
+            of_policy, of_reference = self._statistics(rows, self.reads & {"reference"})
+            policy = replace(policy, groups={**policy.groups, name: of_policy})
+            if reference is not None and of_reference is not None:
+                reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
             batch = weighed(batch, self.online, policy, reference)
         return batch, policy, reference, self.objective(policy, reference, batch)
 
     def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """What is read of a group's rows: of the policy, and of the reference if that is read."""
+        """The statistics of a group's rows that ``reads`` names: policy's, and reference's if it is read."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -207,7 +207,7 @@ class PreferenceModule(L.LightningModule):
         return stats
 
     def _look_ahead(self, batch: PreferenceBatch) -> dict[str, Tensor]:
-        """What the objective sums over the rows that are looked at before the step, of all ranks."""
+        """The objective's sums over the rows scored before the step, over all ranks."""
         assert isinstance(self.objective, StepObjective)
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -216,7 +216,7 @@ class PreferenceModule(L.LightningModule):
                     *self._statistics(rows, self.reads & {"reference"}), rows
                 ).items():
                     sums[name] = sums[name] + value if name in sums else value
-        torch.clear_autocast_cache()  # what older releases cast in here would pass no gradient later
+        torch.clear_autocast_cache()  # in older releases, weights cast under no_grad would pass no gradient later
         return {name: self._over_ranks(value) for name, value in sums.items()}
 
     def _over_ranks(self, value: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ class PreferenceModule(L.LightningModule):
     ) -> None:
         """Steps, then logs the step's speed over all ranks, from its first micro-batch to its end.
 
-        Without waiting for a GPU: what of one step is still under way counts for the next.
+        Does not wait for a GPU: work of this step that is still under way counts for the next.
         """
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         seconds = time.perf_counter() - self._began

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
@@ -45,7 +45,7 @@ def make_callbacks(
     exporter: Exporter,
     account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """The validation at the end, signals, exact resume, checkpoint folders, and one form of progress.
+    """Callbacks for the validation at the end, signals, exact resume, checkpoint folders and progress.
 
     ``account`` is kept in the checkpoint folders: what a later session must agree with.
     """
@@ -71,13 +71,8 @@ class FullySharded(ModelParallelStrategy):
         super().setup_environment()
 
 
-def make_strategy(name: str) -> str | Strategy:
-    """Lightning's strategy; "fsdp" is FSDP2."""
-    return FullySharded() if name == "fsdp" else name
-
-
 class VisibleGPU(CUDAAccelerator):
-    """The one GPU that each process of a node sees (srun --gpus-per-task=1): number 0 to all of them."""
+    """The one GPU that each process of a node sees (srun --gpus-per-task=1): to each of them it is number 0."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
@@ -93,7 +88,7 @@ def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
 
 
 class SlurmTasks(SLURMEnvironment):
-    """The tasks of an srun, however many of them were asked for, and in whatever words.
+    """The tasks of an srun, whichever of its options asked for them.
 
     Lightning's own insists on --ntasks-per-node and resubmits a job itself, which is the user's decision here.
     """
@@ -120,14 +115,14 @@ def make_trainer(
 ) -> L.Trainer:
     """The Trainer of a run.
 
-    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` tells this process its place in
+    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` gives this process its place in
     the job, where Lightning would not find it.
     """
     return L.Trainer(
         accelerator=make_accelerator(settings),
         devices=int(settings.devices) if settings.devices.isdigit() else settings.devices,
         num_nodes=settings.num_nodes,
-        strategy=make_strategy(settings.strategy),
+        strategy=FullySharded() if settings.strategy == "fsdp" else settings.strategy,
         precision=settings.precision,  # type: ignore[arg-type]
         max_epochs=settings.max_epochs if settings.max_steps < 0 else -1,
         max_steps=settings.max_steps,

@@ -158,3 +158,10 @@ def test_steps_that_cannot_be_cut_are_refused() -> None:
 def test_no_training_pair_is_refused() -> None:
     with pytest.raises(UserError, match="no training pair"):
         make_data([], BatchPlan(8, 4))
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 3), (-2, 3), (0, -1), (-1, -1)])
+def test_a_run_needs_an_epoch_or_a_number_of_steps(epochs: int, steps: int) -> None:
+    with pytest.raises(UserError, match=rf"trainer\.max_epochs must be at least 1, or -1.*max_steps.*got {epochs}"):
+        TrainerSettings(max_epochs=epochs, max_steps=steps)
+    assert TrainerSettings(max_epochs=-1, max_steps=3).max_steps == 3

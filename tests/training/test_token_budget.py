@@ -146,9 +146,7 @@ class Copies(L.Callback):
     [(BatchPlan(8, tokens=40), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, tokens=32)),
      (BatchPlan(8, 2), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, 2))],
 )  # fmt: skip
-def test_a_run_goes_on_after_any_step_under_another_budget(
-    tmp_path: Path, before: BatchPlan, after: BatchPlan
-) -> None:
+def test_a_run_goes_on_after_any_step_under_another_budget(tmp_path: Path, before: BatchPlan, after: BatchPlan) -> None:
     module = make_module(6)
     expected = trained(module, make(module, before), tmp_path / "whole", Copies(tmp_path))
     for stop in (2, 3):  # mid-epoch, an epoch's last
