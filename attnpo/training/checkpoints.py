@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any
 
 import lightning as L
 import torch
@@ -28,7 +28,6 @@ from attnpo.training.metrics_file import METRICS, merge_metrics
 
 log = logging.getLogger(__name__)
 
-VALIDATED: Final = "attnpo_validated"  # in a state: whether it was saved after the validation of its step
 # Raised for a file that cannot be written: torch's writer raises RuntimeError, the export's an error of its own.
 DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -172,7 +171,7 @@ class BestCheckpoint(CheckpointFolder):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Notes in the state whether it has been validated."""
-        typed(checkpoint)[VALIDATED] = self._validated == trainer.global_step
+        typed(checkpoint)["attnpo_validated"] = self._validated == trainer.global_step
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
@@ -188,7 +187,7 @@ class BestCheckpoint(CheckpointFolder):
         self._check({*metrics, *saved.get("first", {})})
         best = read_account(self.folder).get(self.monitor)
         self.best = best if isinstance(best, int | float) else None
-        if contents.get(VALIDATED, False):
+        if contents.get("attnpo_validated", False):
             self._validated, self._resumed = contents["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

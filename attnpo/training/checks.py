@@ -1,15 +1,11 @@
 """Checks models before the first step (modes, number formats) and the weights of a checkpoint (names, shapes)."""
 
-from typing import Final
-
 import torch
 from torch import Tensor, nn
 
 from attnpo.models.loading import check_rotary
 from attnpo.schema import UserError
 from attnpo.training.continuation import Checkpoint
-
-TRAINED: Final = "trained"  # the key in a checkpoint under which names and shapes of its weights lie
 
 
 def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: bool) -> None:
@@ -57,7 +53,7 @@ def keep_trained(module: nn.Module, checkpoint: Checkpoint) -> None:
     frozen = frozen_names(module)
     for name in [name for name in state if not frozen.isdisjoint(_prefixes(name))]:
         del state[name]
-    checkpoint[TRAINED] = {name: list(value.shape) for name, value in state.items()}
+    checkpoint["trained"] = {name: list(value.shape) for name, value in state.items()}
 
 
 def check_saved(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -65,9 +61,9 @@ def check_saved(module: nn.Module, checkpoint: Checkpoint) -> None:
 
     Only names and shapes are compared, since a strategy may have taken the weights themselves out already.
     """
-    if TRAINED not in checkpoint:
+    if "trained" not in checkpoint:
         raise UserError("resume: the file does not name the weights it holds, so it is no state.ckpt of this program")
-    saved = checkpoint[TRAINED]
+    saved = checkpoint["trained"]
     shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]
     missing = [name for name in needed if name not in saved]
