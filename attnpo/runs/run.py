@@ -64,7 +64,7 @@ from attnpo.runs.resume import (
 )
 from attnpo.runs.settings import require_parts
 from attnpo.schema import Sampling
-from attnpo.training.fsdp import WholePolicy
+from attnpo.training.gather import WholePolicy
 from attnpo.training.loggers import check_tracker, open_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule, RowMaker, frozen

@@ -1,4 +1,4 @@
-"""When to validate and when to end, counted in optimiser steps; plain progress lines."""
+"""Decides when to validate and when training ends, counted in optimiser steps; logs plain progress lines."""
 
 import logging
 import sys
@@ -6,34 +6,37 @@ import time
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from attnpo.schema import PreferenceBatch
 from attnpo.training.nonfinite import check_validation, check_weights
+from attnpo.training.signals import step_ended
 
 log = logging.getLogger(__name__)
 
 
 class PlainProgress(L.Callback):
-    """One log line every ``every`` optimiser steps: for output that is a file, where a progress bar is noise.
+    """Eight log lines over the run: for output that is a file, where a progress bar is noise."""
 
-    Without ``every`` there are eight lines.
-    """
-
-    def __init__(self, every: int | None = None) -> None:
-        self.every = every
+    def __init__(self) -> None:
         self._start, self._first = 0.0, 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; starts the clock."""
+        """Starts the clock."""
         self._start, self._first = time.perf_counter(), trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
     ) -> None:
-        """Nothing; prints the line."""
+        """Logs the line when it is due."""
         step, total = trainer.global_step, int(trainer.estimated_stepping_batches)
-        every = max(1, total // 8 if self.every is None else self.every)
-        at_step = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-        if not at_step or (step % every and step != total):
+        every = max(1, total // 8)
+        if not step_ended(trainer, batch_idx) or (step % every and step != total):
             return
         pace = (time.perf_counter() - self._start) / max(1, step - self._first)
         loss = float(trainer.callback_metrics.get("train/loss", float("nan")))
@@ -41,32 +44,31 @@ class PlainProgress(L.Callback):
 
 
 class StepValidation(L.Callback):
-    """Validates behind every ``every``-th optimiser step, or behind the last one of every epoch.
+    """Validates after every ``every``-th optimiser step, or after the last one of every epoch.
 
     Lightning's own interval counts micro-batches, of which the short last step of an epoch has fewer: it would drift
-    and validate (and save) within a step. Callbacks that come later find the decision in ``trainer.val_check_batch``.
+    and validate (and save) within a step. Later callbacks read the decision from ``trainer.val_check_batch``.
     """
 
     def __init__(self, every: int | str) -> None:
         self.every = every
-        self._interval, self._before = sys.maxsize, 0
+        self._interval = sys.maxsize
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; no validation is due, so that Lightning does not look for one when it resumes."""
+        """Marks no validation as due, so that Lightning does not look for one when it resumes."""
         self._interval = self.every if isinstance(self.every, int) else _steps_per_epoch(trainer)
         trainer.val_check_batch = sys.maxsize
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Nothing; notes the step."""
-        self._before = trainer.global_step
-
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
     ) -> None:
-        """Nothing; makes this micro-batch one that Lightning validates behind, or not."""
-        due = trainer.global_step > self._before and trainer.global_step % self._interval == 0
+        """Makes this micro-batch one after which Lightning validates, or not."""
+        due = step_ended(trainer, batch_idx) and trainer.global_step % self._interval == 0
         trainer.val_check_batch = 1 if due else sys.maxsize
 
 
@@ -77,24 +79,23 @@ def _steps_per_epoch(trainer: L.Trainer) -> int:
 
 
 class FinalValidation(L.Callback):
-    """Validates behind the last optimiser step, wherever the validation interval falls, and ends training there.
+    """Validates after the last optimiser step, wherever the validation interval falls, and ends training there.
 
-    A run that ends there ends well only with finite weights and a finite validation, which are asked for before
-    anything of the last step is saved. A validation before training that is not finite ends the run at once.
-
-    ``total_steps`` ends it earlier than the trainer's own ``max_epochs`` or ``max_steps``.
+    Weights and validation are checked to be finite before anything of the last step is saved. A validation before
+    training that is not finite ends the run at once.
     """
 
-    def __init__(self, total_steps: int | None = None) -> None:
-        self.total_steps = total_steps
-
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
     ) -> None:
         """Asks Lightning to stop, which makes it validate first; ``UserError`` for weights that are not finite."""
-        limits = [limit for limit in (self.total_steps, trainer.max_steps) if limit is not None and limit >= 0]
-        over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
-        if over or any(trainer.global_step >= limit for limit in limits):
+        epochs_over = trainer.is_last_batch and trainer.current_epoch + 1 == trainer.max_epochs
+        if epochs_over or 0 <= trainer.max_steps <= trainer.global_step:
             check_weights(trainer)
             trainer.should_stop = True
 

@@ -1,11 +1,11 @@
-"""Checkpoint folders on disk: replaced as a whole, found again whatever moment a process was killed at."""
+"""Checkpoint folders on disk: replaced as a whole, so that a complete one is found whenever a process was killed."""
 
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from attnpo.files import to_disk
 
@@ -13,12 +13,20 @@ STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
 
 
+class Account(TypedDict, total=False):
+    """What ``checkpoint.json`` holds: the step, the run's settings and contents, and the value of the monitor."""
+
+    step: int
+    config: dict[str, object]
+    contents: dict[str, object]
+
+
 def _beside(folder: Path, mark: str) -> Path:
     return folder.with_name(f"{folder.name}.{mark}")
 
 
 def whole(folder: Path) -> Path:
-    """Where the newest whole contents of ``folder`` lie; ``folder`` itself unless a replacement was cut short.
+    """The folder that holds the newest complete contents of ``folder``: itself unless a replacement was cut short.
 
     The old folder is moved aside only when the new one is complete, so a missing folder beside an old one means that
     the new one is whole.
@@ -54,29 +62,29 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 
 def tidy(folder: Path) -> None:
-    """Nothing; finishes a replacement that was cut short between its two renames, removes what others have left."""
-    found = whole(folder)
-    if found != folder:
-        found.rename(folder)
+    """Finishes a replacement that was cut short between its two renames; removes what others have left."""
+    newest_whole = whole(folder)
+    if newest_whole != folder:
+        newest_whole.rename(folder)
     for mark in ("new", "old"):
         shutil.rmtree(_beside(folder, mark), ignore_errors=True)
 
 
 def remove(folder: Path) -> None:
-    """Nothing; removes ``folder`` and what replacements of it have left."""
+    """Removes ``folder`` and what replacements of it have left."""
     tidy(folder)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_account(folder: Path, account: Mapping[str, Any]) -> None:
-    """Nothing; writes what a checkpoint folder holds to its ``checkpoint.json``."""
+def write_account(folder: Path, account: Mapping[str, object]) -> None:
+    """Writes what a checkpoint folder holds to its ``checkpoint.json``."""
     (folder / ACCOUNT).write_text(json.dumps(dict(account), indent=1) + "\n", encoding="utf-8")
 
 
-def read_account(folder: Path) -> dict[str, Any]:
-    """What the checkpoint folder says it holds; empty where it says nothing."""
+def read_account(folder: Path) -> Account:
+    """What the checkpoint folder says it holds; empty where it has no ``checkpoint.json`` that can be read."""
     try:
-        account: Any = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
+        account: Account = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return account if isinstance(account, dict) else {}
@@ -84,6 +92,6 @@ def read_account(folder: Path) -> dict[str, Any]:
 
 def newest(place: Path, names: Iterable[str]) -> tuple[int, Path] | None:
     """Optimiser step and folder of the newest checkpoint in ``place``, the first of equals; None without any."""
-    found = [(read_account(place / name).get("step"), place / name) for name in names]
-    steps = [(int(step), folder) for step, folder in found if step is not None]
-    return max(steps, key=lambda each: each[0], default=None)
+    steps = [(read_account(place / name).get("step"), place / name) for name in names]
+    known = [(int(step), folder) for step, folder in steps if step is not None]
+    return max(known, key=lambda each: each[0], default=None)

@@ -1,4 +1,4 @@
-"""``best/`` and ``last/``: what is saved when, each replaced as a whole, always between two optimiser steps."""
+"""Saves ``best/`` and ``last/``: each replaced as a whole, always between two optimiser steps."""
 
 import hashlib
 import logging
@@ -13,21 +13,22 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from safetensors import SafetensorError
+from torch import Tensor
 
 from attnpo.files import seal
-from attnpo.schema import UserError
+from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, write_account
 from attnpo.training.export import Exporter
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
-from attnpo.training.resume_state import KEY
-from attnpo.training.signals import validation_follows
+from attnpo.training.resume_state import KEY, typed
+from attnpo.training.signals import step_ended, validation_follows
 
 log = logging.getLogger(__name__)
 
-VALIDATED = "attnpo_validated"  # in a state: whether it was saved behind the validation of its step
-# How a file that cannot be written shows: torch's writer raises RuntimeError, the export's an error of its own.
+# Raised for a file that cannot be written: torch's writer raises RuntimeError, the export's an error of its own.
 DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
@@ -40,7 +41,7 @@ class StraightIO(TorchCheckpointIO):
 
     digest: str | None = None
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Writes the file."""
         with Path(path).open("wb") as file:
             stream: Any = HashedStream(file)
@@ -51,8 +52,7 @@ class StraightIO(TorchCheckpointIO):
 class HashedStream:
     """A file that is written from its beginning to its end, with the sha256 of what went into it.
 
-    It can do no more than ``torch.save`` asks for: without ``seek``, a writer that goes back fails rather than spoil
-    the digest.
+    It has the methods ``torch.save`` calls and no ``seek``: a writer that goes back fails rather than spoil the digest.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -75,7 +75,7 @@ class CheckpointFolder(L.Callback):
     digests. ``account`` (plain data) is kept in ``checkpoint.json`` beside the step.
     """
 
-    def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, object] | None = None) -> None:
         self.folder, self.exporter, self.account = folder, exporter, dict(account or {})
 
     @property
@@ -88,15 +88,15 @@ class CheckpointFolder(L.Callback):
         trainer: L.Trainer,
         *,
         export: bool,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Tensor | float] | None = None,
         state: Path | None = None,
-        **facts: Any,
+        **facts: float,
     ) -> None:
-        """Nothing; replaces the folder (a collective: every rank must call it).
+        """Replaces the folder (a collective: every rank must call it).
 
         ``metrics`` (by default what is logged) go into the export's model card; ``state`` is a file that holds the
-        state already, to be copied. Only the first rank writes; where it
-        fails, the others wait for it in a collective until the launcher ends them or the connection to it is lost.
+        state already, to be copied; ``facts`` go into ``checkpoint.json``. Only the first rank writes; where it fails,
+        the others wait for it in a collective until the launcher ends them or the connection to it is lost.
 
         Raises:
             UserError: the weights are not finite, or (first rank) the folder cannot be written; it holds what it held
@@ -118,9 +118,9 @@ class CheckpointFolder(L.Callback):
         self,
         trainer: L.Trainer,
         export: bool,
-        metrics: Mapping[str, Any],
+        metrics: Mapping[str, Tensor | float],
         state: Path | None,
-        facts: Mapping[str, Any],
+        facts: Mapping[str, float],
     ) -> None:
         module: Any = trainer.lightning_module
         with ExitStack() as stack:
@@ -149,8 +149,8 @@ class CheckpointFolder(L.Callback):
 class BestCheckpoint(CheckpointFolder):
     """Keeps the policy with the lowest (or highest) value of ``monitor``, exported with each improvement.
 
-    A resumed run goes on from the value that lies in the folder, so a worse policy never takes its place. A run that
-    ended behind a validation, with the state to go on from saved and this folder not, makes up for it when resumed.
+    A resumed run goes on from the value in the folder, so a worse policy never takes its place. A run that ended after
+    a validation, with the state to go on from saved and this folder not, saves it when resumed.
     """
 
     def __init__(
@@ -159,55 +159,61 @@ class BestCheckpoint(CheckpointFolder):
         exporter: Exporter,
         monitor: str = "val/loss",
         mode: str = "min",
-        account: Mapping[str, Any] | None = None,
+        account: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(folder, exporter, account)
         self.monitor, self.mode = monitor, mode
         self.best: float | None = None
         self._validated = -1  # the step that was validated last
-        self._owed: dict[str, float] = {}  # metrics of a resumed state's validation, until they are compared
+        self._resumed: dict[str, float] = {}  # metrics of a resumed state's validation, until they are compared
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Nothing; notes in the state whether it has been validated."""
-        checkpoint[VALIDATED] = self._validated == trainer.global_step
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Notes in the state whether it has been validated."""
+        typed(checkpoint)["attnpo_validated"] = self._validated == trainer.global_step
 
-    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Nothing; takes up the folder's value and the metrics of the state.
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Takes up the folder's value and the metrics of the state.
 
         Raises:
             UserError: the state's run never logged the monitor.
         """
-        saved = checkpoint.get(KEY, {})
+        contents = typed(checkpoint)
+        saved = contents.get(KEY, {})
         metrics = saved.get("metrics", {})
         self._check({*metrics, *saved.get("first", {})})
-        self.best = read_account(self.folder).get(self.monitor)
-        if checkpoint.get(VALIDATED, False):
-            self._validated, self._owed = checkpoint["global_step"], dict(metrics)
+        best = read_account(self.folder).get(self.monitor)
+        self.best = best if isinstance(best, int | float) else None
+        if contents.get("attnpo_validated", False):
+            self._validated, self._resumed = contents["global_step"], dict(metrics)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; saves a resumed state that is the best so far and was not saved as such."""
-        owed, self._owed = self._owed, {}
-        if self.monitor in owed and trainer.ckpt_path is not None:
+        """Saves a resumed state that is the best so far and was not saved as such."""
+        metrics, self._resumed = self._resumed, {}
+        if self.monitor in metrics and trainer.ckpt_path is not None:
             # A copy: counters and random states are not in their places before the first step.
-            self._compare(trainer, owed, Path(trainer.ckpt_path))
+            self._compare(trainer, metrics, Path(trainer.ckpt_path))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; does the same where no step was left, so that training never started.
+        """Saves it where no step was left, so that training never started.
 
         Shards cannot be gathered any more at this moment; a warning says so.
         """
-        if self._owed and getattr(pl_module, "sharded", False):
+        if self._resumed and getattr(pl_module, "sharded", False):
             log.warning("no step is left to train: %s is not compared with the last step's policy", self.folder)
-            self._owed = {}
+            self._resumed = {}
         self.on_train_start(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; notes the step."""
+        """Notes the step."""
         if trainer.state.fn == "fit":
             self._validated = trainer.global_step
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; saves where the monitored value is the best so far.
+        """Saves the policy where the monitored value is the best so far.
 
         Raises:
             UserError: the monitor was never logged; known from the validation before training on.
@@ -219,18 +225,17 @@ class BestCheckpoint(CheckpointFolder):
             raise UserError(self._unknown(trainer.callback_metrics))
         self._compare(trainer, trainer.callback_metrics)
 
-    def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Any], state: Path | None = None) -> None:
+    def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Tensor | float], state: Path | None = None) -> None:
         value = float(metrics[self.monitor])
         if trainer.strategy.reduce_boolean_decision(self._better(value)):
             self.save(trainer, export=True, metrics=metrics, state=state, **{self.monitor: value})
             self.best = value
 
     def _check(self, names: Iterable[str]) -> None:
-        """Nothing; refuses the monitor if ``names`` are of a validation without it. Training's come with its steps."""
-        found = set(names)
-        validated = any(name.startswith("val/") for name in found)
-        if validated and self.monitor not in found and not self.monitor.startswith("train/"):
-            raise UserError(self._unknown(found))
+        """Refuses the monitor if ``names`` are of a validation that did not log it."""
+        logged = set(names)
+        if self.monitor not in logged and any(name.startswith("val/") for name in logged):
+            raise UserError(self._unknown(logged))
 
     def _unknown(self, names: Iterable[str]) -> str:
         listed = ", ".join(sorted(name for name in names if name.startswith("val/")))
@@ -256,49 +261,47 @@ class LastCheckpoint(CheckpointFolder):
         folder: Path,
         exporter: Exporter,
         every: int | None = None,
-        account: Mapping[str, Any] | None = None,
+        account: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(folder, exporter, account)
         self.every = every
-        self._step = 0
-        self._whole = -1  # the step that was saved with its export
+        self._exported = -1  # the step that was saved with its export
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; UserError when the disk cannot hold the checkpoints."""
+        """Raises UserError when the disk cannot hold the checkpoints."""
         check_space(self.folder, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Nothing; notes the step."""
-        self._step = trainer.global_step
-
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
     ) -> None:
-        """Nothing; saves behind every ``every``-th optimiser step, unless a later hook of this step saves anyway."""
+        """Saves after every ``every``-th optimiser step, unless a later hook of this step saves anyway."""
         step = trainer.global_step
-        if self.every is None or step == self._step or step % self.every:
+        if self.every is None or not step_ended(trainer, batch_idx) or step % self.every:
             return
         if not trainer.should_stop and not validation_follows(trainer):
             log_row(trainer)
             self.save(trainer, export=False)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; saves, with the export when training ends here."""
+        """Saves, with the export when training ends here."""
         if trainer.state.fn == "fit":
             self.save(trainer, export=trainer.should_stop)
-            self._whole = trainer.global_step if trainer.should_stop else -1
+            self._exported = trainer.global_step if trainer.should_stop else -1
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; saves with the export, unless the last validation did."""
-        if self._whole != trainer.global_step:
+        """Saves with the export, unless the last validation did."""
+        if self._exported != trainer.global_step:
             self.save(trainer, export=True)
-            self._whole = trainer.global_step
+            self._exported = trainer.global_step
 
 
 def unsaved(folder: Path, step: int, problem: Exception) -> str:
-    """What to tell the user when ``folder`` could not be saved behind ``step``, in one line."""
+    """What to tell the user when ``folder`` could not be saved after ``step``, in one line."""
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     place = next(path for path in folder.parents if path.is_dir())
     free = shutil.disk_usage(place).free
@@ -312,9 +315,9 @@ def unsaved(folder: Path, step: int, problem: Exception) -> str:
 
 
 def log_row(trainer: L.Trainer) -> None:
-    """Nothing; puts the row of the step that just ended into the CSV file.
+    """Puts the row of the step that just ended into the CSV file.
 
-    Lightning does so only behind the hook that saves, so a run killed in between would lack the row. What the module
+    Lightning does so only after the hook that saves, so a run killed in between would lack the row. What the module
     measures at a step's very end (its speed) is that of the step before until Lightning's own row replaces it.
     """
     step = trainer.global_step
@@ -327,7 +330,7 @@ def log_row(trainer: L.Trainer) -> None:
 
 
 def flush_metrics(trainer: L.Trainer, folder: Path) -> None:
-    """Nothing; brings the run's ``metrics.csv`` up to the step that is about to be saved."""
+    """Brings the run's ``metrics.csv`` up to the step that is about to be saved."""
     if folder.is_dir():
         for logger in trainer.loggers:
             logger.save()
@@ -335,10 +338,10 @@ def flush_metrics(trainer: L.Trainer, folder: Path) -> None:
 
 
 def check_space(folder: Path, module: L.LightningModule) -> None:
-    """Nothing; raises UserError when the disk has no room for ``best/`` and ``last/``, one of them twice.
+    """Raises UserError when the disk has no room for ``best/`` and ``last/``, one of them twice.
 
-    Both hold the trained weights, two moments for each, and an export; a folder is complete before its predecessor
-    goes.
+    Both hold the trained weights, two moments for each, and an export; a folder is complete before the old one is
+    removed.
     """
     sizes = [(value.numel() * value.element_size(), value.requires_grad) for value in module.parameters()]
     one = 3 * sum(size for size, trained in sizes if trained) + sum(size for size, _ in sizes)

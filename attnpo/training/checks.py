@@ -1,21 +1,17 @@
-"""What must hold before the first step, and which weights a checkpoint holds: modes, number formats, names, shapes."""
-
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+"""Checks models before the first step (modes, number formats) and the weights of a checkpoint (names, shapes)."""
 
 import torch
 from torch import Tensor, nn
 
 from attnpo.models.loading import check_rotary
 from attnpo.schema import UserError
-
-TRAINED = "trained"  # the key in a checkpoint under which names and shapes of its weights lie
+from attnpo.training.resume_state import Checkpoint
 
 
 def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: bool) -> None:
-    """Nothing; raises ``UserError`` unless policy and reference are as training needs them.
+    """Raises ``UserError`` unless policy and reference are as training needs them.
 
-    Asked once the strategy has moved and converted them: every module of the policy in train mode, the reference in
+    Called once the strategy has moved and converted them: every module of the policy in train mode, the reference in
     eval mode and without gradients, rotary frequencies in full precision, trained weights in float32. ``rounding``
     says that the optimiser rounds stochastically, so that trained weights may be shorter.
     """
@@ -48,32 +44,34 @@ def frozen_names(module: nn.Module) -> set[str]:
     return {name for name, value in module.named_parameters(remove_duplicate=False) if not value.requires_grad}
 
 
-def keep_trained(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Nothing; leaves out of ``checkpoint["state_dict"]`` what is not trained, and notes what is left.
+def keep_trained(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Removes from ``checkpoint["state_dict"]`` what is not trained, and notes names and shapes of what is left.
 
     What a frozen parameter's module stores beside it (the scales of a quantised weight: ``name.*``) goes with it.
     """
-    state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
+    state = checkpoint["state_dict"]
     frozen = frozen_names(module)
     for name in [name for name in state if not frozen.isdisjoint(_prefixes(name))]:
         del state[name]
-    checkpoint[TRAINED] = {name: list(value.shape) for name, value in state.items()}
+    checkpoint["trained"] = {name: list(value.shape) for name, value in state.items()}
 
 
-def check_saved(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Nothing; raises ``UserError`` unless the checkpoint has every trained weight of ``module`` and no foreign one.
+def check_saved(module: nn.Module, checkpoint: Checkpoint) -> None:
+    """Raises ``UserError`` unless the checkpoint has every trained weight of ``module`` and none that it lacks.
 
     Only names and shapes are compared, since a strategy may have taken the weights themselves out already.
     """
-    if TRAINED not in checkpoint:
+    if "trained" not in checkpoint:
         raise UserError("resume: the file does not name the weights it holds, so it is no state.ckpt of this program")
-    saved: Mapping[str, Sequence[int]] = checkpoint[TRAINED]
-    own = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    saved = checkpoint["trained"]
+    shapes = {name: list(value.shape) for name, value in module.state_dict().items() if isinstance(value, Tensor)}
     needed = [name for name, value in module.named_parameters(remove_duplicate=False) if value.requires_grad]
     missing = [name for name in needed if name not in saved]
-    unexpected = [name for name in saved if name not in own]
+    unexpected = [name for name in saved if name not in shapes]
     other = [
-        f"{name} {list(saved[name])}, here {own[name]}" for name in own if list(saved.get(name, own[name])) != own[name]
+        f"{name} {list(saved[name])}, here {shape}"
+        for name, shape in shapes.items()
+        if list(saved.get(name, shape)) != shape
     ]
     problems = [
         f"{len(names)} {what} (first: {names[0]})"

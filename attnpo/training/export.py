@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import has_adapters, merged_state
 from attnpo.models.older_readers import open_to_readers
-from attnpo.schema import UserError
-from attnpo.training.model_card import model_card
+from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ CARD = "README.md"
 def full_state(model: torch.nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """The state dict with sharded tensors gathered one by one (a collective: every rank must call it), on the CPU.
 
-    With ``keep`` false each tensor is let go as it comes and the dict is empty: for ranks that only take part.
+    With ``keep`` false each tensor is dropped once gathered and the dict is empty: for ranks that only take part.
     """
     state = {}
     for name, value in model.state_dict().items():
@@ -48,7 +47,7 @@ def policy_state(model: PreTrainedModel, *, keep: bool = True) -> dict[str, Tens
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the same class and config without adapters, shards or values, for its ``save_pretrained``."""
+    """A model of the same class and config without adapters, shards or values: its ``save_pretrained`` is called."""
     config = copy.deepcopy(model.config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # what is saved are the dequantised, merged weights
@@ -73,49 +72,45 @@ def generation_config(
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     special.discard(tokenizer.bos_token_id)
-    own = {tokenizer.eos_token_id, *end_ids} - {None}
-    ends = sorted({index for index in given if index in special} | own)
+    turn_ends = {tokenizer.eos_token_id, *end_ids} - {None}
+    ends = sorted({index for index in given if index in special} | turn_ends)
     ids = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": ends[0] if len(ends) == 1 else (ends or None),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    made: GenerationConfig = copy.deepcopy(base)
-    made.update(**ids)  # type: ignore[no-untyped-call]
+    config: GenerationConfig = copy.deepcopy(base)
+    config.update(**ids)  # type: ignore[no-untyped-call]
     try:
-        made.validate(strict=True)
+        config.validate(strict=True)
     except ValueError as problem:
         reason = " ".join(str(problem).split())
         log.warning("the base's generation settings are not valid and are left out of the export: %s", reason)
-        made = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
-    return made
+        config = GenerationConfig(**ids)  # type: ignore[no-untyped-call]
+    return config
 
 
 @dataclass(frozen=True)
 class Exporter:
-    """What goes into a Hugging Face folder beside the weights.
+    """Writes a policy as a Hugging Face folder.
 
     Args:
         tokenizer: with the chat template in use.
         chat_template: written in place of the tokenizer's, which stays; None writes that.
         notes: what the model card tells about using the folder.
         end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
-        dtype: number format of the exported weights (float32, bfloat16, ...); None leaves them as they are trained.
-        facts: what the model card tells (``runs/report.py`` gathers it); None writes no card.
+        dtype: number format of the exported weights, a name in DTYPES; None leaves them as they are trained.
+        facts: what the model card tells (``card.Facts``); None writes no card.
         max_shard_size: size from which the weights are cut into several files.
     """
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...] = ()
     dtype: str | None = None
-    facts: Mapping[str, Any] | None = None
+    facts: Mapping[str, object] | None = None
     max_shard_size: str = "5GB"
     chat_template: str | None = None
     notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise UserError(f"callbacks.export_dtype must be null or one of {', '.join(DTYPES)}, got {self.dtype!r}")
 
     def export(
         self,
@@ -126,7 +121,7 @@ class Exporter:
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
     ) -> None:
-        """Nothing; writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
+        """Writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
 
         ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and ``step`` (optimiser steps
         so far) go into the card.
@@ -138,18 +133,19 @@ class Exporter:
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
         empty = shell(model, dtype)
         empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
-        empty.save_pretrained(folder, state_dict=cast(state, empty, dtype), max_shard_size=self.max_shard_size)
+        empty.save_pretrained(folder, state_dict=in_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
         open_to_readers(folder)
         if self.facts is not None:
             name = str(dtype).removeprefix("torch.")
-            card = model_card(self.facts, metrics or {}, step=step, dtype=name, notes=self.notes)
+            facts = cast(Facts, self.facts)  # plain data of a run's inputs
+            card = model_card(facts, metrics or {}, step=step, dtype=name, notes=self.notes)
             (folder / CARD).write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
 
     def _save_tokenizer(self, folder: Path) -> None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is not None:  # it remembers, and would save, what its last caller asked for
+        if backend is not None:  # it would save the truncation and padding that its last caller set
             backend.no_truncation()
             backend.no_padding()
         saved = copy.copy(self.tokenizer)
@@ -158,19 +154,19 @@ class Exporter:
         saved.save_pretrained(folder)
 
 
-def cast(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+def in_dtype(state: Mapping[str, Tensor], empty: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """``state`` with the parameters of ``empty`` in ``dtype``; buffers (rotary frequencies) keep theirs.
 
     Weights that are tied there become one tensor, of which ``save_pretrained`` writes one copy.
     """
     parameters = dict(empty.named_parameters(remove_duplicate=False))
     first: dict[int, str] = {}
-    out: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, value in state.items():
         if name not in parameters or not value.is_floating_point():
-            out[name] = value
+            converted[name] = value
             continue
         twin = first.setdefault(id(parameters[name]), name)
         tied = twin != name and torch.equal(state[twin], value)
-        out[name] = out[twin] if tied else value.to(dtype)
-    return out
+        converted[name] = converted[twin] if tied else value.to(dtype)
+    return converted

@@ -1,4 +1,4 @@
-"""The loggers of a run and their end: the CSV file that is always there, Weights & Biases on request.
+"""Opens and closes the loggers of a run: the CSV file that is always there, Weights & Biases on request.
 
 W&B runs are kept apart from anything else in the process, silent (the log names them), and count optimiser steps: the
 step of a row is the number of updates the policy has seen, for training and validation alike.
@@ -17,6 +17,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
+from attnpo.files import write_whole
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import LOGS
 from attnpo.training.settings import LoggerSettings, WandbSettings
@@ -32,10 +33,10 @@ class TrackedRun(WandbLogger):
     """A W&B run that starts with its first row and keeps its id in ``logs/wandb.json``, to be continued from there.
 
     The id lives as long as the CSV logs: a run that starts anew in the same folder removes both. In W&B's online mode
-    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) keeps its say.
+    the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) takes precedence.
     """
 
-    def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Any], job: str = "train") -> None:
+    def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, object], job: str = "train") -> None:
         check_tracker(LoggerSettings(settings))
         super().__init__(project=settings.project, name=settings.name or folder.name, save_dir=folder)
         self.settings, self.folder, self.job = settings, folder, job
@@ -46,22 +47,22 @@ class TrackedRun(WandbLogger):
     def experiment(self) -> Any:
         """The W&B run, started on the first call. Raises UserError when W&B refuses to start it."""
         if self._experiment is None:
-            self._experiment = self._start()
+            self._start()
         return self._experiment
 
-    def _start(self) -> Any:
+    def _start(self) -> None:
         import wandb
 
-        chosen = self.settings
-        mode: Any = "offline" if chosen.mode == "offline" else os.environ.get("WANDB_MODE")
+        settings = self.settings
+        mode: Any = "offline" if settings.mode == "offline" else os.environ.get("WANDB_MODE")
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             run = wandb.init(
-                project=chosen.project,
+                project=settings.project,
                 name=self._name,
-                group=chosen.group,
+                group=settings.group,
                 job_type=self.job,
-                tags=list(chosen.tags),
+                tags=list(settings.tags),
                 dir=str(self.folder),
                 id=kept_id(self.folder),
                 resume="allow",
@@ -77,37 +78,35 @@ class TrackedRun(WandbLogger):
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         place = f"offline, {Path(run.dir).parent}; upload with wandb sync" if run.offline else run.url
-        log.info("W&B run %s of project %s: %s", run.id, chosen.project, place)
-        return run
+        log.info("W&B run %s of project %s: %s", run.id, settings.project, place)
+        self._experiment = run
 
     @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Nothing; logs a row (numbers or media) under its optimiser step."""
+    def log_metrics(self, metrics: Mapping[str, object], step: int | None = None) -> None:
+        """Logs a row (numbers or media) under its optimiser step."""
         row = dict(metrics) if step is None else {**metrics, STEP: step}
         self.experiment.log(row, step=step)
 
     def close(self, status: str) -> None:
-        """Nothing; ends the run, if it has started, with the exit code of ``status``."""
+        """Ends the run, if it has started, with the exit code of ``status``."""
         if self._experiment is not None:
             self._experiment.finish(exit_code=EXIT_CODES.get(status, 1))
 
 
 def kept_id(folder: Path) -> str:
-    """The id of the folder's W&B run; made and written down when there is none (or none that can be read)."""
+    """The id of the folder's W&B run; a new one is written where there is none that can be read."""
     path = folder / LOGS / RUN_ID
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError):
-        made = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+        new_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
-    part.replace(path)
-    return made
+    write_whole(path, json.dumps({"id": new_id}) + "\n")
+    return new_id
 
 
 def check_tracker(settings: LoggerSettings) -> None:
-    """Nothing; UserError when a W&B run is asked for and the package is not there. Call it before the long work."""
+    """Raises UserError when a W&B run is asked for without the package wandb. Call it before the long work."""
     if settings.wandb is None:
         return
     try:
@@ -119,7 +118,7 @@ def check_tracker(settings: LoggerSettings) -> None:
         ) from problem
 
 
-def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> list[Logger]:
+def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> list[Logger]:
     """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases.
 
     ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
@@ -137,7 +136,7 @@ def trackers(loggers: Sequence[Logger]) -> list[TrackedRun]:
 
 
 def close_loggers(loggers: Sequence[Logger], status: str) -> None:
-    """Nothing; ends the loggers' runs ("success", "failed" or "interrupted"), W&B's also if another's end fails."""
+    """Ends the loggers' runs ("success", "failed" or "interrupted"), W&B's also if another's end fails."""
     try:
         for logger in loggers:
             logger.finalize(status)
@@ -147,8 +146,8 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 
 @contextmanager
-def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Any]) -> Iterator[list[Logger]]:
-    """``make_loggers`` for the length of a block; closed with what became of it, also when it is interrupted.
+def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> Iterator[list[Logger]]:
+    """``make_loggers`` for the length of a block; closed with the status it ended with, also when interrupted.
 
     Lightning turns Ctrl-C within training into SystemExit, so both count as interrupted.
     """

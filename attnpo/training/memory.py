@@ -1,6 +1,5 @@
 """The memory a run needs on each device, from a model's config alone, before any weight is loaded.
 
-Owns the arithmetic. Parameters are counted on the real module tree, built without memory (a second for 8B).
 Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
 saves for Llama in torch 2.13; other blocks get the same formula as an approximation. Not in it: the CUDA context and
 fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
@@ -8,16 +7,13 @@ fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device fr
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch import nn
 from transformers import PretrainedConfig
-from transformers.pytorch_utils import Conv1D
 
-from attnpo.models.backbone import layer_stack
-from attnpo.models.described import backbone_of, on_meta, widest
+from attnpo.models.described import on_meta
 from attnpo.models.loading import DTYPES
-from attnpo.models.spec import ALL_LINEAR, LoraSpec, ModelSpec
+from attnpo.models.spec import LoraSpec, ModelSpec
+from attnpo.training.model_shape import Shape, adapters_of, parameters_of
 from attnpo.training.optimizer import Optimizer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -105,80 +101,27 @@ class MemoryEstimate:
         return [*lines, f"  does not fit: the device has {capacity / GIB:.1f} GiB, of which {kept}; {advice}"]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the arithmetic reads off a model: parameter counts and widths.
+def saved_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Bytes per token that one block keeps for its backward.
 
-    ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
-    matrices (what autocast copies), ``linear`` those of the blocks' linear layers (what 4 bits can hold), ``largest``
-    those of the largest tensor, ``adapters`` those LoRA would add.
+    ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
+    float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own.
     """
+    measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
+    norms = measured.get((compute, stream), 6 * stream) * shape.hidden  # float64: twice those of float32
+    attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
+    return norms + 2 * FP32 + attention + compute * 4 * shape.inner
 
-    parameters: int
-    blocks: int
-    block: int
-    cast: int
-    linear: int
-    largest: int
-    adapters: int
-    layers: int
-    hidden: int
-    inner: int
-    queries: int
-    keys: int
-    heads: int
-    vocab: int
 
-    @classmethod
-    def of(cls, config: PretrainedConfig, lora: LoraSpec | None = None) -> "Shape":
-        """The shape of the causal LM that ``config`` describes; layers that differ count as the widest of them.
-
-        Raises UserError when it describes none.
-        """
-        model = on_meta(config)
-        stack = layer_stack(backbone_of(model))
-        text = config.get_text_config()
-        hidden = widest(text, "hidden_size") or 1
-        heads = widest(text, "num_attention_heads") or 1
-        width = widest(text, "head_dim") or hidden // heads
-        inner = widest(text, "intermediate_size") or 4 * hidden
-        return cls(
-            parameters=_count(model),
-            blocks=_count(stack),
-            block=max(_count(block) for block in stack),
-            cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
-            linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
-            largest=max(parameter.numel() for parameter in model.parameters()),
-            adapters=0 if lora is None else _adapters(model, lora),
-            layers=len(stack),
-            hidden=hidden,
-            inner=inner * (widest(text, "num_experts_per_tok") or 1),
-            queries=heads * width,
-            keys=(widest(text, "num_key_value_heads") or heads) * width,
-            heads=heads,
-            vocab=widest(text, "vocab_size") or 1,
-        )
-
-    def saved(self, compute: int, stream: int) -> int:
-        """Bytes per token that one block keeps for its backward.
-
-        ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
-        float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own.
-        """
-        measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
-        norms = measured.get((compute, stream), 6 * stream) * self.hidden  # float64: twice those of float32
-        attention = compute * (2 * self.queries + 2 * self.keys) + FP32 * self.heads
-        return norms + 2 * FP32 + attention + compute * 4 * self.inner
-
-    def working(self, compute: int, stream: int) -> int:
-        """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
-        return 3 * compute * self.inner + (2 * stream + compute) * self.hidden
+def working_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
+    return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
 
 
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
     """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
     model = on_meta(config)
-    return _count(model), 0 if lora is None else _adapters(model, lora)
+    return parameters_of(model), 0 if lora is None else adapters_of(model, lora)
 
 
 def estimate_training(
@@ -355,7 +298,7 @@ def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[Me
 def _step_rows(step: _Step) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
-    each = shape.saved(step.compute, step.stream)
+    each = saved_per_token(shape, step.compute, step.stream)
     outside = (2 * step.stream if step.stream == FP32 else 3 * step.stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
     flowing = step.compute * shape.inner + 2 * step.stream * shape.hidden
@@ -404,24 +347,9 @@ def _forward(step: _Step, tokens: int) -> int:
     """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
-    return tokens * shape.working(step.compute, step.stream) + copy
+    return tokens * working_per_token(shape, step.compute, step.stream) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:
     """One chunk, in float32 and in a shorter format."""
     return chunk * shape.vocab * (FP32 + (compute if compute < FP32 else 0))
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _adapters(model: Any, lora: LoraSpec) -> int:
-    """Parameters that LoRA adds: rank x (inputs + outputs) of every linear layer it names, the head never."""
-    head: object = model.get_output_embeddings()
-    total = 0
-    for name, part in model.named_modules():
-        named = lora.target_modules == ALL_LINEAR or any(f".{name}".endswith(f".{end}") for end in lora.target_modules)
-        if isinstance(part, nn.Linear | Conv1D) and part is not head and named:
-            total += lora.rank * sum(part.weight.shape)
-    return total

@@ -23,7 +23,7 @@ class PairMeans(torchmetrics.Metric):
         self.add_state("pairs", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, values: Mapping[str, Float[Tensor, "pairs"]]) -> None:
-        """Nothing; adds one micro-batch. The first call fixes the names."""
+        """Adds one micro-batch. The first call fixes the names."""
         for name in values:
             if name not in self.names:
                 self.names.append(name)
@@ -65,8 +65,8 @@ def pair_values(
         "logps/rejected": rejected,
     }
     for name, value in output.extras.items():
-        own = name.startswith("losses/")  # parts of the loss, which a void pair has no part in
-        values[name if own else f"rewards/{name}"] = value * batch.pair_weight if own else value
+        loss_part = name.startswith("losses/")  # void pairs do not count in it
+        values[name if loss_part else f"rewards/{name}"] = value * batch.pair_weight if loss_part else value
     weights = torch.where(rows.response_mask, rows.token_weights["reward"], 0.0)
     mass = weights.sum(-1)
     square = weights.square().sum(-1)

@@ -5,9 +5,12 @@ whole, so that no row is lost with a process.
 """
 
 import csv
+import io
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+
+from attnpo.files import write_whole
 
 METRICS = "metrics.csv"
 LOGS = "logs"
@@ -33,7 +36,7 @@ def merge_metrics(folder: Path) -> list[Row]:
 
 
 def cut_metrics(folder: Path, step: int) -> None:
-    """Nothing; leaves in ``metrics.csv`` what a run resumed behind ``step`` optimiser steps has already behind it.
+    """Leaves in ``metrics.csv`` the rows that a run resumed after ``step`` optimiser steps does not write again.
 
     Rows are numbered by the updates the policy has seen: training rows below ``step`` stay, validation rows up to it.
     """
@@ -48,7 +51,7 @@ def cut_metrics(folder: Path, step: int) -> None:
 
 
 def take_metrics(folder: Path, rows: Path) -> None:
-    """Puts the file ``rows``, which was kept with a checkpoint, in the place of all that the run has logged."""
+    """Replaces all that the run has logged by the file ``rows``, which was kept with a checkpoint."""
     for session in _sessions(folder):
         shutil.rmtree(session)
     shutil.copyfile(rows, folder / METRICS)
@@ -70,10 +73,9 @@ def _merged(folder: Path) -> list[Row]:
 def _write(folder: Path, rows: Iterable[Row]) -> list[Row]:
     rows = list(rows)
     names = sorted({name for row in rows for name in row} - {"step", "epoch"})
-    part = folder / f"{METRICS}.part"
-    with part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["step", "epoch", *names])
-        writer.writeheader()
-        writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
-    part.replace(folder / METRICS)
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, ["step", "epoch", *names])
+    writer.writeheader()
+    writer.writerows({**row, "step": int(row["step"]), "epoch": int(row["epoch"])} for row in rows)
+    write_whole(folder / METRICS, table.getvalue())
     return rows

@@ -1,18 +1,62 @@
-"""The model card of an exported policy: Markdown with the Hub's metadata, made of plain facts and nothing else.
-
-Facts (``runs/report.py`` gathers them; a part that is missing is left out of the card):
-``base``: name, path, hub (an id, or None), revision, fingerprint (name -> digest);
-``data``: name, path, hub, revision, subset, splits (split -> read, kept, dropped and noted: reason -> count);
-``method``: objective, weights, judge: each a name and settings, or None; ``verdicts`` of the judge (name -> share);
-``statistics``: split -> name -> number; ``hyperparameters``: name -> value; ``versions``; ``command``.
-"""
+"""The model card of an exported policy: Markdown with the Hub's metadata, from plain facts alone (``Facts``)."""
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import NotRequired, TypedDict
 
-Facts = Mapping[str, Any]
+
+class SplitFacts(TypedDict, total=False):
+    """Rows read and pairs kept of a split; counts of the dropped and the noted ones by reason."""
+
+    read: int
+    kept: int
+    dropped: Mapping[str, int]
+    noted: Mapping[str, int]
+
+
+class OriginFacts(TypedDict, total=False):
+    """Where the base model or the data come from; ``hub`` is the id there or None.
+
+    The base has a ``fingerprint`` (digests by name), the data have a ``subset`` and ``splits``.
+    """
+
+    name: str
+    path: str
+    hub: str | None
+    revision: str | None
+    fingerprint: Mapping[str, str]
+    subset: str | None
+    splits: Mapping[str, SplitFacts]
+
+
+class PartFacts(TypedDict):
+    """A component of the method and its settings."""
+
+    name: str
+    settings: NotRequired[Mapping[str, object]]
+
+
+class MethodFacts(TypedDict, total=False):
+    """How the policy was trained; ``verdicts`` are shares of the judge's verdicts by name."""
+
+    objective: PartFacts | None
+    weights: PartFacts | None
+    judge: PartFacts | None
+    verdicts: Mapping[str, object] | None
+
+
+class Facts(TypedDict, total=False):
+    """What the card tells; a part that is missing is left out. ``statistics`` are numbers by split and name."""
+
+    base: OriginFacts
+    data: OriginFacts
+    method: MethodFacts
+    statistics: Mapping[str, Mapping[str, float | None]]
+    hyperparameters: Mapping[str, object]
+    versions: Mapping[str, str]
+    command: Sequence[str]
+
 
 WORDS = (
     "`coverage`: share of a response's content tokens that found a partner among the tokens the weights were read "
@@ -49,7 +93,7 @@ def model_card(
     dtype: str = "float32",
     notes: Sequence[str] = (),
 ) -> str:
-    """The text of README.md. ``metrics``: those of validation at ``step`` (others are passed over).
+    """The text of README.md. ``metrics``: those of validation at ``step`` (others are left out).
 
     ``notes`` are remarks for the section on use.
     """
@@ -77,12 +121,12 @@ def model_card(
 def front_matter(facts: Facts) -> str:
     """The Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
     base, data, method = facts.get("base", {}), facts.get("data", {}), facts.get("method", {})
-    values: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    if base.get("hub"):
-        values |= {"base_model": base["hub"], "base_model_relation": "finetune"}
-    if data.get("hub"):
-        values["datasets"] = [data["hub"]]
-    names = [_name(method[part]).lower() for part in ("objective", "weights") if method.get(part)]
+    values: dict[str, str | list[str]] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    if hub := base.get("hub"):
+        values |= {"base_model": hub, "base_model_relation": "finetune"}
+    if hub := data.get("hub"):
+        values["datasets"] = [hub]
+    names = [_name(part).lower() for part in (method.get("objective"), method.get("weights")) if part]
     values["tags"] = ["preference-optimization", "attnpo", *names]
     # JSON is YAML, whatever the strings hold.
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
@@ -116,7 +160,7 @@ def _use(notes: Sequence[str]) -> str:
     return "\n\n".join([use, *(f"{note[0].upper()}{note[1:]}." for note in notes)])
 
 
-def _base(base: Mapping[str, Any]) -> str:
+def _base(base: OriginFacts) -> str:
     if not base:
         return ""
     rows = [("path", base.get("path")), ("revision", base.get("revision"))]
@@ -124,33 +168,35 @@ def _base(base: Mapping[str, Any]) -> str:
     return _table(("", "value"), [row for row in rows if row[1] is not None])
 
 
-def _data(data: Mapping[str, Any]) -> str:
+def _data(data: OriginFacts) -> str:
     if not data:
         return ""
-    rows = [(name, data.get(name)) for name in ("path", "subset", "revision")]
+    rows = [("path", data.get("path")), ("subset", data.get("subset")), ("revision", data.get("revision"))]
     text = [_table(("", "value"), [row for row in rows if row[1] is not None])]
     splits = data.get("splits", {})
     if splits:
         heads = ("split", "rows read", "pairs kept")
         text.append(_table(heads, [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]))
-    for word in ("dropped", "noted"):
-        counts = [(name, reason, n) for name, one in splits.items() for reason, n in one.get(word, {}).items()]
+    dropped = {name: one.get("dropped", {}) for name, one in splits.items()}
+    noted = {name: one.get("noted", {}) for name, one in splits.items()}
+    for word, by_split in (("dropped", dropped), ("noted", noted)):
+        counts = [(name, reason, n) for name, reasons in by_split.items() for reason, n in reasons.items()]
         text += [_table(("split", word, "count"), counts)] if counts else []
     return "\n\n".join(text)
 
 
-def _method(method: Mapping[str, Any]) -> str:
+def _method(method: MethodFacts) -> str:
     text = []
-    for part in ("objective", "weights", "judge"):
-        one = method.get(part)
-        if one:
-            text.append(f"{part.capitalize()}: {_cell(_name(one))}\n\n" + _pairs("setting", one.get("settings", {})))
-    if method.get("verdicts"):
-        text.append("The judge's verdicts on the pairs\n\n" + _pairs("verdicts", method["verdicts"]))
+    parts = {"Objective": method.get("objective"), "Weights": method.get("weights"), "Judge": method.get("judge")}
+    for title, part in parts.items():
+        if part:
+            text.append(f"{title}: {_cell(_name(part))}\n\n" + _pairs("setting", part.get("settings", {})))
+    if verdicts := method.get("verdicts"):
+        text.append("The judge's verdicts on the pairs\n\n" + _pairs("verdicts", verdicts))
     return "\n\n".join(part.rstrip() for part in text)
 
 
-def _statistics(statistics: Mapping[str, Mapping[str, Any]]) -> str:
+def _statistics(statistics: Mapping[str, Mapping[str, float | None]]) -> str:
     names = list(dict.fromkeys(name for values in statistics.values() for name in values))
     if not names:
         return ""
@@ -171,8 +217,8 @@ def _made(facts: Facts) -> str:
 # ------------------------------------------------------------------------------------------------ text
 
 
-def show(value: Any) -> str:
-    """A value as it stands in the card: floats with six significant digits, lists joined, nothing as ``none``."""
+def show(value: object) -> str:
+    """A value as text of the card: floats with six significant digits, lists joined, None as ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -189,7 +235,7 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _name(part: Mapping[str, Any] | None) -> str:
+def _name(part: PartFacts | None) -> str:
     return str(part["name"]) if part else "an unnamed objective"
 
 
@@ -197,11 +243,11 @@ def _section(title: str, body: str) -> str:
     return f"## {title}\n\n{body}" if body else ""
 
 
-def _pairs(head: str, values: Mapping[str, Any]) -> str:
+def _pairs(head: str, values: Mapping[str, object]) -> str:
     return _table((head, "value"), list(values.items())) if values else ""
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     if not rows:
         return ""
     lines = [heads, ["---"] * len(heads), *rows]

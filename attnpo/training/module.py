@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,9 +20,19 @@ from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
 from attnpo.training.fsdp import shard
+from attnpo.training.gather import from_all_ranks
 from attnpo.training.metrics import PairMeans, pair_values, peak_memory, read_tokens
-from attnpo.training.nonfinite import PairLosses, Scored, detached, everywhere, message, named, save_step, unsound
+from attnpo.training.nonfinite import (
+    PairLosses,
+    Scored,
+    detached,
+    message,
+    named,
+    nonfinite_pairs,
+    save_step,
+)
 from attnpo.training.optimizer import Optimizer
+from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
@@ -52,7 +63,7 @@ class PreferenceModule(L.LightningModule):
     Without one, batches must carry the reference's log-probabilities if the objective asks for them.
 
     A step whose loss or gradient norm is not finite is never taken: training ends with a ``UserError`` that names its
-    pairs, and the step lies in ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
+    pairs, and the step is saved as ``nonfinite-step-N.pt`` in the run's folder (steps counted from 1).
 
     Args:
         policy: the model to train.
@@ -61,8 +72,8 @@ class PreferenceModule(L.LightningModule):
         optimizer: optimiser and schedule.
         total_steps: optimiser steps of the whole run, for the schedule.
         online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
-        makers: by their names, what makes the further row groups that the objective asks for.
-        kept: is shown the log-probabilities [rows R] that the reference model gives for a batch's pairs.
+        makers: make the further row groups that the objective asks for, by the groups' names.
+        kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
     """
 
     def __init__(
@@ -91,14 +102,14 @@ class PreferenceModule(L.LightningModule):
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
         self._losses: list[PairLosses] = []  # of the current validation
         self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
-        self._warned = False
-        self._began = 0.0
-        self._amounts: dict[str, Tensor] = {}
+        self._warned = False  # of a validation loss that is not finite
+        self._began = 0.0  # when the current optimiser step began, in seconds
+        self._amounts: dict[str, Tensor] = {}  # pairs and tokens of the current optimiser step
 
     reference: ScoredLM | None
 
     def configure_model(self) -> None:
-        """Nothing; shards policy and reference over the data-parallel mesh when the strategy has one (FSDP2)."""
+        """Shards policy and reference over the data-parallel mesh when the strategy has one (FSDP2)."""
         mesh = self.device_mesh
         if mesh is None or self.sharded:
             return
@@ -109,7 +120,7 @@ class PreferenceModule(L.LightningModule):
         self.sharded = True
 
     def setup(self, stage: str) -> None:
-        """Nothing; puts the reference on this rank's device (sharding does so itself)."""
+        """Puts the reference on this rank's device (sharding does so itself)."""
         # Frozen weights are left out of checkpoints; check_saved asks for the others.
         self.strict_loading = not frozen_names(self)
         if self.reference is not None and self.device_mesh is None:
@@ -124,38 +135,38 @@ class PreferenceModule(L.LightningModule):
         return self
 
     def establish(self, training: bool) -> None:
-        """Nothing; sets the policy's mode (from_pretrained leaves it in eval mode) and freezes the reference."""
+        """Sets the policy's mode (from_pretrained leaves it in eval mode) and freezes the reference."""
         self.train(training)
         if self.reference is not None:
             frozen(self.reference)
 
     def on_fit_start(self) -> None:
-        """Nothing; starts an empty step, refuses models that are not as training needs them."""
+        """Starts an empty step; refuses models that are not as training needs them."""
         self._scored.clear()
         self.window.reset()
         self.establish(training=True)
         check_ready(self.policy, self.reference, rounding=self.recipe.stochastic_rounding)
 
     def on_train_batch_start(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Nothing; at the start of an optimiser step sets the modes again, whatever a callback left behind."""
+        """Sets the modes again at the start of an optimiser step: a callback may have changed them."""
         if not self._scored:
             self.establish(training=True)
             self._began = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ checkpoints
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Nothing; keeps of the weights those that are trained."""
-        keep_trained(self, checkpoint)
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Keeps of the weights those that are trained."""
+        keep_trained(self, typed(checkpoint))
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Nothing; refuses a checkpoint whose weights are not those trained here."""
-        check_saved(self, checkpoint)
+    def on_load_checkpoint(self, checkpoint: dict[str, object]) -> None:
+        """Refuses a checkpoint whose weights are not those trained here."""
+        check_saved(self, typed(checkpoint))
 
     # ------------------------------------------------------------------------------------------------ the step
     def score(self, batch: PreferenceBatch) -> tuple[PreferenceBatch, TokenStats, TokenStats | None, ObjectiveOutput]:
         """The batch as the objective read it, statistics of policy and reference (if required), the output.
 
-        An online source's weights stand in the batch that comes back.
+        The returned batch has the weights of an online source.
         """
         if batch.ahead:
             self._state = self._look_ahead(batch)
@@ -169,16 +180,16 @@ class PreferenceModule(L.LightningModule):
         for name in sorted(self.makers):
             rows = self.makers[name](self.policy, batch, self.trainer.global_step)
             batch = replace(batch, groups={**batch.groups, name: rows})
-            more, others = self._statistics(rows, self.reads & {"reference"})
-            policy = replace(policy, groups={**policy.groups, name: more})
-            if reference is not None and others is not None:
-                reference = replace(reference, groups={**reference.groups, name: others})
+            of_policy, of_reference = self._statistics(rows, self.reads & {"reference"})
+            policy = replace(policy, groups={**policy.groups, name: of_policy})
+            if reference is not None and of_reference is not None:
+                reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
             batch = weighed(batch, self.online, policy, reference)
         return batch, policy, reference, self.objective(policy, reference, batch)
 
     def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
-        """What is read of a group's rows: of the policy, and of the reference if that is read."""
+        """The statistics of a group's rows that ``reads`` names: policy's, and reference's if it is read."""
         if rows.inputs is None:
             raise ValueError("the rows have no model inputs")
         read = (rows.inputs, rows.response_ids, rows.response_mask)
@@ -204,7 +215,7 @@ class PreferenceModule(L.LightningModule):
         return stats
 
     def _look_ahead(self, batch: PreferenceBatch) -> dict[str, Tensor]:
-        """What the objective sums over the rows that are looked at before the step, of all ranks."""
+        """The objective's sums over the rows scored before the step, over all ranks."""
         assert isinstance(self.objective, StepObjective)
         sums: dict[str, Tensor] = {}
         with torch.no_grad():
@@ -213,7 +224,7 @@ class PreferenceModule(L.LightningModule):
                     *self._statistics(rows, self.reads & {"reference"}), rows
                 ).items():
                     sums[name] = sums[name] + value if name in sums else value
-        torch.clear_autocast_cache()  # what older releases cast in here would pass no gradient later
+        torch.clear_autocast_cache()  # in older releases, weights cast under no_grad would pass no gradient later
         return {name: self._over_ranks(value) for name, value in sums.items()}
 
     def _over_ranks(self, value: Tensor) -> Tensor:
@@ -234,7 +245,7 @@ class PreferenceModule(L.LightningModule):
         return (output.losses * batch.pair_weight).sum() * scale
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing; logs the window's means, the gradient norm before clipping and the learning rate.
+        """Logs the window's means, the gradient norm before clipping and the learning rate.
 
         Raises:
             UserError: the loss or the gradient norm is not finite. Both are those of all ranks, so all of them stop.
@@ -262,15 +273,22 @@ class PreferenceModule(L.LightningModule):
             if p.grad is not None
         }
         path = Path(self.trainer.default_root_dir) / f"nonfinite-step-{step}.pt"
-        trouble = save_step(self._scored, gradients, path, step, self.trainer.world_size)
-        raise UserError(message(trouble, step, norm, lr, str(self.trainer.precision)))
+        world, leads = self.trainer.world_size, self.trainer.is_global_zero
+        bad = save_step(self._scored, gradients, path, step, world, leads=leads)
+        raise UserError(message(bad, step, norm, lr, str(self.trainer.precision)))
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing; logs the speed of an optimiser step over all ranks, from its first micro-batch to its end.
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], object] | None = None,
+    ) -> None:
+        """Steps, then logs the step's speed over all ranks, from its first micro-batch to its end.
 
-        Without waiting for a GPU: what of one step is still under way counts for the next.
+        Does not wait for a GPU: work of this step that is still under way counts for the next.
         """
-        super().optimizer_step(*args, **kwargs)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         seconds = time.perf_counter() - self._began
         self.log_dict({f"train/{name}_per_s": amount.float() / seconds for name, amount in self._amounts.items()})
         if self.device.type == "cuda":
@@ -278,17 +296,17 @@ class PreferenceModule(L.LightningModule):
 
     # ------------------------------------------------------------------------------------------------ validation
     def on_validation_epoch_start(self) -> None:
-        """Nothing; sets policy and reference to eval mode, whatever a callback left behind."""
+        """Sets policy and reference to eval mode: a callback may have changed them."""
         self.establish(training=False)
 
     def validation_step(self, batch: PreferenceBatch, batch_idx: int) -> None:
-        """Nothing; adds the batch to the validation means."""
+        """Adds the batch to the validation means."""
         batch, policy, _, output = self.score(batch)
         self.validation.update(pair_values(policy, output, batch))
         self._losses.append(PairLosses(batch.pair_ids, output.losses * batch.pair_weight))
 
     def on_validation_epoch_end(self) -> None:
-        """Nothing; logs ``val/*`` over all ranks.
+        """Logs ``val/*`` over all ranks.
 
         A pair whose loss is not finite makes ``val/loss`` not finite too, so no such step is ever the best; it is
         counted as ``val/nonfinite_pairs``, and the first such validation is warned of.
@@ -298,15 +316,15 @@ class PreferenceModule(L.LightningModule):
             if not bool(values["val/loss"].isfinite()):
                 values["val/nonfinite_pairs"] = torch.tensor(float(self._warn_nonfinite()))
             self.log_dict(values, prog_bar=False)
-            # Lightning would file this under the step before, and the one behind step 1 over the one before training.
+            # Lightning would log this under the step before, and the one after step 1 over the one before training.
             self.log_dict({"step": float(self.trainer.global_step), "epoch": float(self.trainer.current_epoch)})
         self.validation.reset()
         self._losses.clear()
 
     def _warn_nonfinite(self) -> int:
         """The validation pairs with a non-finite loss, counted over all ranks; the first time a warning names them."""
-        own = unsound(self._losses)
-        pairs = [pair_id for share in everywhere(own, self.trainer.world_size) for pair_id in share]
+        of_ranks = from_all_ranks(nonfinite_pairs(self._losses), self.trainer.world_size)
+        pairs = [pair_id for pair_ids in of_ranks for pair_id in pair_ids]
         if not self._warned and self.trainer.is_global_zero:
             log.warning(
                 "the validation loss is not finite for %d pairs (%s), nor is val/loss; val/nonfinite_pairs counts them",
@@ -316,7 +334,7 @@ class PreferenceModule(L.LightningModule):
         self._warned = True
         return len(pairs)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW and its per-step schedule in Lightning's dictionary form."""
         recipe = self.recipe
         trainable = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]

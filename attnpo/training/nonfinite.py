@@ -1,10 +1,11 @@
-"""Numbers that are none: what is kept of a step to tell its pairs, the file that holds it, weights and validations.
+"""Values that are not finite: the pairs of a step that hold them, the file that keeps the step, weights, validations.
 
-Nothing here looks at a value before it is asked to: on a GPU every look waits for the device.
+A function reads a tensor's values only when it is called for that: on a GPU every read waits for the device.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import lightning as L
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checkpoint_folders import newest
+from attnpo.training.gather import from_all_ranks
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 
@@ -53,91 +54,81 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Trouble:
-    """What of a step is not finite, over all processes: ids of pairs in the step's order, and kinds of input."""
+class NonfiniteStep:
+    """What of a step is not finite, over all processes.
+
+    ``pairs``: ids of the pairs whose loss is not finite; ``inputs``: what else is not finite in them; ``step_pairs``:
+    all pairs of the step, in its order; ``file``: where the step is kept, None where it could not be written.
+    """
 
     pairs: list[str]
     inputs: list[str]
-    whole: list[str]
+    step_pairs: list[str]
     file: Path | None
 
 
-def unsound(scored: Sequence[PairLosses | Scored]) -> list[str]:
+def nonfinite_pairs(scored: Sequence[PairLosses | Scored]) -> list[str]:
     """The ids of the pairs whose loss is not finite."""
     return [
         pair_id
         for item in scored
-        for pair_id, fine in zip(item.pair_ids, item.losses.isfinite().tolist(), strict=True)
-        if not fine
+        for pair_id, finite in zip(item.pair_ids, item.losses.isfinite().tolist(), strict=True)
+        if not finite
     ]
 
 
-def unsound_inputs(scored: Sequence[Scored]) -> list[str]:
-    """What else is not finite in the pairs with a non-finite loss: names of what the objective read.
+def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
+    """Names of what the objective read and is not finite in the pairs with a non-finite loss.
 
-    Positions under a false response mask are never looked at.
+    Positions under a false response mask do not count.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for item in scored:
         bad = ~item.losses.isfinite()
-        for name, fine in _fine_inputs(item).items():
-            if bool((bad & ~fine).any()):
-                found[name] = None
-    return list(found)
-
-
-def everywhere(own: Any, processes: int) -> list[Any]:
-    """``own`` of every process in the order of their ranks (a collective: every rank must call it)."""
-    if processes == 1:
-        return [own]
-    gathered: list[Any] = [None] * processes
-    dist.all_gather_object(gathered, own)
-    return gathered
+        for name, finite in _finite_inputs(item).items():
+            if bool((bad & ~finite).any()):
+                names[name] = None
+    return list(names)
 
 
 def save_step(
-    scored: Sequence[Scored], gradients: Mapping[str, Tensor], path: Path, step: int, processes: int
-) -> Trouble:
-    """The step's trouble; also written to ``path`` by the first process (a collective: every rank must call it).
+    scored: Sequence[Scored], gradients: Mapping[str, Tensor], path: Path, step: int, processes: int, *, leads: bool
+) -> NonfiniteStep:
+    """Returns what of the step is not finite; also written to ``path`` by the process that ``leads``.
+
+    A collective: every rank must call it.
 
     The file has ``step``, the ids ``pairs`` and ``inputs`` that are not finite, ``gradients`` (the parameters whose
     gradient is not finite, per process) and ``processes``: per process a list of micro-batches, each with the pairs'
     ids and losses, the batch, and the per-token statistics of policy and reference. Plain containers and tensors, so
     that it loads with ``weights_only=True``.
     """
-    own = {
-        "pairs": unsound(scored),
-        "inputs": unsound_inputs(scored),
-        "gradients": [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())],
-        "batches": [_plain(item) for item in scored],
-    }
-    shares = everywhere(own, processes)
-    pairs = [pair_id for share in shares for pair_id in share["pairs"]]
-    inputs = list(dict.fromkeys(name for share in shares for name in share["inputs"]))
-    whole = [pair_id for share in shares for batch in share["batches"] for pair_id in batch["pair_ids"]]
+    bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+    bad_pairs = from_all_ranks(nonfinite_pairs(scored), processes)
+    bad_inputs = from_all_ranks(nonfinite_inputs(scored), processes)
+    pair_ids = from_all_ranks([pair_id for item in scored for pair_id in item.pair_ids], processes)
+    pairs, inputs = list(chain(*bad_pairs)), list(dict.fromkeys(chain(*bad_inputs)))
     contents = {
         "step": step,
         "pairs": pairs,
         "inputs": inputs,
-        "gradients": [share["gradients"] for share in shares],
-        "processes": [share["batches"] for share in shares],
+        "gradients": from_all_ranks(bad_gradients, processes),
+        "processes": from_all_ranks([_plain(item) for item in scored], processes),
     }
-    written = everywhere(_written(contents, path) if processes == 1 or dist.get_rank() == 0 else True, processes)
-    return Trouble(pairs, inputs, whole, path if all(written) else None)
+    written = from_all_ranks(_write(contents, path) if leads else True, processes)
+    return NonfiniteStep(pairs, inputs, list(chain(*pair_ids)), path if all(written) else None)
 
 
-def message(trouble: Trouble, step: int, norm: float, lr: float, precision: str) -> str:
-    """One line for the user: which step, which pairs, what else, where it lies, what to try."""
-    if trouble.pairs:
-        what = f"the loss of optimiser step {step} is not finite for {len(trouble.pairs)} of {len(trouble.whole)} pairs"
-        also = ", ".join(trouble.inputs) or "nothing that it is computed from"
-        what += f": {named(trouble.pairs)} (not finite there: {also})"
+def message(bad: NonfiniteStep, step: int, norm: float, lr: float, precision: str) -> str:
+    """One line for the user: which step and pairs are not finite, where the step is kept, what to try."""
+    if bad.pairs:
+        what = f"the loss of optimiser step {step} is not finite for {len(bad.pairs)} of {len(bad.step_pairs)} pairs"
+        also = ", ".join(bad.inputs) or "nothing that it is computed from"
+        what += f": {named(bad.pairs)} (not finite there: {also})"
     else:
         what = f"the gradient norm of optimiser step {step} is {norm}, though its loss is finite; the step's pairs: "
-        what += named(trouble.whole)
-    where = (
-        f"batches and per-token statistics are in {trouble.file}" if trouble.file else "its batches could not be saved"
-    )
+        what += named(bad.step_pairs)
+    where = f"batches and per-token statistics are in {bad.file}" if bad.file else "its batches could not be saved"
     advice = [f"a smaller optimizer.lr (now {lr:g})", "another objective.beta"]
     if not precision.startswith("32"):
         advice.append(f"trainer.precision=32-true (now {precision})")
@@ -147,32 +138,32 @@ def message(trouble: Trouble, step: int, norm: float, lr: float, precision: str)
     )
 
 
-def unsound_weights(model: nn.Module, processes: int) -> tuple[list[str], int]:
-    """The trained parameters that hold a value which is not finite, and how many are trained.
+def nonfinite_weights(model: nn.Module, processes: int) -> tuple[list[str], int]:
+    """Names of the trained parameters that hold a value which is not finite, in the model's order, and how many train.
 
-    Reads every trained weight once and makes no copy. Shards are read where they lie (a collective: every rank must
-    call it); the names are in the model's order.
+    Reads every trained weight once and makes no copy; each process reads its shards (a collective: every rank must
+    call it).
     """
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     shards = {
         name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
     }
     held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
-    # The largest magnitude is NaN where a value is; one look at the device for all parameters.
+    # The largest magnitude is NaN where a value is; the device is read once for all parameters.
     peaks = [torch.linalg.vector_norm(shards[name].detach(), float("inf")).float() for name in held]
-    fine = torch.stack(peaks).isfinite().tolist() if peaks else []
-    own = [name for name, good in zip(held, fine, strict=True) if not good]
-    bad = {name for share in everywhere(own, processes) for name in share}
+    finite = torch.stack(peaks).isfinite().tolist() if peaks else []
+    bad_here = [name for name, good in zip(held, finite, strict=True) if not good]
+    bad = {name for names in from_all_ranks(bad_here, processes) for name in names}
     return [name for name in trained if name in bad], len(trained)
 
 
 def check_weights(trainer: L.Trainer) -> None:
     """Raises ``UserError`` on every rank unless all trained weights are finite (a collective: every rank must call it).
 
-    Asked where weights are about to leave the run: after the last optimiser step and before each checkpoint.
+    Called where weights are about to leave the run: after the last optimiser step and before each checkpoint.
     """
-    module: Any = trainer.lightning_module
-    bad, trained = unsound_weights(module.policy.model, trainer.world_size)
+    policy = trainer.lightning_module.get_submodule("policy.model")
+    bad, trained = nonfinite_weights(policy, trainer.world_size)
     if bad:
         raise UserError(
             f"the weights are not finite after optimiser step {trainer.global_step}: {len(bad)} of {trained} trained "
@@ -181,7 +172,7 @@ def check_weights(trainer: L.Trainer) -> None:
 
 
 def check_validation(trainer: L.Trainer) -> None:
-    """Raises ``UserError`` unless every ``val/*`` metric at hand is finite; they are those of all ranks."""
+    """Raises ``UserError`` unless every ``val/*`` metric logged last (over all ranks) is finite."""
     bad = [
         f"{name} {float(value):g}"
         for name, value in trainer.callback_metrics.items()
@@ -202,7 +193,7 @@ def check_validation(trainer: L.Trainer) -> None:
 
 
 def _what_stands(trainer: L.Trainer) -> str:
-    """What is saved of a run that ends with weights that are no use, and what to try."""
+    """For a message: which checkpoint stands when weights or validation are not finite, and what to try."""
     module: Any = trainer.lightning_module
     saved = newest(Path(trainer.default_root_dir), ("last", "best"))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
@@ -218,23 +209,23 @@ def named(pair_ids: Sequence[str]) -> str:
     return ", ".join(pair_ids[:SHOWN]) + more
 
 
-def _fine_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
+def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
     rows = item.batch.main
-    perhaps = {"policy log-probs": item.policy.logps}
+    per_token = {"policy log-probs": item.policy.logps}
     if item.reference is not None:
-        perhaps["reference log-probs"] = item.reference.logps
+        per_token["reference log-probs"] = item.reference.logps
     for channel, weights in rows.token_weights.items():
-        perhaps["token weights" if channel == "reward" else f"token weights ({channel})"] = weights
-    fine = {name: _pairs_fine(value.isfinite() | ~rows.response_mask) for name, value in perhaps.items()}
-    fine["source lengths"] = _pairs_fine(rows.source_lengths.isfinite().unsqueeze(-1))
-    fine["pair weights"] = item.batch.pair_weight.isfinite()
+        per_token["token weights" if channel == "reward" else f"token weights ({channel})"] = weights
+    finite = {name: _finite_pairs(value.isfinite() | ~rows.response_mask) for name, value in per_token.items()}
+    finite["source lengths"] = _finite_pairs(rows.source_lengths.isfinite().unsqueeze(-1))
+    finite["pair weights"] = item.batch.pair_weight.isfinite()
     for name, value in item.batch.state.items():
-        fine[f"{name} over the step"] = value.isfinite().expand(item.losses.shape)
-    return fine
+        finite[f"{name} over the step"] = value.isfinite().expand(item.losses.shape)
+    return finite
 
 
-def _pairs_fine(fine: Bool[Tensor, "rows R"]) -> Bool[Tensor, "pairs"]:
-    chosen, rejected = fine.all(-1).chunk(2)
+def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, "pairs"]:
+    chosen, rejected = finite.all(-1).chunk(2)
     return chosen & rejected
 
 
@@ -251,17 +242,16 @@ def detached(stats: TokenStats) -> TokenStats:
 
 
 def _kept(stats: TokenStats) -> TokenStats:
-    """What is kept of statistics until the optimiser steps: numbers per token, no graph and no hidden states."""
+    """The statistics as they are kept until the optimiser steps: without their graph and hidden states."""
     return replace(detached(stats), hidden=None, groups={name: _kept(value) for name, value in stats.groups.items()})
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as dicts, tuples as lists, tensors on the CPU."""
+def _plain(value: object) -> object:
+    """The value as plain containers: dataclasses as dicts, tuples as lists, tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
     if isinstance(value, Scored):
-        made: dict[str, Any] = {name: _plain(item) for name, item in vars(value).items()}
-        return {"pair_ids": list(value.batch.pair_ids), **made}
+        return {"pair_ids": list(value.batch.pair_ids), **{name: _plain(item) for name, item in vars(value).items()}}
     if isinstance(value, PreferenceBatch | RowGroup | ModelInputs | TokenStats | InputGradient):
         return {name: _plain(item) for name, item in vars(value).items()}
     if isinstance(value, Mapping):
@@ -271,8 +261,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _written(contents: dict[str, Any], path: Path) -> bool:
-    """Whether the file could be written; a full disk must not hide what is wrong with the loss."""
+def _write(contents: Mapping[str, object], path: Path) -> bool:
+    """Returns whether the file could be written: a full disk must not hide what is wrong with the loss."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(contents, path)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError, check_choice, check_least
 
@@ -20,7 +20,7 @@ class Optimizer:
 
     ``warmup`` below 1 is a share of all optimiser steps, from 1 on a number of steps. The first update has lr / warm-up
     steps with ``warmup_from`` "first", and 0 with "zero" (Hugging Face's schedules, so the authors' run), which stays
-    one step behind until the warm-up is over. ``schedule`` is "cosine" or "constant"; ``final_share`` is what remains
+    one step late until the warm-up is over. ``schedule`` is "cosine" or "constant"; ``final_share`` is what remains
     of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's moments in 8 bits with a scale per block (2
     bytes per parameter, not 8). ``stochastic_rounding`` is for weights in bfloat16, whose small updates rounding to
     nearest would lose.
@@ -69,31 +69,30 @@ class Optimizer:
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def make(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
-        """The optimiser over ``parameters``; the schedule is ``factor``'s business.
+        """The optimiser over ``parameters``; ``factor`` gives its schedule.
 
         Raises ``UserError`` when 8-bit moments are asked for without torchao, and stochastic rounding for weights that
         are not bfloat16.
         """
         import torch
 
-        given = list(parameters)
-        named: dict[str, Any] = {
-            "lr": self.lr,
-            "betas": self.betas,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-        }
+        trained = list(parameters)
         if self.moments == "8bit":
-            return self._make_8bit(given, named)
-        if not fusible(given):
-            return torch.optim.AdamW(given, **named)
+            return self._make_8bit(trained)
         # One kernel over all parameters, without the parameter-sized temporaries of the default.
-        optimizer = torch.optim.AdamW(given, fused=True, **named)
+        optimizer = torch.optim.AdamW(
+            trained,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            fused=fusible(trained) or None,
+        )
         # Says that gradients arrive scaled (float16 training). Here they never do, and Lightning would refuse to clip.
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    def _make_8bit(self, parameters: "list[torch.nn.Parameter]", named: dict[str, Any]) -> "torch.optim.Optimizer":
+    def _make_8bit(self, parameters: "list[torch.nn.Parameter]") -> "torch.optim.Optimizer":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
@@ -107,8 +106,15 @@ class Optimizer:
                 f"optimizer.stochastic_rounding is for weights in bfloat16, the trained ones are {sorted(others)[0]}: "
                 "set model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
             )
-        made: torch.optim.Optimizer = AdamW8bit(parameters, **named, bf16_stochastic_round=self.stochastic_rounding)
-        return made
+        optimizer: torch.optim.Optimizer = AdamW8bit(
+            parameters,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            bf16_stochastic_round=self.stochastic_rounding,
+        )
+        return optimizer
 
 
 def fusible(parameters: "list[torch.nn.Parameter]") -> bool:

@@ -1,6 +1,6 @@
-"""What a live reference says of each pair, kept: stored with the checkpoints, and read from the second epoch on.
+"""Keeps the log-probabilities of a live reference: stored with the checkpoints, read from the second epoch on.
 
-Owns when that happens. Where the numbers lie is the caller's business.
+Owns when that happens; the caller says where they are stored.
 """
 
 import logging
@@ -26,7 +26,7 @@ Examples = Mapping[str, Sequence[TrainingExample]]
 
 
 class KeptReference(L.Callback):
-    """Keeps the log-probabilities that a run's reference gives, and lets go of the reference when there are all.
+    """Keeps the log-probabilities that a run's reference gives, and drops the reference once it has them all.
 
     Args:
         store: puts log-probabilities (chosen, rejected) of pairs into the store.
@@ -46,7 +46,7 @@ class KeptReference(L.Callback):
         self._seen: list[tuple[tuple[str, ...], Tensor, Tensor]] = []
 
     def __call__(self, batch: PreferenceBatch, logps: Tensor) -> None:
-        """Nothing; keeps a batch's log-probabilities [rows R] where they are: copying them would wait for a GPU."""
+        """Keeps a batch's log-probabilities [rows R] on their device: copying them would wait for a GPU."""
         if self._known.issuperset(batch.pair_ids):
             return
         if len(self._seen) == AT_ONCE:
@@ -54,7 +54,7 @@ class KeptReference(L.Callback):
         self._seen.append((batch.pair_ids, batch.main.response_mask.sum(1), logps.detach()))
 
     def flush(self) -> None:
-        """Nothing; puts into the store what is new."""
+        """Stores the log-probabilities of the pairs that are new."""
         rows: dict[str, LogpPair] = {}
         for pair_ids, counts, logps in self._seen:
             values, lengths = logps.float().cpu(), counts.tolist()
@@ -69,44 +69,46 @@ class KeptReference(L.Callback):
             self._store(rows)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; keeps what the validation before the first step has shown."""
+        """Stores what the validation before the first step gave."""
         self.flush()
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; once all pairs of all processes are stored, gives them to the loaders and drops the reference."""
+        """Gives the loaders the stored values and drops the reference, once all pairs of all processes are stored."""
         if not isinstance(pl_module, PreferenceModule) or pl_module.kept is None or trainer.current_epoch == 0:
             return
-        found, problem = None, None
+        examples, problem = None, None
         try:
             self.flush()
         except UserError as error:  # the others must not wait for this process
             problem = error
         trainer.strategy.barrier("reference log-probs are stored")
         if problem is None:
-            found = self._complete()
-        if not trainer.strategy.reduce_boolean_decision(found is not None, all=True) or found is None:
+            examples = self._complete()
+        if not trainer.strategy.reduce_boolean_decision(examples is not None, all=True) or examples is None:
             if problem is not None:
                 raise problem
             log.info("reference log-probs: not all pairs were seen in the last epoch, so the reference stays")
             return
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, PreferenceDataModule)
-        data.train_batches.examples, data.val_batches.examples = found["train"], found["val"]
+        data.train_batches.examples, data.val_batches.examples = examples["train"], examples["val"]
         pl_module.reference = pl_module.kept = None
         torch.cuda.empty_cache()  # without effect where there is no GPU
         log.info("reference log-probs: all pairs are stored; the reference is let go")
 
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Nothing; what a resumed run will look for is stored."""
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
+    ) -> None:
+        """Stores what a run resumed from this checkpoint will read."""
         self.flush()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; stores the rest."""
+        """Stores the rest."""
         self.flush()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Nothing; what was computed before is not lost, unless what went wrong forbids it."""
+        """Stores what was computed before the exception, if that is still possible."""
         try:
             self.flush()
-        except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to be told
+        except Exception as error:  # noqa: BLE001  # the exception that ended the training is the one to report
             log.warning("reference log-probs: those since the last checkpoint are not stored (%s)", error)

@@ -61,9 +61,9 @@ class Anchors:
             Request(prompt, _draw(step, pair_id)) for prompt, pair_id in zip(prompts, batch.pair_ids, strict=True)
         ]
         responses: list[list[int]] = [[] for _ in requests]
-        for room, chosen in self._by_room(policy, prompts).items():
-            made = self._sample(policy, [requests[index] for index in chosen], room)
-            for index, response in zip(chosen, made, strict=True):
+        for room, indices in self._by_room(policy, prompts).items():
+            sampled = self._sample(policy, [requests[index] for index in indices], room)
+            for index, response in zip(indices, sampled, strict=True):
                 responses[index] = response
         rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded, self.pad_id), factors=True)
         return replace(batch, groups={"anchor": rows}).to(batch.main.response_mask.device).groups["anchor"]
@@ -74,12 +74,12 @@ class Anchors:
         Rows of one batch all run as far as the longest, so what has less room is sampled apart.
         """
         limits = [limit for limit in (self.limit, context_length(policy.model.config)) if limit is not None]
-        found: dict[int, list[int]] = {}
+        by_room: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):
             room = min([self.sampling.max_new_tokens, *(limit - len(prompt) for limit in limits)])
             if room > 0:
-                found.setdefault(room, []).append(index)
-        return found
+                by_room.setdefault(room, []).append(index)
+        return by_room
 
     def _sample(self, policy: ScoredLM, requests: Sequence[Request], room: int) -> list[list[int]]:
         """The new tokens of each request, the end token included."""
@@ -118,5 +118,5 @@ def prompts_of(batch: PreferenceBatch) -> list[list[int]]:
 
 
 def _draw(step: int, pair_id: str) -> int:
-    """What tells the draws of steps and pairs apart, beside the seed and the prompt."""
+    """A number that differs between steps and between pairs, for the random draws of one response."""
     return int(digest([step, pair_id])[:15], 16)

@@ -27,13 +27,13 @@ DIRECTIONS = {
     "logps/chosen": "max",
     "logps/rejected": "min",
 }
-"""Whether the lowest or the highest value of a metric is the best, of those that are logged below val/ and train/."""
+"""Whether the lowest or the highest value is the best, by the metric's name below val/."""
 
 
 def direction(monitor: str) -> str | None:
-    """ "min" or "max" for a metric that can only be meant one way, None for any other name."""
+    """ "min" or "max" for a validation metric that can only be meant one way, None for any other name."""
     split, _, name = monitor.partition("/")
-    return DIRECTIONS.get(name) if split in ("val", "train") else None
+    return DIRECTIONS.get(name) if split == "val" else None
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TrainerSettings:
 
     ``validate_every`` counts optimiser steps (paper: 500), or is "epoch" for the end of every epoch; validation also
     runs before the first step and at the end.
-    Under a launcher ``devices`` and ``num_nodes`` are its own (``studies.processes``).
+    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``studies.processes``).
     ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
     """
 
@@ -65,8 +65,7 @@ class TrainerSettings:
                 f"trainer.precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}: weights stay fp32, "
                 "since half-precision masters lose small updates and casting rounds the rotary frequencies"
             )
-        if self.strategy not in STRATEGIES:
-            raise UserError(f"trainer.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}")
+        check_choice("trainer.strategy", self.strategy, STRATEGIES)
         if self.validate_every != EPOCH and (isinstance(self.validate_every, str) or self.validate_every < 1):
             raise UserError(
                 f"trainer.validate_every must be at least 1 optimiser step, or {EPOCH}, got {self.validate_every!r}"
@@ -81,8 +80,11 @@ class TrainerSettings:
                 f"trainer.max_steps must be at least 1 optimiser step, or -1 to leave it to trainer.max_epochs, got "
                 f"{self.max_steps}"
             )
-        if self.max_steps < 0 and self.max_epochs < 1:
-            raise UserError("trainer.max_epochs must be at least 1 when trainer.max_steps is not set")
+        if self.max_epochs < 1 and (self.max_steps < 0 or self.max_epochs != -1):
+            raise UserError(
+                "trainer.max_epochs must be at least 1, or -1 to leave the end to trainer.max_steps where that is set, "
+                f"got {self.max_epochs}"
+            )
         check_least("trainer", 0, gradient_clip_val=self.gradient_clip_val)
         for name in ("num_nodes", "log_every_n_steps", "threads"):
             check_least("trainer", 1, **{name: getattr(self, name)})
@@ -147,12 +149,17 @@ class CallbackSettings:
             )
 
     def _check_monitor(self) -> None:
-        """Raises UserError for a mode that contradicts the metric, and for a metric that needs a mode and has none."""
+        """Raises UserError for a metric of training, for a missing mode and for one that contradicts the metric."""
         known = direction(self.monitor)
+        if not self.monitor.startswith("val/"):
+            raise UserError(
+                f"callbacks.monitor={self.monitor} is no validation metric: expected val/NAME with NAME one of "
+                f"{', '.join(DIRECTIONS)}, or another that validation logs with callbacks.mode=min or max"
+            )
         if known is None and self.mode is None:
             raise UserError(
-                f"callbacks.monitor={self.monitor} does not say which value is the best: expected val/NAME (or "
-                f"train/NAME) with NAME one of {', '.join(DIRECTIONS)}; for another one set callbacks.mode=min or max"
+                f"callbacks.monitor={self.monitor} does not say which value is the best: expected val/NAME with NAME "
+                f"one of {', '.join(DIRECTIONS)}; for another one set callbacks.mode=min or max"
             )
         if known is not None and self.mode not in (None, known):
             raise UserError(

@@ -4,22 +4,24 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 
 from attnpo.console import REPEAT, SIGNALS
+from attnpo.schema import PreferenceBatch
 from attnpo.training.checkpoint_folders import whole
 
 log = logging.getLogger(__name__)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run ended by a signal: which, behind which optimiser step, and what was saved.
+    """A run ended by a signal: which, after which optimiser step, and what was saved.
 
     ``exit_status`` is what shells expect: 130 for SIGINT, 143 for SIGTERM, 138 for SIGUSR1. ``advice`` says how to go
     on; without one it is the run's own name.
@@ -56,15 +58,14 @@ class Interruption(L.Callback):
         self.signum: int | None = None
         self._noted: int | None = None
         self._heard: dict[int, float] = {}
-        self._before: dict[int, Any] = {}
-        self._step = 0
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     # ------------------------------------------------------------------------------------------- handlers
     def _listen(self, trainer: L.Trainer) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         # Lightning's own for SIGTERM would leave the epoch within an optimiser step, and wait for other ranks in it.
-        trainer._signal_connector.register_signal_handlers = _no_handlers  # type: ignore[method-assign]
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
         self._before = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in self._before.items():
             if handler is not signal.SIG_IGN:  # as the caller of this process wants it
@@ -102,17 +103,16 @@ class Interruption(L.Callback):
         if self._agreed(trainer):
             raise KeyboardInterrupt
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Nothing; notes the step."""
-        self._step = trainer.global_step
-
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
     ) -> None:
-        """Nothing; behind an optimiser step, ends training if a signal came."""
-        if trainer.global_step == self._step or validation_follows(trainer) or not self._agreed(trainer):
+        """Ends training after an optimiser step if a signal came."""
+        if not step_ended(trainer, batch_idx) or validation_follows(trainer) or not self._agreed(trainer):
             return
         trainer.limit_val_batches = 0  # else Lightning would validate before it stops
         trainer.should_stop = True
@@ -121,17 +121,17 @@ class Interruption(L.Callback):
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Nothing; leaves the validation before training if a signal came: there is nothing to save yet."""
+        """Leaves the validation before training if a signal came: there is nothing to save yet."""
         if trainer.state.fn == "validate" and self._agreed(trainer):
             raise KeyboardInterrupt
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Nothing; ends training behind this validation if a signal came."""
+        """Ends training after this validation if a signal came."""
         if trainer.state.fn == "fit" and self._agreed(trainer):
             trainer.should_stop = True
 
@@ -159,14 +159,15 @@ class Interruption(L.Callback):
             self._restore()
         number = self.signum or self._noted  # the latter came after the ranks agreed for the last time
         if number is not None:
-            there = saved if saved is not None and whole(saved).exists() else None
-            raise Interrupted(number, trainer.global_step, total, there)
+            folder = saved if saved is not None and whole(saved).exists() else None
+            raise Interrupted(number, trainer.global_step, total, folder)
 
 
-def _no_handlers() -> None:
-    """Stands for a registration of handlers that must not be."""
+def step_ended(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether the micro-batch ``batch_idx`` of the epoch, which has just ended, ended an optimiser step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def validation_follows(trainer: L.Trainer) -> bool:
-    """Whether Lightning validates behind the micro-batch that just ended (``StepValidation`` has decided)."""
+    """Whether Lightning validates after the micro-batch that just ended (``StepValidation`` has decided)."""
     return trainer.enable_validation and (trainer.should_stop or trainer.val_check_batch == 1)

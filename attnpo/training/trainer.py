@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import torch
@@ -15,7 +14,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import Callback, RichProgressBar
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 
 from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
@@ -44,15 +43,15 @@ def make_callbacks(
     trainer: TrainerSettings,
     folder: Path,
     exporter: Exporter,
-    account: Mapping[str, Any] | None = None,
+    account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """The validation at the end, signals, exact resume, checkpoint folders, and one form of progress.
+    """Callbacks for the validation at the end, signals, exact resume, checkpoint folders and progress.
 
     ``account`` is kept in the checkpoint folders: what a later session must agree with.
     """
     callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption()]
     if settings.checkpoints:
-        # What a run goes on from comes first; a best/ that is missing behind it is made up for on resume.
+        # last/ first: a best/ that could not be saved after it is saved on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
         callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
@@ -67,18 +66,13 @@ class FullySharded(ModelParallelStrategy):
         super().__init__(tensor_parallel_size=1, save_distributed_checkpoint=False)
 
     def setup_environment(self) -> None:
-        """Nothing; makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
+        """Makes the mesh. Lightning's own "auto" would put one data-parallel rank on each node."""
         self._data_parallel_size = self.world_size
         super().setup_environment()
 
 
-def make_strategy(name: str) -> str | Strategy:
-    """Lightning's strategy; "fsdp" is FSDP2."""
-    return FullySharded() if name == "fsdp" else name
-
-
 class VisibleGPU(CUDAAccelerator):
-    """The one GPU that each process of a node sees (srun --gpus-per-task=1): number 0 to all of them."""
+    """The one GPU that each process of a node sees (srun --gpus-per-task=1): to each of them it is number 0."""
 
     @staticmethod
     def parse_devices(devices: int | str | list[int]) -> list[int]:
@@ -94,7 +88,7 @@ def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
 
 
 class SlurmTasks(SLURMEnvironment):
-    """The tasks of an srun, however many of them were asked for, and in whatever words.
+    """The tasks of an srun, whichever of its options asked for them.
 
     Lightning's own insists on --ntasks-per-node and resubmits a job itself, which is the user's decision here.
     """
@@ -121,14 +115,14 @@ def make_trainer(
 ) -> L.Trainer:
     """The Trainer of a run.
 
-    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` tells this process its place in
+    ``accumulation`` is micro-batches per optimiser step on one process; ``environment`` gives this process its place in
     the job, where Lightning would not find it.
     """
     return L.Trainer(
         accelerator=make_accelerator(settings),
         devices=int(settings.devices) if settings.devices.isdigit() else settings.devices,
         num_nodes=settings.num_nodes,
-        strategy=make_strategy(settings.strategy),
+        strategy=FullySharded() if settings.strategy == "fsdp" else settings.strategy,
         precision=settings.precision,  # type: ignore[arg-type]
         max_epochs=settings.max_epochs if settings.max_steps < 0 else -1,
         max_steps=settings.max_steps,

@@ -65,6 +65,7 @@ KEYS = {
     "trainer.devices=none": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got 'none'",),
     "trainer.devices=0": ("trainer.devices must be auto, a number of at least 1 or a list as 0,1, got '0'",),
     "trainer.max_steps=0": ("trainer.max_steps must be at least 1 optimiser step, or -1", "got 0"),
+    "trainer.max_epochs=0": ("trainer.max_epochs must be at least 1, or -1", "got 0"),
     "trainer.log_every_n_steps=0": ("trainer.log_every_n_steps must be at least 1, got 0",),
     "callbacks.samples=-1": ("callbacks.samples must be at least 0, got -1",),
     "judge.dtype=int8": ("judge.dtype must be one of float64, float32, bfloat16, float16, got 'int8'",),

@@ -16,8 +16,9 @@ from attnpo.models.layouts import choose
 from attnpo.models.loading import described, load_model, model_heads
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
-from attnpo.training.memory import Shape, count_parameters
-from tests.models.classes import SHAPE, VOCAB, tiny_folder
+from attnpo.training.memory import count_parameters
+from attnpo.training.model_shape import Shape
+from tests.models.classes import VOCAB, tiny_folder
 
 # Beginnings in common, a prompt longer than every window here, and one that is not.
 START = [(7 * place + 3) % VOCAB for place in range(30)]

@@ -55,7 +55,6 @@ def test_best_is_the_best_in_the_direction_of_its_metric(
     ("metric", "mode"),
     [
         ("val/loss", "min"),
-        ("train/loss", "min"),
         ("val/losses/sft", "min"),
         ("val/rewards/kl", "min"),
         ("val/rewards/margins", "max"),
@@ -78,11 +77,19 @@ def test_the_direction_follows_from_the_metric_and_a_contradiction_is_refused(me
         CallbackSettings(monitor=metric, mode=other)
 
 
-@pytest.mark.parametrize("metric", ["val/weights/max", "val/los", "train/lr"])
+@pytest.mark.parametrize("metric", ["val/weights/max", "val/los"])
 def test_a_metric_without_a_direction_asks_for_one(metric: str) -> None:
     with pytest.raises(UserError, match=rf"callbacks\.monitor={metric}.*loss.*callbacks\.mode=min or max"):
         CallbackSettings(monitor=metric)
     assert CallbackSettings(monitor=metric, mode="max").direction == "max"
+
+
+@pytest.mark.parametrize("metric", ["train/loss", "train/lr", "loss"])
+@pytest.mark.parametrize("mode", [None, "min"])
+def test_a_metric_that_is_not_of_validation_is_refused(metric: str, mode: str | None) -> None:
+    with pytest.raises(UserError, match=rf"callbacks\.monitor={metric} is no validation metric.*val/NAME.*margins"):
+        CallbackSettings(monitor=metric, mode=mode)
+    assert CallbackSettings(checkpoints=False, monitor=metric).monitor == metric
 
 
 def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ def fit(tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
         nonlocal count
         count += 1
         where = folder or tmp_path / f"run{count}"
+        if max_steps < 0 and steps < epochs * data.steps_per_epoch(1):
+            max_steps = steps
         settings = TrainerSettings(
             max_epochs=epochs, max_steps=max_steps, accelerator="cpu", devices="1", validate_every=validate_every
         )
@@ -41,7 +43,7 @@ def fit(tmp_path: Path) -> Callable[..., list[dict[str, float]]]:
             trainer = make_trainer(
                 settings,
                 make_loggers(LoggerSettings(), where, {}),
-                [FinalValidation(steps), *callbacks],  # type: ignore[list-item]
+                [FinalValidation(), *callbacks],  # type: ignore[list-item]
                 where,
                 data.accumulation(1),
             )

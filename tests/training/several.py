@@ -22,7 +22,7 @@ from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.fsdp import WholePolicy
+from attnpo.training.gather import WholePolicy
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
@@ -32,7 +32,7 @@ from attnpo.training.trainer import make_trainer, quiet_lightning, total_steps
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module
 
-STOP = 2  # the optimiser step behind which the checkpointing cases keep a copy to resume from
+STOP = 2  # the optimiser step after which the checkpointing cases keep a copy to resume from
 CLIP = 0.05  # far below the gradients that occur, so that clipping has to be right too
 
 
@@ -75,7 +75,7 @@ CASES = {
 
 
 class Keep(L.Callback):
-    """Saves a copy behind step STOP."""
+    """Saves a copy after step STOP."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -166,12 +166,6 @@ class Keep(L.Callback):
             shutil.copy(self.state, self.to)
 
 
-def test_a_training_value_can_be_the_monitor(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    best = BestCheckpoint(tmp_path / "best", Exporter(tokenizer), "train/loss")
-    fit(make_module(3), make_data(make_examples(20), PLAN), steps=3, epochs=1, callbacks=(Continuation(), best))
-    assert set(read_account(tmp_path / "best")) == {"step", "train/loss"}
-
-
 def test_a_run_goes_on_from_its_last_folder(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     """Three of six steps, then the rest from ``last/``: the losses and the final weights of an unbroken run."""
     whole, resumed = make_module(6), make_module(6)
@@ -231,7 +225,7 @@ class Spy(L.Callback):
 def test_last_is_saved_every_so_many_steps_and_exported_at_the_end(
     fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Validation behind step 3 of 6, a save every 2 steps; two micro-batches a step, never a save between them."""
+    """Validation after step 3 of 6, a save every 2 steps; two micro-batches a step, never a save between them."""
     last = LastCheckpoint(tmp_path / "last", Exporter(tokenizer), every=2)
     spy = Spy(tmp_path / "last")
     data = make_data(make_examples(24), PLAN)
@@ -245,7 +239,7 @@ def test_last_is_saved_every_so_many_steps_and_exported_at_the_end(
 def test_validation_once_an_epoch_is_when_folders_are_saved(
     fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Two epochs of three steps: saved behind the third and the sixth, with a value of the monitor each."""
+    """Two epochs of three steps: saved after the third and the sixth, with a value of the monitor each."""
     spy = Spy(tmp_path / "last")
     callbacks = (*folders(tmp_path, tokenizer), spy)
     data = make_data(make_examples(24), PLAN)
@@ -257,7 +251,7 @@ def test_validation_once_an_epoch_is_when_folders_are_saved(
 
 
 def test_a_resumed_run_keeps_a_better_best(fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """The best step lies before the one that is resumed from; the steps behind it are worse and leave it alone."""
+    """The best step lies before the one that is resumed from; the steps after it are worse and leave it alone."""
     data = make_examples(40)
     arguments: dict[str, object] = {"epochs": 1, "validate_every": 1}
     fit(make_module(5, lr=LOUD), make_data(data, PLAN), steps=3, callbacks=folders(tmp_path, tokenizer), **arguments)
@@ -345,7 +339,7 @@ def test_a_state_that_cannot_be_written_is_told(
 def test_a_best_that_could_not_be_saved_is_made_up_for(
     fit: Fit, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, step: int
 ) -> None:
-    """No room for ``best/`` behind a step that ``last/`` has already: the resumed run ends like an unbroken one."""
+    """No room for ``best/`` after a step that ``last/`` has already: the resumed run ends like an unbroken one."""
     examples, arguments = make_examples(40), {"steps": 5, "epochs": 1, "validate_every": 1}
 
     class FullBest(Exporter):

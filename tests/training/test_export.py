@@ -30,6 +30,7 @@ from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from attnpo.training.export import Exporter, full_state
 from attnpo.training.fsdp import shard
+from attnpo.training.settings import CallbackSettings
 
 IDS = torch.tensor([[5, 9, 3, 11, 7, 4]])
 
@@ -324,6 +325,6 @@ def test_no_file_tells_where_the_base_lay(tokenizer: PreTrainedTokenizerFast, tm
         assert b"private-place" not in file.read_bytes(), file.name
 
 
-def test_a_wrong_number_format_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_wrong_number_format_is_named() -> None:
     with pytest.raises(UserError, match=r"callbacks\.export_dtype must be null or one of float64, float32.*'bf16'"):
-        Exporter(tokenizer, dtype="bf16")
+        CallbackSettings(export_dtype="bf16")

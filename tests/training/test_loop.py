@@ -70,7 +70,7 @@ def test_validation_comes_every_n_steps_and_at_the_end(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 8])
-def test_validation_once_an_epoch_comes_behind_its_last_step(fit: Fit, tmp_path: Path, micro: int) -> None:
+def test_validation_once_an_epoch_comes_after_its_last_step(fit: Fit, tmp_path: Path, micro: int) -> None:
     """20 pairs are steps of 8, 8 and 4, three an epoch; a resumed run keeps to the epochs' ends."""
     plan, path = BatchPlan(8, micro), tmp_path / "state.ckpt"
 
@@ -113,7 +113,7 @@ def test_the_reference_is_no_part_of_the_module(fit: Fit) -> None:
 
 @pytest.mark.parametrize("stop", [2, 5, 7], ids=["mid-epoch", "epoch's last step", "second epoch"])
 def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(fit: Fit, tmp_path: Path, stop: int) -> None:
-    """40 pairs, 8 a step, 2 epochs of 5 steps; stopped behind step ``stop`` and resumed in a new process's stead."""
+    """40 pairs, 8 a step, 2 epochs of 5 steps; stopped after step ``stop`` and resumed in a new process's stead."""
     import lightning as L
 
     class Save(L.Callback):
@@ -158,3 +158,10 @@ def test_steps_that_cannot_be_cut_are_refused() -> None:
 def test_no_training_pair_is_refused() -> None:
     with pytest.raises(UserError, match="no training pair"):
         make_data([], BatchPlan(8, 4))
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0, 3), (-2, 3), (0, -1), (-1, -1)])
+def test_a_run_needs_an_epoch_or_a_number_of_steps(epochs: int, steps: int) -> None:
+    with pytest.raises(UserError, match=rf"trainer\.max_epochs must be at least 1, or -1.*max_steps.*got {epochs}"):
+        TrainerSettings(max_epochs=epochs, max_steps=steps)
+    assert TrainerSettings(max_epochs=-1, max_steps=3).max_steps == 3

@@ -24,10 +24,11 @@ from attnpo.training.memory import (
     STEP,
     UPDATE,
     MemoryEstimate,
-    Shape,
     estimate_pass,
     estimate_training,
+    saved_per_token,
 )
+from attnpo.training.model_shape import Shape
 from attnpo.training.optimizer import Optimizer
 
 LLAMA3_8B = LlamaConfig(
@@ -251,7 +252,7 @@ def test_a_block_saves_what_is_counted(name: str, heads: int) -> None:
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
     compute, stream = 2 if mixed else 4, getattr(torch, dtype).itemsize
-    assert per_token(3) - per_token(2) == Shape.of(small(heads=heads)).saved(compute, stream)
+    assert per_token(3) - per_token(2) == saved_per_token(Shape.of(small(heads=heads)), compute, stream)
 
 
 def live_bytes(events: Any) -> Iterator[int]:

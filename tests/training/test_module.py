@@ -119,7 +119,7 @@ def test_rounded_rotary_frequencies_are_refused(fit: Fit, which: str) -> None:
 
 
 def test_a_precision_that_casts_the_policy_is_caught(tmp_path: Path) -> None:
-    """What Lightning does to the module behind its construction is seen too."""
+    """What Lightning does to the module after its construction is seen too."""
     module, data = make_module(3), make_data(make_examples(20), PLAN)
     with quiet_lightning():
         trainer = L.Trainer(
@@ -160,7 +160,7 @@ def test_a_policy_without_anything_to_train_is_refused(fit: Fit) -> None:
 
 
 class Save(L.Callback):
-    """Saves a checkpoint behind a step."""
+    """Saves a checkpoint after a step."""
 
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.step = path, step

@@ -111,7 +111,7 @@ def test_a_gradient_that_is_no_number_stops_training_too(fit: Fit, tmp_path: Pat
 
 
 class Infinities(L.Callback):
-    """Puts infinities wherever nothing is to be read: behind the responses."""
+    """Puts infinities wherever nothing is to be read: after the responses."""
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: PreferenceBatch, batch_idx: int
@@ -187,7 +187,7 @@ def scored(count: int, bad: tuple[int, ...], spoil_with: str = "policy") -> Scor
 
 
 def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
-    trouble = save_step([scored(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1)
+    trouble = save_step([scored(12, tuple(range(10)), "weights")], {}, tmp_path / "step.pt", 5, 1, leads=True)
     text = message(trouble, 5, NAN, 1e-6, "bf16-mixed")
     assert "10 of 12 pairs: pair0, pair1, pair2, pair3, pair4, pair5, pair6, pair7 and 2 more (" in text
     assert "(not finite there: token weights)" in text and "trainer.precision=32-true (now bf16-mixed)" in text
@@ -197,7 +197,7 @@ def test_eight_pairs_are_named_and_the_others_counted(tmp_path: Path) -> None:
 
 def test_a_step_that_cannot_be_saved_is_told_all_the_same(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    trouble = save_step([scored(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1)
+    trouble = save_step([scored(3, (1,))], {}, tmp_path / "file" / "step.pt", 2, 1, leads=True)
     text = message(trouble, 2, NAN, 1e-6, "32-true")
     assert "1 of 3 pairs: pair1 (not finite there: policy log-probs)" in text and "could not be saved" in text
 

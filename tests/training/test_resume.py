@@ -19,7 +19,7 @@ PAIRS, EPOCHS, STEPS = 20, 2, 6  # steps of 8, 8 and 4 pairs
 
 
 class Copies(L.Callback):
-    """A checkpoint behind every optimiser step, saved within the hook named."""
+    """A checkpoint after every optimiser step, saved within the hook named."""
 
     def __init__(self, folder: Path, hook: str) -> None:
         self.folder, self.hook, self.step = folder, hook, 0
@@ -57,10 +57,10 @@ def same_weights(left: PreferenceModule, right: PreferenceModule) -> bool:
 
 @pytest.mark.parametrize("limit", ["max_epochs", "max_steps"])
 @pytest.mark.parametrize(("hook", "validate_every"), [("validation", 1), ("batch", 2)])
-def test_a_run_goes_on_bit_for_bit_behind_every_step(
+def test_a_run_goes_on_bit_for_bit_after_every_step(
     fit: Fit, tmp_path: Path, hook: str, validate_every: int, limit: str
 ) -> None:
-    """Mid-epoch, at an epoch's end, behind a short step; saved before or behind the validation; epochs or steps."""
+    """Mid-epoch, at an epoch's end, after a short step; saved before or after the validation; epochs or steps."""
     examples, plan = make_examples(PAIRS), BatchPlan(8, 2)
     arguments = {"steps": STEPS, "epochs": EPOCHS, "validate_every": validate_every}
     if limit == "max_steps":
@@ -174,7 +174,7 @@ def test_a_line_that_a_kill_cut_short_does_not_count(tmp_path: Path) -> None:
 
 
 def test_rows_of_steps_that_are_lost_are_dropped(tmp_path: Path) -> None:
-    """Saved behind step 2 and its validation: the third training row is lost with the process, the validation stays."""
+    """Saved after step 2 and its validation: the third training row is lost with the process, the validation stays."""
     session(tmp_path, 0, FIRST)
     cut_metrics(tmp_path, 2)
     rows = [

@@ -1,4 +1,4 @@
-"""Signals within one process and among several: agreed on, obeyed behind a step, handlers given back.
+"""Signals within one process and among several: agreed on, obeyed after a step, handlers given back.
 
 Started as a script (``python test_resume_signals.py FOLDER PART``) this is one of several processes of a run.
 """
@@ -84,7 +84,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_training_ends_behind_the_step_and_the_handlers_come_back(tmp_path: Path, number: int) -> None:
+def test_training_ends_after_the_step_and_the_handlers_come_back(tmp_path: Path, number: int) -> None:
     heard: list[int] = []
 
     def record(got: int, frame: object) -> None:

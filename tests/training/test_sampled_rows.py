@@ -168,7 +168,7 @@ def test_a_run_from_end_to_end_however_it_is_split(fit: Fit) -> None:
 
 
 class Save(L.Callback):
-    """Saves a checkpoint behind step 1."""
+    """Saves a checkpoint after step 1."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

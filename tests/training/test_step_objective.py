@@ -156,7 +156,7 @@ def test_validation_in_its_own_cuts_gives_the_same(fit: Fit) -> None:
 
 @pytest.mark.parametrize("stop", [2, 3, 4], ids=["mid-epoch", "epoch's last step", "second epoch"])
 def test_a_resumed_run_gives_the_losses_of_an_unbroken_one(fit: Fit, tmp_path: Path, stop: int) -> None:
-    """A validation comes behind every step, so a step's z must be made anew after it."""
+    """A validation comes after every step, so a step's z must be made anew after it."""
 
     class Save(L.Callback):
         def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

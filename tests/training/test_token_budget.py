@@ -45,7 +45,7 @@ def trained(
     *callbacks: L.Callback,
     resume: Path | None = None,
 ) -> list[dict[str, float]]:
-    """The rows of metrics.csv of all epochs, a validation behind each step."""
+    """The rows of metrics.csv of all epochs, a validation after each step."""
     settings = TrainerSettings(max_epochs=data.epochs, accelerator="cpu", devices="1", validate_every=1)
     with quiet_lightning():
         loggers = make_loggers(LoggerSettings(), place, {})
@@ -131,7 +131,7 @@ def test_rows_ahead_of_a_step_are_summed_alike(tmp_path: Path, tokens: int) -> N
 
 
 class Copies(L.Callback):
-    """A checkpoint behind every optimiser step."""
+    """A checkpoint after every optimiser step."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -146,9 +146,7 @@ class Copies(L.Callback):
     [(BatchPlan(8, tokens=40), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, tokens=32)),
      (BatchPlan(8, 2), BatchPlan(8, tokens=40)), (BatchPlan(8, tokens=40), BatchPlan(8, 2))],
 )  # fmt: skip
-def test_a_run_goes_on_behind_any_step_under_another_budget(
-    tmp_path: Path, before: BatchPlan, after: BatchPlan
-) -> None:
+def test_a_run_goes_on_after_any_step_under_another_budget(tmp_path: Path, before: BatchPlan, after: BatchPlan) -> None:
     module = make_module(6)
     expected = trained(module, make(module, before), tmp_path / "whole", Copies(tmp_path))
     for stop in (2, 3):  # mid-epoch, an epoch's last

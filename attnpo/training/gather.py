@@ -1,0 +1,41 @@
+"""What the processes of a job hold, brought together: plain values, and the whole policy of a sharded run."""
+
+from typing import TypeVar
+
+import lightning as L
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from attnpo.training.export import policy_state
+
+Value = TypeVar("Value")
+
+
+def from_all_ranks(value: Value, processes: int) -> list[Value]:
+    """The ``value`` of every process in the order of their ranks (a collective: every rank must call it)."""
+    values = [value] * processes
+    if processes > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+class WholePolicy(L.Callback):
+    """Gathers a sharded policy at the end of training, before Lightning moves the shards to the CPU.
+
+    There a collective breaks: the processes of a job on GPUs talk over NCCL, which knows no CPU tensor. Afterwards
+    ``state`` holds the whole weights (adapters merged in) on the first process and is empty on the others; it is None
+    where the policy is not sharded, so whole anyway, or where training did not end.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Tensor] | None = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gathers the weights (a collective: every rank takes part)."""
+        policy = pl_module.get_submodule("policy.model")
+        if not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
+            return
+        assert isinstance(policy, PreTrainedModel)
+        self.state = policy_state(policy, keep=trainer.is_global_zero)
