@@ -60,12 +60,12 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Sorted option names of every config group, from the shipped folder and ``config_dir``."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for folder in _folders(config_dir):
         for file in folder.rglob("*.yaml"):
             if file.parent != folder:
-                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
-    return {group: sorted(options) for group, options in sorted(found.items())}
+                options.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(options.items())}
 
 
 # --------------------------------------------------------------------------------------------- composition
@@ -181,7 +181,7 @@ def _report(problems: list[str]) -> None:
 
 
 def check(cfg: DictConfig, *, complete: bool = True) -> None:
-    """None if every component of ``cfg`` can be built as it stands.
+    """Checks that every component of ``cfg`` can be built as it stands.
 
     Walks the whole tree: keys, types and the components' own rules (``__post_init__``). Raises one UserError with all
     problems, each under the key the user types. ``complete=False`` lets values that are still ``???`` pass.
@@ -204,13 +204,13 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     What reads a key is known to the components: see ``unread`` in ``attnpo.components``.
     """
     unread = _read(cfg, complete=False)[1]
-    found = {}
+    idle = {}
     for override in cfg.get("composed", {}).get("overrides", []):
         key = override.partition("=")[0].lstrip("+~")
         reason = next((why for path, why in unread.items() if key == path or key.startswith(f"{path}.")), None)
         if reason is not None:
-            found[override] = reason
-    return found
+            idle[override] = reason
+    return idle
 
 
 def build(node: Any) -> Any:
@@ -239,7 +239,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def save(cfg: DictConfig, path: Path) -> None:
-    """None; writes ``cfg`` resolved to the YAML file ``path``, making its folder."""
+    """Writes ``cfg``, resolved, to the YAML file ``path``, making its folder."""
     text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -370,10 +370,10 @@ def _is_path(word: str) -> bool:
 
 
 def _note_idle(configs: Sequence[DictConfig]) -> None:
-    """Nothing; warns once of every key given on the command line that has an effect in none of the jobs."""
-    found = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
-    for key, why in found[0].items():
-        if all(key in other for other in found):
+    """Warns once of every key given on the command line that has an effect in none of the jobs."""
+    idle = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
+    for key, why in idle[0].items():
+        if all(key in other for other in idle):
             _log.warning("warning: %s has no effect: %s", key, why)
 
 

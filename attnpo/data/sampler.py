@@ -5,9 +5,9 @@ how it is cut into micro-batches and shared over ranks (``data.partition``). Eac
 whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
 
 import torch
 from torch.utils.data import Sampler
@@ -61,6 +61,28 @@ class Split:
     accumulation: int
     short: int
     world_size: int
+
+
+class SavedSplit(TypedDict):
+    """A ``Split`` in a checkpoint."""
+
+    rule: str
+    accumulation: int
+    short: int
+    world_size: int
+
+
+class SamplerState(TypedDict):
+    """Where in the data a run was saved.
+
+    ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says (also
+    as micro-batch, accumulation and number of processes). Without these two it is a state of this very plan.
+    """
+
+    epoch: int
+    batches: int
+    order: NotRequired[dict[str, int]]
+    layout: NotRequired[SavedSplit | Sequence[int]]
 
 
 def steps_in(num_pairs: int, size: int, world_size: int) -> int:
@@ -157,7 +179,7 @@ class StepBatches(Sampler[PlannedBatch]):
         self._passed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing; the next pass is ``epoch``, from its first batch unless it is the epoch being resumed."""
+        """Makes ``epoch`` the next pass, from its first batch unless it is the epoch being resumed."""
         if epoch != self.epoch or self._passed:
             self._enter(epoch)
 
@@ -172,8 +194,8 @@ class StepBatches(Sampler[PlannedBatch]):
         if not self.shuffle:
             return list(range(self.num_pairs))
         generator = torch.Generator().manual_seed(int(digest([self.seed, epoch])[:15], 16))
-        found: list[int] = torch.randperm(self.num_pairs, generator=generator).tolist()
-        return found
+        permutation: list[int] = torch.randperm(self.num_pairs, generator=generator).tolist()
+        return permutation
 
     def _steps(self, epoch: int) -> list[list[int]]:
         """The pairs of each step of an epoch."""
@@ -202,7 +224,7 @@ class StepBatches(Sampler[PlannedBatch]):
 
     # -------------------------------------------------------------------------------------------- resuming
 
-    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+    def state_dict(self, batches: int | None = None) -> SamplerState:
         """Plain values to resume from: epoch, batches of it consumed, and what decides which pairs those were.
 
         ``batches`` is the number of batches of the epoch that were trained on; without it, the number handed out,
@@ -212,10 +234,15 @@ class StepBatches(Sampler[PlannedBatch]):
             "epoch": self.epoch,
             "batches": self.consumed if batches is None else batches,
             "order": self._order_key(),
-            "layout": asdict(self.split),
+            "layout": SavedSplit(
+                rule=self.split.rule,
+                accumulation=self.split.accumulation,
+                short=self.split.short,
+                world_size=self.split.world_size,
+            ),
         }
 
-    def _order_key(self) -> dict[str, Any]:
+    def _order_key(self) -> dict[str, int]:
         return {
             "num_pairs": self.num_pairs,
             "seed": self.seed,
@@ -224,12 +251,11 @@ class StepBatches(Sampler[PlannedBatch]):
             "drop_last": self.drop_last,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing; the next pass gives the batches left of the saved epoch, possibly none.
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Makes the next pass give the batches left of the saved epoch, possibly none.
 
         The steps may be cut in another way than when the state was saved (another rule, another number of
-        micro-batches or processes), provided that it was saved between two optimiser steps. A state with "epoch" and
-        "batches" alone is taken to be of this very plan.
+        micro-batches or processes), provided that it was saved between two optimiser steps.
 
         Raises:
             UserError: the state belongs to other pairs, another order or step size, lies inside a step that is now
@@ -249,11 +275,11 @@ class StepBatches(Sampler[PlannedBatch]):
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _split_of(self, saved: Any) -> Split:
+    def _split_of(self, saved: SavedSplit | Sequence[int] | None) -> Split:
         """The split of a saved state, also of one that tells micro-batch, accumulation and number of processes."""
         if saved is None:
             return self.split
-        if isinstance(saved, Mapping):
+        if not isinstance(saved, Sequence):
             return Split(**saved)
         micro, accumulation, ranks = saved
         rest = 0 if self.drop_last else self.num_pairs % self.size

@@ -19,7 +19,7 @@ from enum import Enum
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
@@ -208,7 +208,7 @@ class JudgePrompts:
                 "raise it or shorten judge.template_file"
             )
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
         rules = self.rules
         reference = rules.span is SpanMode.REFERENCE

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
@@ -24,11 +23,11 @@ class ScoreTemplate:
     system: str | None = None
 
     def __post_init__(self) -> None:
-        found = re.findall(r"\{(question|answer)\}", self.user)
-        if sorted(found) != sorted(SLOTS):
+        slots = re.findall(r"\{(question|answer)\}", self.user)
+        if sorted(slots) != sorted(SLOTS):
             raise UserError(
                 "verbalizer.template_file: expected the placeholders {question} and {answer}, each exactly once; found "
-                + (", ".join("{" + name + "}" for name in found) or "none")
+                + (", ".join("{" + name + "}" for name in slots) or "none")
             )
 
     @classmethod
@@ -109,7 +108,7 @@ class ScoreQuestions:
         ]
         return [token for token, _ in held], [place for _, place in held]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Wording, room, and the tokens of both sides."""
         return {
             "wording": digest([self.template.system, self.template.user]),
