@@ -139,6 +139,12 @@ class ChatFormat:
                 f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
                 "model.chat_template or the chat template in the model folder"
             ) from problem
+        except OverflowError as problem:  # Jinja's sandbox limits range(), and floats end
+            raise RefusedText(
+                "the chat template computes too large a number",
+                f"the chat template computes a number that is too large ({problem}); give another template as "
+                "model.chat_template",
+            ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
             raise RefusedText(
