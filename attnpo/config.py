@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -31,6 +31,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 # --------------------------------------------------------------------------------------------- paths
@@ -213,19 +214,26 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     return idle
 
 
-def build(node: Any) -> Any:
+@overload
+def build(node: DictConfig, kind: type[_T], *, complete: bool = True) -> _T: ...
+@overload
+def build(node: object) -> Any: ...
+def build(node: object, kind: object = Any, *, complete: bool = True) -> object:
     """The component of one ``_target_`` node of a composed configuration, nested components included.
 
-    Raises UserError like ``check``.
+    ``kind`` is the class it must be of: ``build(cfg, RunConfig)`` is the whole configuration as one typed component.
+    ``complete=False`` keeps text that is still ``???``. Raises UserError like ``check``.
     """
     _register_resolvers()
-    reader = Reader()
+    reader = Reader(complete=complete)
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
-    value = resolve(node, path, reader.problems)
+    origins: dict[str, str] | None = None if path else {}
+    value = resolve(node, path, reader.problems, origins)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, Any, path)
-    _report(reader.problems)
+    built = reader.component(value, kind, path)
+    problems = reader.problems or (reader.missing if built is ABSENT else [])
+    _report(at_their_origin(problems, origins or {}))
     return built
 
 
@@ -233,7 +241,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
     _register_resolvers()
     problems: list[str] = []
-    values = resolve(cfg, "", problems)
+    values = cast(dict[object, Any], resolve(cfg, "", problems))
     _report(problems)
     return {str(key): value for key, value in values.items()}
 
@@ -330,7 +338,8 @@ def _run(
     if options.help:
         sys.stdout.write(_help(parser, options.config_dir))
         return 0
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or _is_path(word))]
+    # Not Path.exists, which raises for an override that is longer than a name can be.
+    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
         raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
@@ -359,14 +368,6 @@ def _run(
         check(cfg, complete=complete(cfg))
     _note_idle([cfg for _, cfg in jobs])
     return _each(main, jobs)
-
-
-def _is_path(word: str) -> bool:
-    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
-    try:
-        return Path(word).exists()
-    except OSError:
-        return False
 
 
 def _note_idle(configs: Sequence[DictConfig]) -> None:
