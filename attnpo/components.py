@@ -3,7 +3,9 @@
 A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
 which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
 once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
-length.
+length. A pydantic ``TypeAdapter`` was tried in place of ``Reader``: it takes "32" and true for an int, names no near
+key, tells a union's members as separate problems under keys nobody types, and lets a component's own error end the
+reading without its key.
 
 A configuration names code that is imported and run, so the name is checked first: only ``attnpo`` itself is imported,
 and packages named in the environment variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do
@@ -24,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
@@ -62,6 +64,8 @@ def _describe(hint: object) -> str:
         return "one of " + ", ".join(_spelling(member) for member in hint)
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
     if hint is NoneType:
         return "null"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
@@ -261,6 +265,10 @@ class Reader:
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
             member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
             return self.mismatch(value, _describe(hint), path) if member is ABSENT else member
+        if origin is Literal:
+            same = (choice for choice in get_args(hint) if choice == value and type(choice) is type(value))
+            choice = next(same, ABSENT)
+            return self.mismatch(value, _describe(hint), path) if choice is ABSENT else choice
         if container in (tuple, list, Sequence):
             return self.sequence(value, hint, container, path)
         if isinstance(value, dict) and "_target_" in value:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
@@ -312,6 +312,24 @@ class Whole:
     either: Quiet | Loud | None = None
     named: dict[str, Quiet] = field(default_factory=dict)
     several: tuple[Quiet, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choosing:
+    mode: Literal["first", "last", 3] = "first"
+    maybe: Literal["on"] | None = None
+
+
+def test_a_literal_takes_its_own_values_alone() -> None:
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3, "maybe": "on"})
+    assert config.build(cfg, Choosing) == Choosing(3, "on")
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3.0, "maybe": "off"})
+    with pytest.raises(UserError) as caught:
+        config.build(cfg, Choosing)
+    assert str(caught.value).splitlines()[1:] == [
+        "  mode: expected one of first, last, 3, got 3.0 (float)",
+        "  maybe: expected one of on, got 'off' (str)",
+    ]
 
 
 def test_a_class_is_asked_for_and_typed() -> None:

@@ -16,7 +16,9 @@ from functools import lru_cache
 
 from attnpo.testbed import words
 
-RULES_VERSION = 1  # raise when parsing, reward, importance or prompt splitting change meaning
+# Raised by hand when parsing, reward, importance or prompt splitting change meaning: every base is keyed by it, see
+# CODE_VERSION in ``prepare``.
+RULES_VERSION = 1
 SPLITS = ("train", "validation", "test")
 KINDS = ("filler", "neutral", "sentiment", "broken")
 _WORD = re.compile(r"\n|[^\s]+")
