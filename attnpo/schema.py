@@ -253,17 +253,6 @@ class Generator(Protocol):
         ...
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """Per-token statistics of one model on given training tokens."""
-
-    def scores(
-        self, sequences: Sequence[EncodedResponse], names: Sequence[str] = ("logps",)
-    ) -> list[dict[str, Float[Tensor, "m"]]]:
-        """A dict of float32 rows per sequence, a value per response token, for the statistics asked by name."""
-        ...
-
-
 # --------------------------------------------------------------------------------------------- training
 
 

@@ -105,8 +105,8 @@ class AdaptedRow:
     notes: tuple[Note, ...] = ()
 
 
-def row_to_pair(row: Mapping[str, object], columns: Columns | None = None) -> PreferencePair:
-    """The pair that a row stands for, under whichever convention the row follows (table in the module docstring).
+def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
+    """The pair that a row stands for, whichever convention it follows (table in the module docstring), with notes.
 
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
@@ -114,11 +114,6 @@ def row_to_pair(row: Mapping[str, object], columns: Columns | None = None) -> Pr
         RowProblem: the row is no usable pair, with one of the fixed reasons.
         UserError: a mapped column does not exist.
     """
-    return adapt(row, columns or Columns()).pair
-
-
-def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
-    """The pair that a row stands for with notes on it; raises as ``row_to_pair`` does."""
     columns.check(row)
     chosen, rejected = row[columns.chosen], row[columns.rejected]
     prompt = None if columns.prompt is None else row.get(columns.prompt)

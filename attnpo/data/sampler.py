@@ -44,11 +44,6 @@ class PlannedBatch:
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
 
-    @property
-    def closes_step(self) -> bool:
-        """Whether the optimiser steps after this micro-batch."""
-        return self.micro == self.micros - 1
-
 
 @dataclass(frozen=True)
 class Split:
@@ -99,8 +94,7 @@ class StepBatches(Sampler[PlannedBatch]):
     epochs, since Lightning accumulates a fixed number: as few as ``cutting`` needs for the worst step of the run. The
     last step of an epoch may be short, and has as few as it needs in any epoch, at least one pair in each. Fewer pairs
     left than ranks are dropped, other ones in each epoch (without ``shuffle`` the last ones always); ``dropped`` counts
-    them. ``drop_last`` leaves out the short
-    step altogether (and counts its pairs).
+    them.
 
     Iterating again starts the next epoch after a full pass, and the same epoch anew after a broken one. After
     ``load_state_dict`` the first full pass gives exactly the batches that were left.
@@ -113,7 +107,6 @@ class StepBatches(Sampler[PlannedBatch]):
         shuffle: whether to permute at all.
         rank: this process among the ``world_size`` that share the steps.
         world_size: number of processes.
-        drop_last: leave out the short last step.
         epochs: how many the run has; a cutting that looks at the pairs plans for those.
 
     Raises:
@@ -130,7 +123,6 @@ class StepBatches(Sampler[PlannedBatch]):
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
-        drop_last: bool = False,
         epochs: int = 1,
     ) -> None:
         for name, value in (("pairs per step", size), ("processes", world_size)):
@@ -139,16 +131,15 @@ class StepBatches(Sampler[PlannedBatch]):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
         self.num_pairs, self.size, self.seed, self.shuffle, self.rank = num_pairs, size, seed, shuffle, rank
-        self.cutting, self.drop_last = cutting, drop_last
+        self.cutting = cutting
         self._full, rest = divmod(num_pairs, size)
-        self._short = 0 if drop_last or rest < world_size else rest
+        self._short = 0 if rest < world_size else rest
         self.dropped = rest - self._short
         self.steps_per_epoch = self._full + (self._short > 0)
         if self.steps_per_epoch == 0 or (self._full and size < world_size):
             raise UserError(
-                f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes"
-                f"{' with short steps dropped' if drop_last else ''}: each needs one pair of it at least; give more "
-                "pairs, or fewer processes"
+                f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes: each needs one "
+                "pair of it at least; give more pairs, or fewer processes"
             )
         self.split = self._planned(world_size, epochs)
         self.epoch = 0
@@ -248,7 +239,6 @@ class StepBatches(Sampler[PlannedBatch]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "step_size": self.size,
-            "drop_last": self.drop_last,
         }
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -282,7 +272,7 @@ class StepBatches(Sampler[PlannedBatch]):
         if not isinstance(saved, Sequence):
             return Split(**saved)
         micro, accumulation, ranks = saved
-        rest = 0 if self.drop_last else self.num_pairs % self.size
+        rest = self.num_pairs % self.size
         short = ByCount(micro).micros((), rest, ranks) if rest >= ranks else 0
         return Split(ByCount(micro).rule, accumulation, short, ranks)
 
@@ -291,7 +281,7 @@ class StepBatches(Sampler[PlannedBatch]):
         if saved == self.split:
             return batches
         rest = self.num_pairs % self.size
-        if not self.drop_last and (rest >= saved.world_size) != (rest >= self.split.world_size):
+        if (rest >= saved.world_size) != (rest >= self.split.world_size):
             raise UserError(
                 f"an epoch ends with {rest} pairs, which {max(saved.world_size, self.split.world_size)} processes "
                 f"leave out and {min(saved.world_size, self.split.world_size)} do not: resume with "
