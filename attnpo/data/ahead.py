@@ -55,7 +55,7 @@ def mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> li
     """
     other = partners(examples, planned.whole)
     made: list[list[Ids]] = []
-    for micro in planned.own:
+    for micro in planned.of_rank:
         chosen = [(examples[i].chosen.prompt_ids, examples[other[i]].chosen.response_ids) for i in micro]
         rejected = [(examples[i].rejected.prompt_ids, examples[other[i]].rejected.response_ids) for i in micro]
         made.append([*chosen, *rejected])

@@ -74,15 +74,15 @@ def regrouped(
     They keep the budget of ``cutting`` where their longest does, in as many groups for every rank; a sum over the rows
     of all ranks is the same.
     """
-    alone = replace(planned, own=tuple((i,) for i in planned.whole))
+    alone = replace(planned, of_rank=tuple((i,) for i in planned.whole))
     sizes = dict.fromkeys(planned.whole, 0)
     for name in ahead.names:
-        for (i,), rows in zip(alone.own, MAKERS[name](examples, alone), strict=True):
+        for (i,), rows in zip(alone.of_rank, MAKERS[name](examples, alone), strict=True):
             fitted = rows if ahead.max_length is None else [cut(row, ahead.max_length) for row in rows]
             sizes[i] = max(sizes[i], cutting.cost.of(fitted))
     of_rows = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
     groups = min(of_rows.needed(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
-    return replace(planned, own=tuple(of_rows.closest(planned.whole, groups, planned.ranks)[planned.rank]))
+    return replace(planned, of_rank=tuple(of_rows.closest(planned.whole, groups, planned.ranks)[planned.rank]))
 
 
 class PreferenceDataModule(L.LightningDataModule):

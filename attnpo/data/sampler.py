@@ -23,8 +23,8 @@ class PlannedBatch:
     ``indices`` are positions in the list of pairs, ``step`` counts the optimiser steps of the epoch from 0,
     ``step_pairs`` is the number of pairs of the whole step over all ranks and micro-batches, and ``micro`` of
     ``micros`` is this micro-batch's place in the step (every rank has the same ``micros`` in the same step). ``whole``
-    are the positions of all pairs of the step, ``own`` those of this rank, micro-batch by micro-batch; ``rank`` is one
-    of ``ranks``.
+    are the positions of all pairs of the step, ``of_rank`` those of this rank, micro-batch by micro-batch; ``rank`` is
+    one of ``ranks``.
     """
 
     indices: list[int]
@@ -34,7 +34,7 @@ class PlannedBatch:
     micros: int
     epoch: int = 0
     whole: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    own: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
+    of_rank: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
     rank: int = field(default=0, repr=False, compare=False)
     ranks: int = field(default=1, repr=False, compare=False)
 
@@ -208,10 +208,10 @@ class StepBatches(Sampler[PlannedBatch]):
         first, skip = divmod(start, self.split.accumulation)
         for step in range(first, len(steps)):
             whole, micros = tuple(steps[step]), self._micros(step)
-            own = tuple(self.cutting.hands(whole, micros, ranks)[self.rank])
+            of_rank = tuple(self.cutting.hands(whole, micros, ranks)[self.rank])
             for micro in range(skip if step == first else 0, micros):
-                batch = list(own[micro])
-                yield PlannedBatch(batch, step, len(whole), micro, micros, epoch, whole, own, self.rank, ranks)
+                batch = list(of_rank[micro])
+                yield PlannedBatch(batch, step, len(whole), micro, micros, epoch, whole, of_rank, self.rank, ranks)
 
     # -------------------------------------------------------------------------------------------- resuming
 

@@ -59,15 +59,17 @@ class ScoreQuestions:
     Args:
         template: the wording.
         asked: the chat format of the model that is asked.
-        own: the chat format of training. Its tokens carry the scores, so that each training token finds its own score
+        trained: the chat format of training. Its tokens carry the scores, so that each training token has its score
             without any alignment, whichever model was asked.
         room: tokens a prompt may have, None without a limit.
 
     Raises UserError when the model's chat template takes no system message and the wording has one.
     """
 
-    def __init__(self, template: ScoreTemplate, asked: ChatFormat, own: ChatFormat, room: int | None = None) -> None:
-        self.template, self.asked, self.own, self.room = template, asked, own, room
+    def __init__(
+        self, template: ScoreTemplate, asked: ChatFormat, trained: ChatFormat, room: int | None = None
+    ) -> None:
+        self.template, self.asked, self.trained, self.room = template, asked, trained, room
         try:
             asked.prompt_ids(template.messages("a", "a"))
         except RefusedText as problem:
@@ -100,7 +102,7 @@ class ScoreQuestions:
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The response's training tokens that hold a character of it, before any truncation."""
-        whole = self.own.encode(pair.prompt, pair.response(side))
+        whole = self.trained.encode(pair.prompt, pair.response(side))
         held: Sequence[tuple[int, tuple[int, int]]] = [
             (token, place)
             for token, place in zip(whole.response_ids, whole.offsets, strict=True)
@@ -114,5 +116,5 @@ class ScoreQuestions:
             "wording": digest([self.template.system, self.template.user]),
             "room": self.room,
             "chat": self.asked.fingerprint(),
-            "tokens": self.own.fingerprint(),
+            "tokens": self.trained.fingerprint(),
         }
