@@ -3,7 +3,9 @@
 A mapping with ``_target_`` names a component. A frozen dataclass is its own schema: the type hints of its fields say
 which keys exist and what they hold. Differs from merging into ``OmegaConf.structured``: all problems are reported at
 once under the keys the user types, enums are written by value in any case, and lists become tuples of the declared
-length.
+length. A pydantic ``TypeAdapter`` was tried in place of ``Reader``: it takes "32" and true for an int, names no near
+key, tells a union's members as separate problems under keys nobody types, and lets a component's own error end the
+reading without its key.
 
 A configuration names code that is imported and run, so the name is checked first: only ``attnpo`` itself is imported,
 and packages named in the environment variable ATTNPO_ALLOW_TARGETS (``mine,ours``); only a frozen dataclass that can do
@@ -20,30 +22,30 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import is_user_error, missing_package
 
-ABSENT = object()  # stands for a value that is missing, was refused, or is built later
+ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
 ALLOW = "ATTNPO_ALLOW_TARGETS"  # packages beside attnpo whose classes a configuration may name, with commas between
 _INTERPOLATION = re.compile(r"\$\{([\w.]+)\}")
-_ACCEPTED: dict[Any, tuple[type, ...]] = {
+_ACCEPTED: dict[object, tuple[type, ...]] = {
     int: (int,),
     float: (float, int),
     bool: (bool,),
     str: (str, int, float),
     Path: (str,),
 }
-LARGEST: dict[Any, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
-BOUNDED: dict[Any, str] = {int: "a whole number of at most 64 bits", float: "a finite number"}
+LARGEST: dict[object, float] = {int: 2**63 - 1, float: sys.float_info.max}  # what a tensor can hold
+BOUNDED: dict[object, str] = {int: "a whole number of at most 64 bits", float: "a finite number"}
 
 
 def join(path: str, key: object) -> str:
@@ -57,17 +59,19 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def _describe(hint: Any) -> str:
+def _describe(hint: object) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
         return "one of " + ", ".join(_spelling(member) for member in hint)
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(member) for member in get_args(hint))
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(map(str, get_args(hint)))
     if hint is NoneType:
         return "null"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
-def _is_role(hint: Any) -> bool:
+def _is_role(hint: object) -> TypeGuard[type]:
     """Whether ``hint`` is a protocol that objects can be tested for: what a component must be able to do."""
     return (
         inspect.isclass(hint) and getattr(hint, "_is_protocol", False) and getattr(hint, "_is_runtime_protocol", False)
@@ -88,7 +92,7 @@ def _members(role: type) -> set[str]:
 
 
 def _can_be(target: type, role: type) -> bool:
-    """Whether instances of the dataclass ``target`` can be of a role, found without making one."""
+    """Whether instances of the dataclass ``target`` can be of a role, told without making one."""
     has = {name for parent in target.__mro__ for name in vars(parent)} | {
         item.name for item in dataclasses.fields(target)
     }
@@ -105,18 +109,20 @@ def _may_import(dotted: str) -> bool:
     return dotted.partition(".")[0] in {"attnpo", *allowed} - {""}
 
 
-def _locate(dotted: str) -> Any:
+def _locate(dotted: str) -> object:
+    """What ``module.name`` or ``module.Class.name`` names, its module imported."""
     module, _, name = dotted.rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        target: object = getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         owner, _, parent = module.rpartition(".")
         if error.name != module or not owner:
             raise
-        return getattr(getattr(importlib.import_module(owner), parent), name)  # module.Class.Class
+        target = getattr(getattr(importlib.import_module(owner), parent), name)
+    return target
 
 
-def _parameters(target: Any) -> dict[str, bool]:
+def _parameters(target: type) -> dict[str, bool]:
     """Each field of a dataclass with whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -125,21 +131,21 @@ def _parameters(target: Any) -> dict[str, bool]:
     }
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def _hints(target: type) -> dict[str, object]:
     try:
         return get_type_hints(target)
     except NameError:  # names of another package that exist for its type checker only
         return {}
 
 
-def resolve(node: Any, path: str, problems: list[str], origins: dict[str, str] | None = None) -> Any:
+def resolve(node: object, path: str, problems: list[str], origins: dict[str, str] | None = None) -> object:
     """``node`` as plain containers, ``???`` kept, each interpolation resolved or noted as a problem.
 
     ``origins`` gets the key that each plain interpolation (``${key}``) reads.
     """
     if not isinstance(node, DictConfig | ListConfig):
         return node
-    values: dict[Any, Any] = {}
+    values: dict[object, object] = {}
     keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
     for key in keys:
         origin = _INTERPOLATION.fullmatch(str(node._get_node(key)))
@@ -158,7 +164,7 @@ def resolve(node: Any, path: str, problems: list[str], origins: dict[str, str] |
     return values if isinstance(node, DictConfig) else list(values.values())
 
 
-def _null_parent(node: Any, key: str) -> str | None:
+def _null_parent(node: DictConfig | ListConfig, key: str) -> str | None:
     """The nearest node above ``key`` that is null in the configuration ``node`` is part of, if there is one."""
     root, parents = node._get_root(), key.split(".")[:-1]
     paths = [".".join(parents[:depth]) for depth in range(1, len(parents) + 1)]
@@ -175,19 +181,47 @@ def _without(empty: str, key: str) -> str:
 
 def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[str]:
     """Problems of values read from another key: left out where that key has one too, else with its name."""
-    found = []
+    told = []
     for problem in problems:
         key, _, rest = problem.partition(": ")
         reader = next((path for path in origins if key == path or key.startswith(f"{path}.")), None)
         if reader is None:
-            found.append(problem)
+            told.append(problem)
             continue
         origin = origins[reader] + key[len(reader) :]
         if any(other.startswith(f"{origin}: ") for other in problems):
             continue
         leads_nowhere = rest.startswith("Interpolation")
-        found.append(problem if leads_nowhere else f"{key} (read from {origin}): {rest}")
-    return found
+        told.append(problem if leads_nowhere else f"{key} (read from {origin}): {rest}")
+    return told
+
+
+def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
+    """Keys below ``part``, a component or the class of one, that move no number.
+
+    A field says so for itself and all below it: ``field(metadata={"moves_numbers": False})``. Of a class the
+    annotations are followed, through unions too. What stands below a protocol, a mapping or a sequence is known of a
+    component alone, by what is there.
+    """
+    kind = part if inspect.isclass(part) else type(part)
+    if isinstance(part, Mapping):
+        for key, item in part.items():
+            yield from bookkeeping_keys(item, join(path, key))
+    elif isinstance(part, list | tuple):
+        for index, item in enumerate(part):
+            yield from bookkeeping_keys(item, join(path, index))
+    elif dataclasses.is_dataclass(kind):
+        hints = _hints(kind) if kind is part else {}
+        for item in dataclasses.fields(kind):
+            key = join(path, item.name)
+            if not item.metadata.get("moves_numbers", True):
+                yield key
+            elif kind is part:
+                hint = hints.get(item.name)
+                members = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
+                yield from dict.fromkeys(below for member in members for below in bookkeeping_keys(member, key))
+            else:
+                yield from bookkeeping_keys(getattr(part, item.name), key)
 
 
 class Reader:
@@ -196,33 +230,45 @@ class Reader:
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # a value that is still ??? is a problem
         self.problems: list[str] = []
+        self.missing: list[str] = []  # values that are still ??? and cannot stand for themselves
         self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
 
-    def refuse(self, problem: str) -> Any:
-        """ABSENT, with ``problem`` noted."""
+    def refuse(self, problem: str) -> object:
+        """Notes ``problem`` and returns ABSENT."""
         self.problems.append(problem)
         return ABSENT
 
-    def read(self, value: Any, hint: Any, path: str) -> Any:
-        """``value`` as the type ``hint`` says, or ABSENT with a problem noted."""
+    def read(self, value: object, hint: object, path: str) -> object:
+        """Returns ``value`` as the type ``hint`` says, or notes a problem and returns ABSENT."""
         if value is ABSENT:
             return ABSENT
         if isinstance(value, str) and value == MISSING:
+            required = f"{path}: required; give {path}=VALUE"
             if self.complete:
-                return self.refuse(f"{path}: required; give {path}=VALUE")
-            return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
+                return self.refuse(required)
+            if hint is str:
+                return MISSING  # text can stand for itself until the value is known
+            self.missing.append(required)
+            return ABSENT
         origin = get_origin(hint)
         container = origin or hint
-        if hint in _ACCEPTED:
+        if inspect.isclass(hint) and hint in _ACCEPTED:
             if type(value) not in _ACCEPTED[hint]:
                 return self.mismatch(value, _describe(hint), path)
-            if hint in LARGEST and not abs(value) <= LARGEST[hint]:  # NaN is not either
+            if (
+                hint in LARGEST and isinstance(value, int | float) and not abs(value) <= LARGEST[hint]
+            ):  # NaN is not either
                 return self.mismatch(value, BOUNDED[hint], path)
-            return hint(value)
+            kind: type[Any] = hint
+            return kind(value)
         if inspect.isclass(hint) and issubclass(hint, Enum):
             names = {str(name).lower(): member for member in hint for name in (member.name, member.value)}
             member = names.get(value.lower(), ABSENT) if isinstance(value, str) else ABSENT
             return self.mismatch(value, _describe(hint), path) if member is ABSENT else member
+        if origin is Literal:
+            same = (choice for choice in get_args(hint) if choice == value and type(choice) is type(value))
+            choice = next(same, ABSENT)
+            return self.mismatch(value, _describe(hint), path) if choice is ABSENT else choice
         if container in (tuple, list, Sequence):
             return self.sequence(value, hint, container, path)
         if isinstance(value, dict) and "_target_" in value:
@@ -244,20 +290,20 @@ class Reader:
             return self.whole(tuple(self.read(item, Any, join(path, index)) for index, item in enumerate(value)))
         return self.mismatch(value, "null", path) if hint is NoneType and value is not None else value
 
-    def mismatch(self, value: Any, expected: str, path: str) -> Any:
-        """ABSENT, with what was expected and what came noted."""
+    def mismatch(self, value: object, expected: str, path: str) -> object:
+        """Notes what was expected and what came, and returns ABSENT."""
         kind = "" if value is None else f" ({type(value).__name__})"
         shown = "null" if value is None else repr(value)
         if isinstance(value, dict):
             shown, kind = f"keys {', '.join(map(str, value))}", ""
         return self.refuse(f"{path}: expected {expected}, got {shown}{kind}")
 
-    def whole(self, value: Any) -> Any:
-        """``value``, or ABSENT if any item of it is."""
-        items = value.values() if isinstance(value, dict) else value
+    def whole(self, value: Mapping[str, object] | Sequence[object]) -> object:
+        """Returns ``value``, or ABSENT if any item of it is."""
+        items = value.values() if isinstance(value, Mapping) else value
         return ABSENT if any(item is ABSENT for item in items) else value
 
-    def union(self, value: Any, hint: Any, path: str) -> Any:
+    def union(self, value: object, hint: object, path: str) -> object:
         """``value`` as the first member of a union that takes it; a value of exactly a member's type stays."""
         members = [member for member in get_args(hint) if member is not NoneType]
         if value is None and len(members) < len(get_args(hint)):
@@ -273,7 +319,7 @@ class Reader:
                 return result
         return self.mismatch(value, _describe(hint), path)
 
-    def sequence(self, value: Any, hint: Any, container: Any, path: str) -> Any:
+    def sequence(self, value: object, hint: object, container: object, path: str) -> object:
         """``value`` as a list or tuple of the items the hint declares."""
         if not isinstance(value, list | tuple):
             return self.mismatch(value, "a list", path)
@@ -288,7 +334,7 @@ class Reader:
         ]
         return self.whole(items if container is list else tuple(items))
 
-    def component(self, value: dict[Any, Any], hint: Any, path: str) -> Any:
+    def component(self, value: dict[object, object], hint: object, path: str) -> object:
         """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
@@ -312,12 +358,12 @@ class Reader:
             return self.refuse(f"{key}: expected {expected}, got {dotted}")
         return self.make(target, {name: item for name, item in value.items() if name != "_target_"}, path)
 
-    def make(self, target: Any, keys: dict[Any, Any], path: str) -> Any:
+    def make(self, target: type, keys: dict[object, object], path: str) -> object:
         """The dataclass ``target`` with the values of ``keys``, once all of them hold."""
         known = _parameters(target)
         hints = _hints(target)
         before = len(self.problems)
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         for key, item in keys.items():
             if key not in known:
                 name = f"{target.__module__}.{target.__qualname__}"

@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -31,6 +31,7 @@ CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 # --------------------------------------------------------------------------------------------- paths
@@ -60,12 +61,12 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
     """Sorted option names of every config group, from the shipped folder and ``config_dir``."""
-    found: dict[str, set[str]] = {}
+    options: dict[str, set[str]] = {}
     for folder in _folders(config_dir):
         for file in folder.rglob("*.yaml"):
             if file.parent != folder:
-                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
-    return {group: sorted(options) for group, options in sorted(found.items())}
+                options.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
+    return {group: sorted(names) for group, names in sorted(options.items())}
 
 
 # --------------------------------------------------------------------------------------------- composition
@@ -181,7 +182,7 @@ def _report(problems: list[str]) -> None:
 
 
 def check(cfg: DictConfig, *, complete: bool = True) -> None:
-    """None if every component of ``cfg`` can be built as it stands.
+    """Checks that every component of ``cfg`` can be built as it stands.
 
     Walks the whole tree: keys, types and the components' own rules (``__post_init__``). Raises one UserError with all
     problems, each under the key the user types. ``complete=False`` lets values that are still ``???`` pass.
@@ -204,28 +205,35 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     What reads a key is known to the components: see ``unread`` in ``attnpo.components``.
     """
     unread = _read(cfg, complete=False)[1]
-    found = {}
+    idle = {}
     for override in cfg.get("composed", {}).get("overrides", []):
         key = override.partition("=")[0].lstrip("+~")
         reason = next((why for path, why in unread.items() if key == path or key.startswith(f"{path}.")), None)
         if reason is not None:
-            found[override] = reason
-    return found
+            idle[override] = reason
+    return idle
 
 
-def build(node: Any) -> Any:
+@overload
+def build(node: DictConfig, kind: type[_T], *, complete: bool = True) -> _T: ...
+@overload
+def build(node: object) -> Any: ...
+def build(node: object, kind: object = Any, *, complete: bool = True) -> object:
     """The component of one ``_target_`` node of a composed configuration, nested components included.
 
-    Raises UserError like ``check``.
+    ``kind`` is the class it must be of: ``build(cfg, RunConfig)`` is the whole configuration as one typed component.
+    ``complete=False`` keeps text that is still ``???``. Raises UserError like ``check``.
     """
     _register_resolvers()
-    reader = Reader()
+    reader = Reader(complete=complete)
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
-    value = resolve(node, path, reader.problems)
+    origins: dict[str, str] | None = None if path else {}
+    value = resolve(node, path, reader.problems, origins)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, Any, path)
-    _report(reader.problems)
+    built = reader.component(value, kind, path)
+    problems = reader.problems or (reader.missing if built is ABSENT else [])
+    _report(at_their_origin(problems, origins or {}))
     return built
 
 
@@ -233,13 +241,13 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
     _register_resolvers()
     problems: list[str] = []
-    values = resolve(cfg, "", problems)
+    values = cast(dict[object, Any], resolve(cfg, "", problems))
     _report(problems)
     return {str(key): value for key, value in values.items()}
 
 
 def save(cfg: DictConfig, path: Path) -> None:
-    """None; writes ``cfg`` resolved to the YAML file ``path``, making its folder."""
+    """Writes ``cfg``, resolved, to the YAML file ``path``, making its folder."""
     text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
@@ -330,7 +338,8 @@ def _run(
     if options.help:
         sys.stdout.write(_help(parser, options.config_dir))
         return 0
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or _is_path(word))]
+    # Not Path.exists, which raises for an override that is longer than a name can be.
+    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
         raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
@@ -361,19 +370,11 @@ def _run(
     return _each(main, jobs)
 
 
-def _is_path(word: str) -> bool:
-    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
-    try:
-        return Path(word).exists()
-    except OSError:
-        return False
-
-
 def _note_idle(configs: Sequence[DictConfig]) -> None:
-    """Nothing; warns once of every key given on the command line that has an effect in none of the jobs."""
-    found = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
-    for key, why in found[0].items():
-        if all(key in other for other in found):
+    """Warns once of every key given on the command line that has an effect in none of the jobs."""
+    idle = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
+    for key, why in idle[0].items():
+        if all(key in other for other in idle):
             _log.warning("warning: %s has no effect: %s", key, why)
 
 

@@ -1,4 +1,4 @@
-"""Plain data that the rooms hand to each other, and the small protocols they meet behind.
+"""Plain data that the rooms hand to each other, and the protocols through which they use each other.
 
 Owns no behaviour beyond checks of its own fields. Imports nothing from attnpo.
 
@@ -11,11 +11,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import NamedTuple, Protocol, TypedDict, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from attnpo.files import Json as Json
+
+_T = TypeVar("_T")
 
 
 class UserError(Exception):
@@ -55,7 +59,7 @@ class Message(TypedDict):
     content: str
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """Hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -76,11 +80,11 @@ class PreferencePair:
     prompt: tuple[Message, ...]
     chosen: str
     rejected: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
     def make(
-        cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, Any] | None = None
+        cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, object] | None = None
     ) -> "PreferencePair":
         """The pair with its content digest as id."""
         turns = tuple(Message(role=turn["role"], content=turn["content"]) for turn in prompt)
@@ -96,7 +100,7 @@ SIDES = ("chosen", "rejected")
 
 
 class EncodedResponse(NamedTuple):
-    """Training ids of one response behind its prompt.
+    """Training ids of one response and the prompt before it.
 
     ``offsets`` are half-open character ranges in the response text as it stands in the pair; tokens that hold no
     character of it (end of turn) have an empty range at the text's end.
@@ -244,17 +248,6 @@ class Generator(Protocol):
         ...
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """Per-token statistics of one model on given training tokens."""
-
-    def scores(
-        self, sequences: Sequence[EncodedResponse], names: Sequence[str] = ("logps",)
-    ) -> list[dict[str, Float[Tensor, "m"]]]:
-        """A dict of float32 rows per sequence, a value per response token, for the statistics asked by name."""
-        ...
-
-
 # --------------------------------------------------------------------------------------------- training
 
 
@@ -266,8 +259,8 @@ class ModelInputs:
     [rows R] is the flat index (into batch*T) of the hidden state that predicts each response token.
 
     ``segments``: None for one sequence per row; else the batch is one row of many sequences, and each line holds
-    (start, count, prefix, shared): the tokens start..start+count-1 see, causally, each other and behind the ``shared``
-    tokens from ``prefix`` on. Every token of the row is in exactly one segment.
+    (start, count, prefix, shared): the tokens start..start+count-1 follow the ``shared`` tokens from ``prefix`` on, and
+    see, causally, those and each other. Every token of the row is in exactly one segment.
     """
 
     input_ids: Int[Tensor, "batch T"]
@@ -278,8 +271,7 @@ class ModelInputs:
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """The same inputs on ``device``."""
-        moved: ModelInputs = _move(self, torch.device(device))
-        return moved
+        return _move(self, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -359,20 +351,20 @@ class PreferenceBatch:
 
     def to(self, device: torch.device | str) -> "PreferenceBatch":
         """The same batch with every tensor on ``device``."""
-        moved: PreferenceBatch = _move(self, torch.device(device))
-        return moved
+        return _move(self, torch.device(device))
 
 
-def _move(value: Any, device: torch.device) -> Any:
+def _move(value: _T, device: torch.device) -> _T:
+    moved: object = value
     if isinstance(value, Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, Mapping):
-        return {key: _move(item, device) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_move(item, device) for item in value)
-    if isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
-        return type(value)(**{key: _move(item, device) for key, item in vars(value).items()})
-    return value
+        moved = value.to(device, non_blocking=True)
+    elif isinstance(value, Mapping):
+        moved = {key: _move(item, device) for key, item in value.items()}
+    elif isinstance(value, tuple):
+        moved = tuple(_move(item, device) for item in value)
+    elif isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
+        moved = type(value)(**{key: _move(item, device) for key, item in vars(value).items()})
+    return cast(_T, moved)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import config
-from attnpo.runs import settings
+from attnpo import components, config
+from attnpo.runs import identity
 from attnpo.schema import UserError
+from attnpo.studies import fit_config as run_root
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = __name__
@@ -281,6 +283,86 @@ def test_build_reports_the_full_key() -> None:
         config.build(config.compose("fit", ["weights=mixture", "~weights.scale", "weights.parts=[]"]).weights)
     with pytest.raises(UserError, match="expected a component"):
         config.build(cfg.composed)
+
+
+@dataclass(frozen=True)
+class Quiet:
+    level: int = 0
+    words: int = field(default=1, metadata={"moves_numbers": False})
+
+
+@runtime_checkable
+class Talks(Protocol):
+    def talk(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Loud:
+    quiet: Quiet = field(default_factory=Quiet)
+    device: str = field(default="cpu", metadata={"moves_numbers": False})
+
+    def talk(self) -> str:
+        return "!"
+
+
+@dataclass(frozen=True)
+class Whole:
+    talks: Talks
+    log: Quiet = field(default_factory=Quiet, metadata={"moves_numbers": False})
+    either: Quiet | Loud | None = None
+    named: dict[str, Quiet] = field(default_factory=dict)
+    several: tuple[Quiet, ...] = ()
+
+
+@dataclass(frozen=True)
+class Choosing:
+    mode: Literal["first", "last", 3] = "first"
+    maybe: Literal["on"] | None = None
+
+
+def test_a_literal_takes_its_own_values_alone() -> None:
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3, "maybe": "on"})
+    assert config.build(cfg, Choosing) == Choosing(3, "on")
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3.0, "maybe": "off"})
+    with pytest.raises(UserError) as caught:
+        config.build(cfg, Choosing)
+    assert str(caught.value).splitlines()[1:] == [
+        "  mode: expected one of first, last, 3, got 3.0 (float)",
+        "  maybe: expected one of on, got 'off' (str)",
+    ]
+
+
+def test_a_class_is_asked_for_and_typed() -> None:
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Whole", "talks": {"_target_": f"{HERE}.Loud", "device": "???"}})
+    assert config.build(cfg, Whole, complete=False).talks == Loud(device="???")
+    with pytest.raises(UserError, match=r"^_target_: expected Quiet, got .*Whole$"):
+        config.build(cfg, Quiet)
+    with pytest.raises(UserError, match=r"^talks\.device: required; give talks\.device=VALUE$"):
+        config.build(cfg, Whole)
+
+
+def test_a_class_is_not_built_while_a_number_of_it_is_unknown() -> None:
+    cfg = OmegaConf.create({"_target_": f"{HERE}.Quiet", "level": "???", "words": "${level}"})
+    with pytest.raises(UserError, match=r"^level: required; give level=VALUE$"):
+        config.build(cfg, Quiet, complete=False)
+
+
+def test_keys_that_move_no_number_are_declared_at_their_fields() -> None:
+    assert list(components.bookkeeping_keys(Quiet)) == ["words"]
+    of_class = ["log", "either.words", "either.quiet.words", "either.device"]
+    assert list(components.bookkeeping_keys(Whole)) == of_class, "what a protocol stands for is not known of a class"
+    built = Whole(Loud(), named={"a": Quiet()}, several=(Quiet(), Quiet()))
+    assert list(components.bookkeeping_keys(built)) == [
+        *("talks.quiet.words", "talks.device", "log", "named.a.words", "several.0.words", "several.1.words")
+    ]
+
+
+def test_the_root_of_fit_is_one_typed_component() -> None:
+    root = config.build(config.compose("fit", ["batch.micro=2"]), run_root.RunConfig, complete=False)
+    assert (root.batch.micro, root.model.path) == (2, "???")
+    assert {key for key in components.bookkeeping_keys(root) if key.startswith("batch.")} == {
+        key for key in identity.BOOKKEEPING if key.startswith("batch.")
+    }
 
 
 # --------------------------------------------------------------------------------------------- what may be named

@@ -20,7 +20,7 @@ REPORTS = STUDIES | {"studies"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
-    "schema": set(),
+    "schema": {"files"},
     "console": {"schema"},
     "components": {"console", "schema"},
     "config": {"components", "console", "schema"},

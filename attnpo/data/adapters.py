@@ -20,7 +20,6 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from attnpo.schema import Message, PreferencePair, UserError
 
@@ -72,18 +71,18 @@ class Columns:
     role: str = "role"
     content: str = "content"
 
-    def unused(self, found: Iterable[str]) -> list[str]:
-        """The columns among those found that no option maps, in their order."""
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """The columns among ``names`` that no option maps, in their order."""
         mapped = {self.prompt, self.chosen, self.rejected, self.system}
-        return [name for name in found if name not in mapped]
+        return [name for name in names if name not in mapped]
 
-    def check(self, found: Iterable[str], where: str = "the row") -> None:
-        """Nothing; the columns named here must be among those found.
+    def check(self, present: Iterable[str], where: str = "the row") -> None:
+        """Checks that the columns named here are among those ``present``.
 
         Raises:
-            UserError: one is not; the text lists the columns found, those expected, and the options that map them.
+            UserError: one is not; the text lists the columns present, those expected, and the options that map them.
         """
-        names = sorted(found)
+        names = sorted(present)
         wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
@@ -106,8 +105,8 @@ class AdaptedRow:
     notes: tuple[Note, ...] = ()
 
 
-def row_to_pair(row: Mapping[str, Any], columns: Columns | None = None) -> PreferencePair:
-    """The pair that a row stands for, under whichever convention the row follows (table in the module docstring).
+def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
+    """The pair that a row stands for, whichever convention it follows (table in the module docstring), with notes.
 
     Columns that are neither mapped nor lists of messages go to ``extra``.
 
@@ -115,11 +114,6 @@ def row_to_pair(row: Mapping[str, Any], columns: Columns | None = None) -> Prefe
         RowProblem: the row is no usable pair, with one of the fixed reasons.
         UserError: a mapped column does not exist.
     """
-    return adapt(row, columns or Columns()).pair
-
-
-def adapt(row: Mapping[str, Any], columns: Columns) -> AdaptedRow:
-    """The pair that a row stands for with notes on it; raises as ``row_to_pair`` does."""
     columns.check(row)
     chosen, rejected = row[columns.chosen], row[columns.rejected]
     prompt = None if columns.prompt is None else row.get(columns.prompt)
@@ -135,8 +129,8 @@ def adapt(row: Mapping[str, Any], columns: Columns) -> AdaptedRow:
     else:
         turns = _from_messages(context, good, bad)
     system = None if columns.system is None else row.get(columns.system)
-    if system is not None and _text(system).strip():
-        turns = _Turns([Message(role="system", content=system), *turns.history], turns.chosen, turns.rejected)
+    if system is not None and (said := _text(system)).strip():
+        turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
@@ -157,7 +151,7 @@ class _Turns:
 # ------------------------------------------------------------------------------------------------ single values
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise RowProblem(Reason.NOT_TEXT)
     try:
@@ -171,7 +165,7 @@ def _text(value: Any) -> str:
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: object) -> object:
     """The text of a content that is a list of text parts, as multimodal chats write it; anything else as it is."""
     parts = content if isinstance(content, Sequence) and not isinstance(content, str | bytes) else ()
     if not parts or not all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
@@ -179,7 +173,7 @@ def _joined(content: Any) -> Any:
     return "".join(_text(part.get("text")) for part in parts)
 
 
-def _messages(value: Any, columns: Columns) -> list[Message]:
+def _messages(value: object, columns: Columns) -> list[Message]:
     """The messages of a cell: a list of mappings, or one mapping."""
     cells = [value] if isinstance(value, Mapping) else value
     if not isinstance(cells, Sequence) or isinstance(cells, str | bytes):
@@ -191,16 +185,16 @@ def _messages(value: Any, columns: Columns) -> list[Message]:
     return [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
 
 
-def _cell(value: Any, columns: Columns) -> str | list[Message]:
+def _cell(value: object, columns: Columns) -> str | list[Message]:
     """What a cell of the table holds: a text, or messages."""
     return _text(value) if isinstance(value, str) else _messages(value, columns)
 
 
-def _extra(row: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+def _extra(row: Mapping[str, object], columns: Columns) -> dict[str, object]:
     return {key: row[key] for key in columns.unused(row) if not _is_messages(row[key], columns)}
 
 
-def _is_messages(value: Any, columns: Columns) -> bool:
+def _is_messages(value: object, columns: Columns) -> bool:
     return (
         isinstance(value, Sequence)
         and len(value) > 0
@@ -218,7 +212,7 @@ def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], re
     if isinstance(prompt, str) and chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt = [Message(role="user", content=prompt)]
     if isinstance(prompt, list):
-        chosen, rejected = _behind(prompt, chosen), _behind(prompt, rejected)
+        chosen, rejected = _after(prompt, chosen), _after(prompt, rejected)
     if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
         raise RowProblem(Reason.MALFORMED)
     if chosen[:-1] != rejected[:-1]:
@@ -229,13 +223,13 @@ def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], re
     return _Turns(history, chosen[-1]["content"], rejected[-1]["content"])
 
 
-def _behind(prompt: list[Message], turns: list[Message]) -> list[Message]:
+def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:
     """The whole conversation, whether ``turns`` repeats the prompt or not."""
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 
 def _check_history(history: Sequence[Message]) -> None:
-    """Nothing; a history is an optional system message, then user and assistant in turn, ending with the user."""
+    """Raises RowProblem unless user and assistant take turns, with the user last, after an optional system message."""
     roles = [turn["role"] for turn in history]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns:
@@ -247,7 +241,7 @@ def _check_history(history: Sequence[Message]) -> None:
 
 # ------------------------------------------------------------------------------------------------ plain texts
 
-# The two labels of hh-rlhf transcripts, at the start of the text or behind a blank line.
+# The two labels of hh-rlhf transcripts, at the start of the text or after a blank line.
 _LABEL = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 

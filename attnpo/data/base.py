@@ -12,12 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
 from attnpo.data.json_lines import Table, read_lines
 from attnpo.hub import hub, out_of_reach
 from attnpo.schema import PreferencePair, UserError, digest
+
+if TYPE_CHECKING:
+    import datasets
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class PairSet:
         return "; ".join(parts)
 
 
-def pairs_from_rows(rows: Iterable[Mapping[str, Any]], columns: Columns | None = None, first: int = 0) -> PairSet:
+def pairs_from_rows(rows: Iterable[Mapping[str, object]], columns: Columns | None = None, first: int = 0) -> PairSet:
     """The pairs of an iterable of rows with their account; ``first`` is the number of the first row.
 
     Raises:
@@ -189,23 +192,23 @@ class PairSource:
         where = f"data.path={self.path} ({split})"
         self.columns.check(table.column_names, where)
         rows = row_range(self._rows(split), len(table), f"data.{split}_rows")
-        found = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
-        if not found.pairs:
+        pairs = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
+        if not pairs.pairs:
             raise UserError(
-                f"{where} has no usable pair: {found.summary()}; columns found: {', '.join(table.column_names)}. "
+                f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Look at these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
                 "data.columns.rejected=..."
             )
-        _LOG.log(logging.WARNING if found.dropped else logging.INFO, "%s: %s", where, found.summary())
+        _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
         if split == "train":
             self._name_unused(table.column_names)
         if split == "val" and self._shares_rows(len(table), rows):
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
-        return found
+        return pairs
 
-    def _name_unused(self, found: Iterable[str]) -> None:
+    def _name_unused(self, names: Iterable[str]) -> None:
         """Logs the columns that nothing reads, with a warning where their names promise token or pair weights."""
-        unused = self.columns.unused(found)
+        unused = self.columns.unused(names)
         weights = [name for name in unused if _LIKE_WEIGHTS.search(name)]
         if unused:
             _LOG.info("data.path=%s: columns that are not used: %s", self.path, ", ".join(unused))
@@ -342,8 +345,8 @@ def _from_parquet(files: list[Path], path: str) -> Table:
     return table
 
 
-def _check_utf8(table: Any) -> None:
-    """Nothing; raises ValueError where a text of the table is not UTF-8, which its library finds on use only."""
+def _check_utf8(table: "datasets.Dataset") -> None:
+    """Raises ValueError where a text of the table is not UTF-8, which ``datasets`` itself notices only on use."""
     for column in table.data.columns:
         for chunk in column.chunks:
             chunk.validate(full=True)

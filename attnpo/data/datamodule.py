@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import cast
 
 import lightning as L
 import torch
@@ -13,7 +13,7 @@ from attnpo.data.collate import Layout, TrainingExample, collate
 from attnpo.data.micro_batches import PADDED, ByCount, ByTokens, Cutting, RowCost
 from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
 from attnpo.data.rules import BatchPlan
-from attnpo.data.sampler import PlannedBatch, StepBatches, steps_in
+from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
 from attnpo.schema import PreferenceBatch, UserError
 
 log = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ class Batches(Dataset[PreferenceBatch]):
 
 
 def cost_of(example: TrainingExample, cost: RowCost) -> int:
-    """Tokens of a pair by itself."""
+    """Tokens of a pair taken alone."""
     return cost.of([(side.prompt_ids, side.response_ids) for side in example.sides])
 
 
 def require_room(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
-    """Nothing; raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
+    """Raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
     if budget is None or not examples:
         return
     longest = max(examples, key=lambda example: cost_of(example, cost))
@@ -74,15 +74,15 @@ def regrouped(
     They keep the budget of ``cutting`` where their longest does, in as many groups for every rank; a sum over the rows
     of all ranks is the same.
     """
-    alone = replace(planned, own=tuple((i,) for i in planned.whole))
+    alone = replace(planned, of_rank=tuple((i,) for i in planned.whole))
     sizes = dict.fromkeys(planned.whole, 0)
     for name in ahead.names:
-        for (i,), rows in zip(alone.own, MAKERS[name](examples, alone), strict=True):
+        for (i,), rows in zip(alone.of_rank, MAKERS[name](examples, alone), strict=True):
             fitted = rows if ahead.max_length is None else [cut(row, ahead.max_length) for row in rows]
             sizes[i] = max(sizes[i], cutting.cost.of(fitted))
-    own = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
-    groups = min(own.needed(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
-    return replace(planned, own=tuple(own.closest(planned.whole, groups, planned.ranks)[planned.rank]))
+    of_rows = replace(cutting, sizes=sizes, budget=max(cutting.budget, *sizes.values()))
+    groups = min(of_rows.needed(planned.whole, planned.ranks), len(planned.whole) // planned.ranks)
+    return replace(planned, of_rank=tuple(of_rows.closest(planned.whole, groups, planned.ranks)[planned.rank]))
 
 
 class PreferenceDataModule(L.LightningDataModule):
@@ -130,7 +130,7 @@ class PreferenceDataModule(L.LightningDataModule):
         for split, examples, key in (("training", train, "data.path"), ("validation", val, "data.val_split")):
             if ahead and len(examples) < 2:
                 raise UserError(
-                    f"the objective puts responses of one pair behind the prompt of another: expected at least 2 "
+                    f"the objective puts responses of one pair after the prompt of another: expected at least 2 "
                     f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
                 )
         made = StepRows(ahead, max_length) if ahead else None
@@ -140,7 +140,7 @@ class PreferenceDataModule(L.LightningDataModule):
         self.val_batches = Batches(val, layout, pad_id, by_val, made)
         self.plan, self.seed, self.epochs, self.max_steps = plan, seed, epochs, max_steps
         self.sampler: StepBatches | None = None
-        self._resume: dict[str, Any] | None = None
+        self._resume: SamplerState | None = None
 
     def _ranks(self) -> tuple[int, int]:
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer is not None else (0, 1)
@@ -171,7 +171,7 @@ class PreferenceDataModule(L.LightningDataModule):
         """
         return self._sampler(0, processes).split.accumulation
 
-    def place(self, state: dict[str, Any]) -> tuple[int, int, int]:
+    def place(self, state: SamplerState) -> tuple[int, int, int]:
         """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting."""
         sampler = self._sampler(*self._ranks())
         sampler.load_state_dict(state)
@@ -197,17 +197,17 @@ class PreferenceDataModule(L.LightningDataModule):
         sampler = StepBatches(pairs, pairs, self.val_batches.cutting, shuffle=False, rank=rank, world_size=world)
         return loader(self.val_batches, sampler)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The training sampler's state at the micro-batches that training has consumed."""
         if self.trainer is None or self.sampler is None:
             return {}
         consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
-        return self.sampler.state_dict(consumed)
+        return dict(self.sampler.state_dict(consumed))
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing; the next training loader starts behind the consumed batches."""
+    def load_state_dict(self, state_dict: dict[str, object]) -> None:
+        """Makes the next training loader start after the consumed batches."""
         if state_dict:
-            self._resume = dict(state_dict)
+            self._resume = cast(SamplerState, state_dict)
 
 
 def make_cutting(
@@ -224,7 +224,7 @@ def make_cutting(
 
 
 def _say(sampler: StepBatches, cutting: ByTokens) -> None:
-    """Nothing; logs how full the micro-batches of the epoch are."""
+    """Logs how full the micro-batches of the epoch are."""
     tokens = [cutting.tokens(part) for part in sampler.parts()]
     log.info(
         "micro-batches: %d for the %d pairs of a step, %d on each process; %s %d; %s rows, %d tokens at most and %d in "
@@ -241,5 +241,5 @@ def _say(sampler: StepBatches, cutting: ByTokens) -> None:
 
 
 def loader(batches: Batches, sampler: StepBatches) -> DataLoader[PreferenceBatch]:
-    """The loader of planned batches. It draws from a generator of its own, so training's random numbers stay apart."""
+    """The loader of planned batches. It draws from its own generator, so training's random numbers stay apart."""
     return DataLoader(batches, sampler=sampler, batch_size=None, generator=torch.Generator())

@@ -10,10 +10,10 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 from zlib import error as ZlibError
 
-from attnpo.schema import UserError
+from attnpo.schema import Json, UserError
 
 
 @runtime_checkable
@@ -29,7 +29,7 @@ class Table(Protocol):
         """Number of rows."""
         ...
 
-    def select(self, indices: range) -> Iterable[Mapping[str, Any]]:
+    def select(self, indices: range) -> Iterable[Mapping[str, object]]:
         """The rows with these numbers."""
         ...
 
@@ -38,13 +38,13 @@ class Table(Protocol):
 class Lines:
     """Rows in memory, each with every column (None where its line has no such key)."""
 
-    rows: Sequence[Mapping[str, Any]]
+    rows: Sequence[Mapping[str, object]]
     column_names: list[str]
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, indices: range) -> list[Mapping[str, Any]]:
+    def select(self, indices: range) -> list[Mapping[str, object]]:
         """The rows with these numbers."""
         return [self.rows[index] for index in indices]
 
@@ -62,7 +62,7 @@ def read_lines(files: Iterable[Path], path: str) -> Lines:
     return Lines([{name: row.get(name) for name in names} for row in rows], names)
 
 
-def _rows(file: Path, path: str) -> Iterator[dict[str, Any]]:
+def _rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
     try:
         content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ZlibError) as error:
@@ -79,7 +79,7 @@ def _rows(file: Path, path: str) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _lines(text: str, file: Path, path: str) -> Iterator[tuple[int, Any]]:
+def _lines(text: str, file: Path, path: str) -> Iterator[tuple[int, Json]]:
     # Not splitlines: U+2028 and others end no line of JSON.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -93,9 +93,10 @@ def _lines(text: str, file: Path, path: str) -> Iterator[tuple[int, Any]]:
         yield number, row
 
 
-def _parsed(text: str) -> Any:
+def _parsed(text: str) -> Json | Exception:
     """The value of a JSON text, or the exception that says why it is none."""
     try:
-        return json.loads(text)
+        value: Json = json.loads(text)
     except (ValueError, RecursionError) as error:
         return error
+    return value

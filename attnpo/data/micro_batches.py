@@ -20,7 +20,7 @@ Hands = list[list[tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class RowCost:
-    """The tokens of model input that pairs take under a layout of ``models.layouts``, by whose ``name`` it is found.
+    """The tokens of model input that pairs take under the layout of ``models.layouts`` called ``name``.
 
     ``padded``: every row is as long as the longest one. ``shared``: a prompt that both rows of a pair have lies there
     once.
@@ -91,11 +91,11 @@ def partition(sizes: Sequence[int], parts: int, cost: RowCost) -> list[range]:
             high = middle
         else:
             low = middle + 1
-    found = [range(begin, end) for begin, end in pairwise([*fill(sizes, cost, low), len(sizes)])]
-    while len(found) < parts:
-        place = max((i for i in range(len(found)) if len(found[i]) > 1), key=lambda i: _taken(sizes, cost, found[i]))
-        found[place : place + 1] = _halves(sizes, cost, found[place])
-    return found
+    ranges = [range(begin, end) for begin, end in pairwise([*fill(sizes, cost, low), len(sizes)])]
+    while len(ranges) < parts:
+        place = max((i for i in range(len(ranges)) if len(ranges[i]) > 1), key=lambda i: _taken(sizes, cost, ranges[i]))
+        ranges[place : place + 1] = _halves(sizes, cost, ranges[place])
+    return ranges
 
 
 def _taken(sizes: Sequence[int], cost: RowCost, part: range) -> int:
@@ -149,11 +149,11 @@ class ByCount:
         But never more than the smallest share has pairs; that one then holds more than ``micro`` is logged.
         """
         share = ceil(pairs / ranks)
-        found = min(ceil(share / self.micro), pairs // ranks)
-        if ceil(share / found) > self.micro:
+        micros = min(ceil(share / self.micro), pairs // ranks)
+        if ceil(share / micros) > self.micro:
             message = "a step of %d pairs for %d processes: one micro-batch holds %d pairs, not %d"
-            log.warning(message, pairs, ranks, ceil(share / found), self.micro)
-        return found
+            log.warning(message, pairs, ranks, ceil(share / micros), self.micro)
+        return micros
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
         """The step in as many micro-batches on each rank: consecutive shares, each in consecutive micro-batches."""
@@ -194,18 +194,18 @@ class ByTokens:
         Raises:
             UserError: steps of full size need more of them than there are pairs.
         """
-        found = max((self.needed(step, ranks) for step in steps), default=0)
-        if short and found * ranks > pairs:
+        micros = max((self.needed(step, ranks) for step in steps), default=0)
+        if short and micros * ranks > pairs:
             message = "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d"
             log.warning(message, pairs, ranks, self.key, self.budget)
             return pairs // ranks
-        if found * ranks > pairs:
+        if micros * ranks > pairs:
             raise UserError(
-                f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {found} forwards on "
-                f"each, and with {found * ranks} some would be empty; raise {self.key}, or take processes that divide "
+                f"{self.key} {self.budget}: a step of {pairs} pairs on {ranks} processes needs {micros} forwards on "
+                f"each, and with {micros * ranks} some would be empty; raise {self.key}, or take processes that divide "
                 f"{pairs}"
             )
-        return found
+        return micros
 
     def needed(self, step: Sequence[int], ranks: int) -> int:
         """The fewest micro-batches per rank that keep the budget in one step."""
@@ -217,11 +217,11 @@ class ByTokens:
         Raises:
             ValueError: the step does not keep the budget in so few; ``micros`` has not seen it.
         """
-        found = self.closest(step, micros, ranks)
-        most = max(self.tokens(part) for hand in found for part in hand)
+        hands = self.closest(step, micros, ranks)
+        most = max(self.tokens(part) for hand in hands for part in hand)
         if most > self.budget and (micros + 1) * ranks <= len(step):
             raise ValueError(f"{micros} micro-batches on {ranks} ranks need {most} tokens, not {self.budget}")
-        return found
+        return hands
 
     def closest(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
         """The same whatever the budget."""

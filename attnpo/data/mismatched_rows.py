@@ -23,7 +23,7 @@ RowsOf = Callable[[Sequence[TrainingExample], PlannedBatch], list[list[Ids]]]
 
 
 def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[int, int]:
-    """By the position of each pair of ``step``, the pair whose responses are put behind its prompt.
+    """By the position of each pair of ``step``, the pair whose responses are put after its prompt.
 
     That is the nearest earlier pair of the step (the step taken as a ring) with another prompt, and the pair before
     where all of them share one. A step of a single pair takes its place in the ring of all examples instead.
@@ -39,14 +39,14 @@ def partners(examples: Sequence[TrainingExample], step: Sequence[int]) -> dict[i
     starts = [place for place in range(len(step)) if prompts[place] != prompts[place - 1]]
     if not starts:
         return {position: step[place - 1] for place, position in enumerate(step)}
-    found: dict[int, int] = {}
+    partner: dict[int, int] = {}
     before = step[starts[0] - 1]
     for place in range(starts[0], starts[0] + len(step)):
         here = place % len(step)
         if prompts[here] != prompts[here - 1]:
             before = step[here - 1]
-        found[step[here]] = before
-    return found
+        partner[step[here]] = before
+    return partner
 
 
 def mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> list[list[Ids]]:
@@ -56,7 +56,7 @@ def mismatched(examples: Sequence[TrainingExample], planned: PlannedBatch) -> li
     """
     other = partners(examples, planned.whole)
     made: list[list[Ids]] = []
-    for micro in planned.own:
+    for micro in planned.of_rank:
         chosen = [(examples[i].chosen.prompt_ids, examples[other[i]].chosen.response_ids) for i in micro]
         rejected = [(examples[i].rejected.prompt_ids, examples[other[i]].rejected.response_ids) for i in micro]
         made.append([*chosen, *rejected])
@@ -96,13 +96,13 @@ class StepRows:
         self, examples: Sequence[TrainingExample], planned: PlannedBatch, layout: Layout, pad_id: int
     ) -> dict[str, tuple[RowGroup, ...]]:
         """By name a row group for each micro-batch of the rank's step."""
-        found = {}
+        groups = {}
         for name in sorted(self.names):
             micros = MAKERS[name](examples, planned)
             if self.max_length is not None:
                 micros = self._fitted(name, micros, self.max_length)
-            found[name] = tuple(bare_rows(rows, layout, pad_id) for rows in micros)
-        return found
+            groups[name] = tuple(bare_rows(rows, layout, pad_id) for rows in micros)
+        return groups
 
     def _fitted(self, name: str, micros: list[list[Ids]], max_length: int) -> list[list[Ids]]:
         rows = [row for micro in micros for row in micro]

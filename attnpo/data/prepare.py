@@ -42,7 +42,7 @@ class Tally:
     words: dict[str, str] = field(default_factory=dict)
 
     def add(self, event: str, pair_id: str) -> None:
-        """Nothing; counts one ``event``."""
+        """Counts one ``event``."""
         self.counts[event] += 1
         ids = self.first.setdefault(event, [])
         if len(ids) < 3:
@@ -187,9 +187,9 @@ def fit_transforms(
     least = least_coverage(source, None if align is None else align.min_coverage)
     finished = {}
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        found = captured.get(pair.pair_id)
-        if found is None or found.rounds:
-            rows = finished_weights(source, found, sides, layers=layers, pair=pair)
+        weights = captured.get(pair.pair_id)
+        if weights is None or weights.rounds:
+            rows = finished_weights(source, weights, sides, layers=layers, pair=pair)
             if all(_said_enough(row, least) for row in rows.values()):
                 finished[pair.pair_id] = rows
     return fitted(transforms, finished)
@@ -224,11 +224,11 @@ def prepare_examples(
     unreadable = UNREADABLE if "judge" in source.requires else UNASKED
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
-        found = captured.get(pair_id)
-        if found is not None and not found.rounds:
-            tally.add(f"{unreadable}: {found.reason}" if isinstance(found, Unreadable) else unreadable, pair_id)
+        raw = captured.get(pair_id)
+        if raw is not None and not raw.rounds:
+            tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
             continue
-        weights = training_weights(source, found, sides, align.method, transforms, layers=layers, pair=pair)
+        weights = training_weights(source, raw, sides, align.method, transforms, layers=layers, pair=pair)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:

@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from attnpo.data.adapters import Columns, Reason, RowProblem, adapt
 from attnpo.data.base import read_table, row_range
@@ -53,7 +52,7 @@ class PromptSet:
 
     @property
     def counts(self) -> Counter[str]:
-        """Rows that gave no prompt of their own, by reason."""
+        """How many rows gave no new prompt, by reason."""
         counts = Counter({reason: len(rows) for reason, rows in self.left_out.items()})
         return counts + Counter({REPEATED: len(self.repeated)})
 
@@ -66,7 +65,7 @@ class PromptSet:
         return "; ".join(parts)
 
 
-def prompts_from_rows(rows: Iterable[Mapping[str, Any]], columns: PromptColumns, first: int = 0) -> PromptSet:
+def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColumns, first: int = 0) -> PromptSet:
     """The prompts of an iterable of rows; ``first`` is the number of the first row.
 
     Raises:
@@ -97,7 +96,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, Any]], columns: PromptColumns,
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
 
-def _prompt(row: Mapping[str, Any], columns: PromptColumns) -> Prompt:
+def _prompt(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
     if columns.chosen not in row or columns.rejected not in row:
         if columns.prompt is None or row.get(columns.prompt) is None:
             raise RowProblem(Reason.MISSING)
@@ -138,25 +137,25 @@ class PromptSource:
         where = f"data.path={self.path}"
         self._check(table.column_names, where)
         chosen = row_range(self.rows, len(table), "data.rows")
-        found = prompts_from_rows(table.select(chosen), self.columns, first=chosen.start)
-        if not found.prompts:
+        prompts = prompts_from_rows(table.select(chosen), self.columns, first=chosen.start)
+        if not prompts.prompts:
             raise UserError(
-                f"{where} has no usable prompt: {found.summary()}; columns found: {', '.join(table.column_names)}. "
+                f"{where} has no usable prompt: {prompts.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Look at these rows, or name the column of the prompts with data.columns.prompt=COLUMN"
             )
-        _LOG.log(logging.WARNING if found.left_out else logging.INFO, "%s: %s", where, found.summary())
-        return found
+        _LOG.log(logging.WARNING if prompts.left_out else logging.INFO, "%s: %s", where, prompts.summary())
+        return prompts
 
-    def _check(self, found: Sequence[str], where: str) -> None:
+    def _check(self, names: Sequence[str], where: str) -> None:
         columns = self.columns
         wanted = {"id": columns.id, "system": columns.system}
-        if not {columns.chosen, columns.rejected} <= set(found):
+        if not {columns.chosen, columns.rejected} <= set(names):
             wanted["prompt"] = columns.prompt or "prompt"
-        missing = [key for key, name in wanted.items() if name is not None and name not in found]
+        missing = [key for key, name in wanted.items() if name is not None and name not in names]
         if missing:
             absent = ", ".join(f'"{wanted[key]}"' for key in missing)
             options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
             raise UserError(
-                f"{where} has no column {absent}; columns found: {', '.join(sorted(found)) or 'none'}; expected a "
+                f"{where} has no column {absent}; columns found: {', '.join(sorted(names)) or 'none'}; expected a "
                 f"column with prompts, or the chosen and rejected columns of pairs. Name them with {options}"
             )

@@ -1,6 +1,6 @@
 """The rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from attnpo.schema import UserError
@@ -72,10 +72,10 @@ class BatchPlan:
     """
 
     pairs: int = 32
-    micro: int | None = None
-    eval_micro: int | None = None
-    tokens: int | None = None
-    eval_tokens: int | None = None
+    micro: int | None = field(default=None, metadata={"moves_numbers": False})
+    eval_micro: int | None = field(default=None, metadata={"moves_numbers": False})
+    tokens: int | None = field(default=None, metadata={"moves_numbers": False})
+    eval_tokens: int | None = field(default=None, metadata={"moves_numbers": False})
     shuffle: bool = True
 
     def __post_init__(self) -> None:

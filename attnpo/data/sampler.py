@@ -5,9 +5,9 @@ how it is cut into micro-batches and shared over ranks (``data.partition``). Eac
 whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
 
 import torch
 from torch.utils.data import Sampler
@@ -23,8 +23,8 @@ class PlannedBatch:
     ``indices`` are positions in the list of pairs, ``step`` counts the optimiser steps of the epoch from 0,
     ``step_pairs`` is the number of pairs of the whole step over all ranks and micro-batches, and ``micro`` of
     ``micros`` is this micro-batch's place in the step (every rank has the same ``micros`` in the same step). ``whole``
-    are the positions of all pairs of the step, ``own`` those of this rank, micro-batch by micro-batch; ``rank`` is one
-    of ``ranks``.
+    are the positions of all pairs of the step, ``of_rank`` those of this rank, micro-batch by micro-batch; ``rank`` is
+    one of ``ranks``.
     """
 
     indices: list[int]
@@ -34,7 +34,7 @@ class PlannedBatch:
     micros: int
     epoch: int = 0
     whole: tuple[int, ...] = field(default=(), repr=False, compare=False)
-    own: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
+    of_rank: tuple[tuple[int, ...], ...] = field(default=(), repr=False, compare=False)
     rank: int = field(default=0, repr=False, compare=False)
     ranks: int = field(default=1, repr=False, compare=False)
 
@@ -43,11 +43,6 @@ class PlannedBatch:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)
-
-    @property
-    def closes_step(self) -> bool:
-        """Whether the optimiser steps after this micro-batch."""
-        return self.micro == self.micros - 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +56,28 @@ class Split:
     accumulation: int
     short: int
     world_size: int
+
+
+class SavedSplit(TypedDict):
+    """A ``Split`` in a checkpoint."""
+
+    rule: str
+    accumulation: int
+    short: int
+    world_size: int
+
+
+class SamplerState(TypedDict):
+    """Where in the data a run was saved.
+
+    ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says (also
+    as micro-batch, accumulation and number of processes). Without these two it is a state of this very plan.
+    """
+
+    epoch: int
+    batches: int
+    order: NotRequired[dict[str, int]]
+    layout: NotRequired[SavedSplit | Sequence[int]]
 
 
 def steps_in(num_pairs: int, size: int, world_size: int) -> int:
@@ -77,8 +94,7 @@ class StepBatches(Sampler[PlannedBatch]):
     epochs, since Lightning accumulates a fixed number: as few as ``cutting`` needs for the worst step of the run. The
     last step of an epoch may be short, and has as few as it needs in any epoch, at least one pair in each. Fewer pairs
     left than ranks are dropped, other ones in each epoch (without ``shuffle`` the last ones always); ``dropped`` counts
-    them. ``drop_last`` leaves out the short
-    step altogether (and counts its pairs).
+    them.
 
     Iterating again starts the next epoch after a full pass, and the same epoch anew after a broken one. After
     ``load_state_dict`` the first full pass gives exactly the batches that were left.
@@ -91,7 +107,6 @@ class StepBatches(Sampler[PlannedBatch]):
         shuffle: whether to permute at all.
         rank: this process among the ``world_size`` that share the steps.
         world_size: number of processes.
-        drop_last: leave out the short last step.
         epochs: how many the run has; a cutting that looks at the pairs plans for those.
 
     Raises:
@@ -108,7 +123,6 @@ class StepBatches(Sampler[PlannedBatch]):
         shuffle: bool = True,
         rank: int = 0,
         world_size: int = 1,
-        drop_last: bool = False,
         epochs: int = 1,
     ) -> None:
         for name, value in (("pairs per step", size), ("processes", world_size)):
@@ -117,16 +131,15 @@ class StepBatches(Sampler[PlannedBatch]):
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be 0 to {world_size - 1}, got {rank}")
         self.num_pairs, self.size, self.seed, self.shuffle, self.rank = num_pairs, size, seed, shuffle, rank
-        self.cutting, self.drop_last = cutting, drop_last
+        self.cutting = cutting
         self._full, rest = divmod(num_pairs, size)
-        self._short = 0 if drop_last or rest < world_size else rest
+        self._short = 0 if rest < world_size else rest
         self.dropped = rest - self._short
         self.steps_per_epoch = self._full + (self._short > 0)
         if self.steps_per_epoch == 0 or (self._full and size < world_size):
             raise UserError(
-                f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes"
-                f"{' with short steps dropped' if drop_last else ''}: each needs one pair of it at least; give more "
-                "pairs, or fewer processes"
+                f"{num_pairs} pairs make no optimiser step of {size} pairs on {world_size} processes: each needs one "
+                "pair of it at least; give more pairs, or fewer processes"
             )
         self.split = self._planned(world_size, epochs)
         self.epoch = 0
@@ -157,7 +170,7 @@ class StepBatches(Sampler[PlannedBatch]):
         self._passed = True
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing; the next pass is ``epoch``, from its first batch unless it is the epoch being resumed."""
+        """Makes ``epoch`` the next pass, from its first batch unless it is the epoch being resumed."""
         if epoch != self.epoch or self._passed:
             self._enter(epoch)
 
@@ -172,8 +185,8 @@ class StepBatches(Sampler[PlannedBatch]):
         if not self.shuffle:
             return list(range(self.num_pairs))
         generator = torch.Generator().manual_seed(int(digest([self.seed, epoch])[:15], 16))
-        found: list[int] = torch.randperm(self.num_pairs, generator=generator).tolist()
-        return found
+        permutation: list[int] = torch.randperm(self.num_pairs, generator=generator).tolist()
+        return permutation
 
     def _steps(self, epoch: int) -> list[list[int]]:
         """The pairs of each step of an epoch."""
@@ -195,14 +208,14 @@ class StepBatches(Sampler[PlannedBatch]):
         first, skip = divmod(start, self.split.accumulation)
         for step in range(first, len(steps)):
             whole, micros = tuple(steps[step]), self._micros(step)
-            own = tuple(self.cutting.hands(whole, micros, ranks)[self.rank])
+            of_rank = tuple(self.cutting.hands(whole, micros, ranks)[self.rank])
             for micro in range(skip if step == first else 0, micros):
-                batch = list(own[micro])
-                yield PlannedBatch(batch, step, len(whole), micro, micros, epoch, whole, own, self.rank, ranks)
+                batch = list(of_rank[micro])
+                yield PlannedBatch(batch, step, len(whole), micro, micros, epoch, whole, of_rank, self.rank, ranks)
 
     # -------------------------------------------------------------------------------------------- resuming
 
-    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
+    def state_dict(self, batches: int | None = None) -> SamplerState:
         """Plain values to resume from: epoch, batches of it consumed, and what decides which pairs those were.
 
         ``batches`` is the number of batches of the epoch that were trained on; without it, the number handed out,
@@ -212,24 +225,27 @@ class StepBatches(Sampler[PlannedBatch]):
             "epoch": self.epoch,
             "batches": self.consumed if batches is None else batches,
             "order": self._order_key(),
-            "layout": asdict(self.split),
+            "layout": SavedSplit(
+                rule=self.split.rule,
+                accumulation=self.split.accumulation,
+                short=self.split.short,
+                world_size=self.split.world_size,
+            ),
         }
 
-    def _order_key(self) -> dict[str, Any]:
+    def _order_key(self) -> dict[str, int]:
         return {
             "num_pairs": self.num_pairs,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "step_size": self.size,
-            "drop_last": self.drop_last,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing; the next pass gives the batches left of the saved epoch, possibly none.
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Makes the next pass give the batches left of the saved epoch, possibly none.
 
         The steps may be cut in another way than when the state was saved (another rule, another number of
-        micro-batches or processes), provided that it was saved between two optimiser steps. A state with "epoch" and
-        "batches" alone is taken to be of this very plan.
+        micro-batches or processes), provided that it was saved between two optimiser steps.
 
         Raises:
             UserError: the state belongs to other pairs, another order or step size, lies inside a step that is now
@@ -249,14 +265,14 @@ class StepBatches(Sampler[PlannedBatch]):
         self._enter(int(state["epoch"]))
         self.consumed = self._start = batches
 
-    def _split_of(self, saved: Any) -> Split:
+    def _split_of(self, saved: SavedSplit | Sequence[int] | None) -> Split:
         """The split of a saved state, also of one that tells micro-batch, accumulation and number of processes."""
         if saved is None:
             return self.split
-        if isinstance(saved, Mapping):
+        if not isinstance(saved, Sequence):
             return Split(**saved)
         micro, accumulation, ranks = saved
-        rest = 0 if self.drop_last else self.num_pairs % self.size
+        rest = self.num_pairs % self.size
         short = ByCount(micro).micros((), rest, ranks) if rest >= ranks else 0
         return Split(ByCount(micro).rule, accumulation, short, ranks)
 
@@ -265,7 +281,7 @@ class StepBatches(Sampler[PlannedBatch]):
         if saved == self.split:
             return batches
         rest = self.num_pairs % self.size
-        if not self.drop_last and (rest >= saved.world_size) != (rest >= self.split.world_size):
+        if (rest >= saved.world_size) != (rest >= self.split.world_size):
             raise UserError(
                 f"an epoch ends with {rest} pairs, which {max(saved.world_size, self.split.world_size)} processes "
                 f"leave out and {min(saved.world_size, self.split.world_size)} do not: resume with "

@@ -43,12 +43,12 @@ class ForcedScores:
         order = sorted(range(len(prompts)), key=lambda index: len(heads[index]))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            found = self._score([heads[i] for i in chosen], [parts[i] for i in chosen])
-            for index, row in zip(chosen, found, strict=True):
+            digits = self._score([heads[i] for i in chosen], [parts[i] for i in chosen])
+            for index, row in zip(chosen, digits, strict=True):
                 scores[index] = row
         return [
-            json.dumps([{"part": part, "score": score} for part, score in zip(own, row, strict=True)])
-            for own, row in zip(parts, scores, strict=True)
+            json.dumps([{"part": part, "score": score} for part, score in zip(clauses, row, strict=True)])
+            for clauses, row in zip(parts, scores, strict=True)
         ]
 
     def _parts(self, content: str) -> list[str]:
@@ -69,34 +69,34 @@ class ForcedScores:
     def _score(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> list[list[int]]:
         """The scores of one batch.
 
-        A digit is the likeliest one behind the digits before it. All of a row are read in one pass behind guesses, then
-        again behind what was read, until nothing changes: pass n settles the n-th digit at the latest, and where none
-        changes each is what reading them one by one gives. The first guess decides the number of passes alone.
+        Each digit is the likeliest one given the digits before it. All digits of a row are read in one pass given
+        guesses, then again given what was read, until nothing changes: pass n settles the n-th digit at the latest, and
+        once none changes each is what reading them one by one gives. The first guess decides only how many passes.
         """
         rows, places = self._rows(heads, parts)
-        found = [[_GUESS] * len(own) for own in places]
-        going = [index for index, own in enumerate(places) if own]
+        scores = [[_GUESS] * len(row) for row in places]
+        going = [index for index, row in enumerate(places) if row]
         for _ in range(max(map(len, places), default=0) + 1):
             if not going:
                 break
             read = self._digits([rows[i] for i in going], [places[i] for i in going])
             changed = []
             for index, digits in zip(going, read, strict=True):
-                if digits != found[index]:
+                if digits != scores[index]:
                     changed.append(index)
-                found[index] = digits
+                scores[index] = digits
                 for place, digit in zip(places[index], digits, strict=True):
                     rows[index][place] = self.digits[digit]
             going = changed
-        return [[digit + 1 for digit in own] for own in found]
+        return [[digit + 1 for digit in row] for row in scores]
 
     def _rows(self, heads: Sequence[list[int]], parts: Sequence[list[str]]) -> tuple[list[list[int]], list[list[int]]]:
         """Ids of the rows with guesses for the digits, and the places of the digits."""
-        encoded = iter(encode_all(self.tokenizer, [part for own in parts for part in own]))
+        encoded = iter(encode_all(self.tokenizer, [part for clauses in parts for part in clauses]))
         rows, places = [], []
-        for head, own in zip(heads, parts, strict=True):
+        for head, clauses in zip(heads, parts, strict=True):
             row, at = list(head), list[int]()
-            for _ in own:
+            for _ in clauses:
                 row += [*([self.separator] if at else []), *next(encoded)]
                 at.append(len(row))
                 row.append(self.digits[_GUESS])
@@ -109,14 +109,14 @@ class ForcedScores:
         width = max(map(len, rows))
         # Right padding without a mask: causal attention never looks at it.
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.model.device)
-        row = torch.tensor([index for index, own in enumerate(places) for _ in own], device=ids.device)
-        column = torch.tensor([place for own in places for place in own], device=ids.device) - 1
+        row = torch.tensor([index for index, row in enumerate(places) for _ in row], device=ids.device)
+        column = torch.tensor([place for row in places for place in row], device=ids.device) - 1
         with evaluating(self.model):
             digits = self.model(input_ids=ids).logits[row, column][:, self.digits]
         if not bool(torch.isfinite(digits).all()):
             raise UserError("the verbalizer's model gives logits that are not finite: its weights are broken")
         likeliest = iter(digits.argmax(dim=-1).tolist())
-        return [[next(likeliest) for _ in own] for own in places]
+        return [[next(likeliest) for _ in row] for row in places]
 
 
 def _content(prompt: Sequence[Message]) -> str:

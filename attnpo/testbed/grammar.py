@@ -16,7 +16,9 @@ from functools import lru_cache
 
 from attnpo.testbed import words
 
-RULES_VERSION = 1  # raise when parsing, reward, importance or prompt splitting change meaning
+# Raised by hand when parsing, reward, importance or prompt splitting change meaning: every base is keyed by it, see
+# CODE_VERSION in ``prepare``.
+RULES_VERSION = 1
 SPLITS = ("train", "validation", "test")
 KINDS = ("filler", "neutral", "sentiment", "broken")
 _WORD = re.compile(r"\n|[^\s]+")
@@ -122,11 +124,11 @@ class Grammar:
         return _prompts(self)[split]
 
     def parse_prompt(self, text: str) -> Prompt:
-        """The prompt with this text; an error if the grammar has no such prompt."""
-        found = _prompt_index().get(text.strip())
-        if found is None:
+        """The prompt with this text. Raises ValueError if the grammar has no such prompt."""
+        prompt = _prompt_index().get(text.strip())
+        if prompt is None:
             raise ValueError(f"not a prompt of the testbed grammar: {text!r}; expected {words.PROMPT!r}")
-        return found
+        return prompt
 
     # ---- sampling ------------------------------------------------------------------------------------------
 
@@ -231,13 +233,13 @@ class Grammar:
     def vocabulary(self) -> list[str]:
         """Every word a prompt or a review of this grammar can contain, sorted."""
         patterns = (*self._adjective_clauses(), *self._fillers(), words.PROMPT)
-        found = {"."}
+        vocabulary = {"."}
         for pattern in patterns:
             for slot in _SLOT.findall(pattern):
                 entries = tuple(words.TOPICS) if slot == "topic" else words.SLOTS[slot]
-                found.update(word for entry in entries for word in entry.split())
-            found.update(word for word in pattern.split() if not word.startswith("{"))
-        return sorted(found)
+                vocabulary.update(word for entry in entries for word in entry.split())
+            vocabulary.update(word for word in pattern.split() if not word.startswith("{"))
+        return sorted(vocabulary)
 
     def digest(self) -> str:
         """A sha256 over knobs, word lists, patterns and the version of the rules: the identity of the truth."""
@@ -302,13 +304,13 @@ def _read_clause(grammar: Grammar, tokens: tuple[str, ...], topic: str) -> tuple
     if filler.fullmatch(text):
         return "filler", 0.0, ()
     for pattern in judging:
-        found = pattern.fullmatch(text)
-        if found is None or found["aspect"] not in words.TOPICS[topic]:
+        clause = pattern.fullmatch(text)
+        if clause is None or clause["aspect"] not in words.TOPICS[topic]:
             continue
-        polarity = words.POLARITY[found["adjective"]]
+        polarity = words.POLARITY[clause["adjective"]]
         if polarity == 0.0:
             return "neutral", 0.0, ()
-        decisive = [tokens.index(found["adjective"])]
+        decisive = [tokens.index(clause["adjective"])]
         if "not" in tokens:
             return "sentiment", -polarity, (tokens.index("not"), *decisive)
         return "sentiment", polarity, tuple(decisive)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -30,27 +30,27 @@ class TrueImportance:
     neutral: ClassVar[bool] = False
 
     def resolve(self, num_layers: int) -> "TrueImportance":
-        """Itself: there is no layer."""
+        """Returns itself, since it reads no layer."""
         return self
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """No layer."""
+        """Returns no layer."""
         return ()
 
     def wanted(self) -> tuple[int, ...]:
-        """No layer."""
+        """Returns no layer."""
         return ()
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """The grammar's identity; nothing is stored under it."""
         return {"source": "true_importance", "grammar": self.grammar.digest()}
 
-    def capture(self, pairs: Sequence[PreferencePair], tools: Any, layers: tuple[int, ...]) -> list[PairWeights]:
-        """Never: UserError, because there is nothing to store."""
+    def capture(self, pairs: Sequence[PreferencePair], tools: object, layers: tuple[int, ...]) -> list[PairWeights]:
+        """Raises UserError: there is nothing to capture."""
         raise UserError("weights=true_importance needs no capture; run attnpo.fit directly")
 
     def select(self, captured: PairWeights, layers: tuple[int, ...]) -> PairWeights:
-        """``captured`` as it is."""
+        """Returns ``captured`` as it is."""
         return captured
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:

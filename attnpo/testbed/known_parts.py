@@ -4,7 +4,7 @@ The base never learns to copy a part back, so free decoding would measure copyin
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
@@ -26,7 +26,7 @@ class KnownParts:
         if self.batch_size < 1:
             raise UserError(f"verbalizer.known_parts.batch_size must be at least 1, got {self.batch_size}")
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """The identity of the grammar, which says where the parts are."""
         return {"grammar": self.grammar.digest()}
 

@@ -145,7 +145,7 @@ def write_pairs(
     recipe: PairRecipe,
     folder: Path,
 ) -> dict[str, int | float]:
-    """Write train.jsonl, validation.jsonl and test_prompts.jsonl; returns their counts and mean reward gap."""
+    """Writes train.jsonl, validation.jsonl and test_prompts.jsonl; returns their counts and mean reward gap."""
     train = build_pairs(model, tokenizer, grammar, recipe, "train")
     validation = build_pairs(model, tokenizer, grammar, recipe, "validation")
     tests = [prompt_row(prompt) for prompt in grammar.prompts("test")]

@@ -83,7 +83,7 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int)
 
 
 def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> BaseReport:
-    """Train a base and write it to `folder` (weights, config, tokenizer, chat template, generation config)."""
+    """Trains a base and writes it to `folder` (weights, config, tokenizer, chat template, generation config)."""
     started = time.monotonic()
     tokenizer = build_tokenizer(grammar, recipe.merges)
     model = new_model(recipe, tokenizer, seed)
@@ -143,7 +143,7 @@ class _Trainer:
         )
 
     def block(self, steps: int, peak: float, warmup: int) -> tuple[float, float, float]:
-        """Train for `steps`; the mean loss of each task over the last tenth of them."""
+        """Trains for `steps`; returns the mean loss of each task over the last tenth of them."""
         self.model.train()
         recent: list[tuple[float, ...]] = []
         for step in range(steps):

@@ -1,7 +1,6 @@
 """The knobs of the base model and of the pairs; light to import, so a config is checked without transformers."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 # Settings that came when bases lay in stores already: at its default such a one is left out of a base's identity.
 _LATER = ("merges",)
@@ -59,7 +58,7 @@ class BaseRecipe:
         if self.merges is not None and self.merges < 0:
             raise ValueError(f"base.merges must be at least 0, or null for one token per word, got {self.merges}")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """The settings that tell this base from others."""
         plain = BaseRecipe()
         return {k: v for k, v in asdict(self).items() if k not in _LATER or v != getattr(plain, k)}

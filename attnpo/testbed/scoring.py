@@ -47,9 +47,9 @@ class Score:
 
     def scalars(self) -> dict[str, float]:
         """The scalar fields by name, for tables and loggers."""
-        own = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
+        trained = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
         rivals = ("base_reward", "base_length", "base_broken")
-        return {name: float(getattr(self, name)) for name in (*own, *rivals)}
+        return {name: float(getattr(self, name)) for name in (*trained, *rivals)}
 
 
 @dataclass(frozen=True)

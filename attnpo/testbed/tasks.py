@@ -135,7 +135,7 @@ def pad_rows(rows: Sequence[TaskRow]) -> Rows:
     """The rows right-padded to the longest; the places of targets are shifted here to what predicts them."""
     longest = max(len(row.ids) for row in rows)
     ids = torch.tensor([[*row.ids, *[0] * (longest - len(row.ids))] for row in rows])
-    row = torch.tensor([index for index, own in enumerate(rows) for _ in own.places])
-    column = torch.tensor([place for own in rows for place in own.places])
-    tasks = torch.tensor([own.task for own in rows for _ in own.places])
+    row = torch.tensor([index for index, task_row in enumerate(rows) for _ in task_row.places])
+    column = torch.tensor([place for task_row in rows for place in task_row.places])
+    tasks = torch.tensor([task_row.task for task_row in rows for _ in task_row.places])
     return Rows(ids, row, column - 1, ids[row, column], tasks)

@@ -37,7 +37,7 @@ _CHAT_TEMPLATE = (
 CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("BLANK", " ")
 BPE_CHAT_TEMPLATE = _CHAT_TEMPLATE.replace("BLANK", "")
 _BPE_REVIEWS = 2000  # reviews the merges are learnt from
-# Llama 3's cut into pieces: a blank goes with the word behind it, line breaks with the punctuation before them.
+# Llama 3's cut into pieces: a blank goes with the word after it, line breaks with the punctuation before them.
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -150,7 +150,7 @@ def judge_prompts(
 
 
 def _frame(tokenizer: PreTrainedTokenizerFast) -> tuple[str, str]:
-    """What the chat template puts before and behind a lone user message."""
+    """What the chat template puts before and after a lone user message."""
     before, _, after = _rendered(tokenizer, "{content}").partition("{content}")
     return before, after
 

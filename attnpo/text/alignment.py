@@ -119,11 +119,11 @@ def _equal_ids(source: list[int], target: list[int]) -> list[tuple[int, int]]:
     if prefix == len(source) or prefix == len(target):
         return pairs
     n, m = len(source), len(target)
-    behind: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
     for kind, j0, j1, i0, i1 in Levenshtein.opcodes(target[prefix:][::-1], source[prefix:][::-1]):
         if kind == "equal":
-            behind.extend((n - 1 - i, m - 1 - j) for i, j in zip(range(i0, i1), range(j0, j1), strict=True))
-    return pairs + behind[::-1]
+            rest.extend((n - 1 - i, m - 1 - j) for i, j in zip(range(i0, i1), range(j0, j1), strict=True))
+    return pairs + rest[::-1]
 
 
 def _by_characters(

@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -17,6 +17,7 @@ from attnpo.schema import EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class RefusedText(UserError):
 
 
 class RunawayTemplate(UserError):
-    """A chat template that computes without an end in sight."""
+    """A chat template that does not come to an end within the time limit."""
 
 
 class Cut(NamedTuple):
@@ -81,7 +82,7 @@ class ChatFormat:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
-        self._backend: Any = tokenizer.backend_tokenizer
+        self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special |= {index for index in tokenizer.all_special_ids if index is not None}
         self._spelling = {index: str(tokenizer.convert_ids_to_tokens(index)).strip() for index in self._special}
@@ -91,7 +92,7 @@ class ChatFormat:
         self._probed = False
         self._frame: tuple[str, str] | None = None
         self._last_prompt: tuple[str, list[int], list[Range]] | None = None
-        self._fingerprint: dict[str, Any] | None = None
+        self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
         self._check_time()
 
@@ -138,6 +139,12 @@ class ChatFormat:
                 f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
                 "model.chat_template or the chat template in the model folder"
             ) from problem
+        except OverflowError as problem:  # Jinja's sandbox limits range(), and floats end
+            raise RefusedText(
+                "the chat template computes too large a number",
+                f"the chat template computes a number that is too large ({problem}); give another template as "
+                "model.chat_template",
+            ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
             raise RefusedText(
@@ -168,7 +175,7 @@ class ChatFormat:
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
-        """Ids of the prompt with the generation prompt behind it, exactly one BOS where the tokenizer has one to add.
+        """Ids of the prompt followed by the generation prompt, exactly one BOS where the tokenizer has one to add.
 
         Raises UserError when the template refuses the messages or the text cannot be encoded.
         """
@@ -269,7 +276,7 @@ class ChatFormat:
         )
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
-        """Tokens up to the first special one behind the content's last character, or all of them and EOS."""
+        """Tokens up to the first special one after the content's last character, or all of them and EOS."""
         # A special token written inside the response ends at or before ``end``, so it is never taken for the end.
         for index in range(bisect_right(offsets, end, key=lambda place: place[1]), len(ids)):
             if ids[index] in self._special:
@@ -301,7 +308,7 @@ class ChatFormat:
                 log.debug("no end-of-turn token learnt from the template: %s", problem)
         return frozenset(self._ends)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
         if self._fingerprint is None:
             self.tokenize("")  # forgets padding and truncation, which are part of the backend's text
@@ -317,7 +324,7 @@ class ChatFormat:
 
 
 def check_text(text: str, what: str) -> None:
-    """Nothing; raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
+    """Raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
     try:
         text.encode()
     except UnicodeEncodeError as problem:
@@ -329,14 +336,14 @@ def check_text(text: str, what: str) -> None:
 
 
 def split_frame(rendered: str) -> tuple[str, str]:
-    """The text before and behind the sentinel. Raises UserError unless the sentinel stands there exactly once."""
-    before, found, behind = rendered.partition(SENTINEL)
-    if not found or SENTINEL in behind:
+    """The text before and after the sentinel. Raises UserError unless the sentinel stands there exactly once."""
+    before, sentinel, after = rendered.partition(SENTINEL)
+    if not sentinel or SENTINEL in after:
         raise UserError(
             f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
             "give another template as model.chat_template"
         )
-    return before, behind
+    return before, after
 
 
 def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:

@@ -19,16 +19,15 @@ from enum import Enum
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, digest
-from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
+from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, check_least, digest
+from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_frame, split_frame
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
-
-Range = tuple[int, int]
 
 PLACEHOLDERS = ("question", "answer_a", "answer_b")
 ANSWERS = ("answer_a", "answer_b")
+_ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 QUESTION_CUT = "judge prompt cut"
 RESPONSE_CUT = "response cut for the judge"
 BLANK = "empty response shown as one space"
@@ -62,10 +61,10 @@ class JudgeTemplate:
         pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
         self.text, self.literals, self.order = text, pieces[::2], pieces[1::2]
         if sorted(self.order) != sorted(PLACEHOLDERS):
-            found = ", ".join("{" + name + "}" for name in self.order) or "none"
+            slots = ", ".join("{" + name + "}" for name in self.order) or "none"
             expected = ", ".join("{" + name + "}" for name in PLACEHOLDERS)
             raise UserError(
-                f"judge template: expected the placeholders {expected}, each exactly once; found {found}: "
+                f"judge template: expected the placeholders {expected}, each exactly once; found {slots}: "
                 "correct the file named by judge.template_file"
             )
 
@@ -88,10 +87,7 @@ class JudgeTemplate:
         return Rendered("".join(parts), spans)
 
     def closing(self, name: str, text: str | None) -> int | None:
-        """How many characters behind a placeholder ``text`` begins, or None where it does not follow.
-
-        Without a ``text``: the next visible template character.
-        """
+        """Characters from a placeholder to ``text`` (None: to the next visible one); None where it does not follow."""
         literal = self.literals[self.order.index(name) + 1]
         if text is None:
             return len(literal) - len(literal.lstrip()) if literal.strip() else None
@@ -123,11 +119,8 @@ class JudgeRules:
     chat: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "max_response_length"):
-            if getattr(self, name) < 1:
-                raise UserError(f"judge.{name} must be at least 1, got {getattr(self, name)}")
-        if self.span_drop < 0:
-            raise UserError(f"judge.span_drop must be at least 0, got {self.span_drop}")
+        check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
+        check_least("judge", 0, span_drop=self.span_drop)
         if self.span_closing == "":
             raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
         if self.labels[0] == self.labels[1]:
@@ -148,7 +141,7 @@ class _Shown:
     tokens: tuple[list[int], list[Range]] | None = None
 
     def first(self, places: list[Range], count: int) -> "_Shown":
-        """The response cut behind its first ``count`` tokens, whose characters in the shown text are ``places``."""
+        """The response cut after its first ``count`` tokens, whose characters in the shown text are ``places``."""
         if count == len(places):
             return self
         if self.tokens is None:
@@ -195,11 +188,12 @@ class JudgePrompts:
         if rules.span is SpanMode.REFERENCE and None in self._gaps.values():
             wanted = "visible template text" if rules.span_closing is None else repr(rules.span_closing)
             raise UserError(
-                f"judge.span: reference needs {wanted} behind both answers, since spans end before it: change "
+                f"judge.span: reference needs {wanted} after both answers, since spans end before it: change "
                 "judge.span_closing or judge.template_file, or take judge.span: touch"
             )
-        blank = _Shown(" ", 0, True, self._blank_tokens())
-        bare = max(len(placed.ids) for placed in self._place_both(" ", {side: blank for side in SIDES}))
+        ids, _ = chat.tokenize(" ", start=False)
+        self._blank = _Shown(" ", 0, True, (ids, [(0, 0)] * len(ids)))
+        bare = max(len(placed.ids) for placed in self._place_both(" ", {side: self._blank for side in SIDES}))
         # What the question and the two answers may use; one token each is the least.
         self._room = rules.max_length - 1 - (bare - 3)
         if self._room < 3:
@@ -208,7 +202,7 @@ class JudgePrompts:
                 "raise it or shorten judge.template_file"
             )
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
         rules = self.rules
         reference = rules.span is SpanMode.REFERENCE
@@ -226,24 +220,26 @@ class JudgePrompts:
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
-        """Ids of the two labels as the judge would write them right behind its prompt.
+        """Ids of the two labels as the judge would write them right after its prompt.
 
         Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
         """
         text, *_ = self._full(self.template.render("x", "x", "x").text)
         before, _ = self.chat.tokenize(text)
-        found = []
+        label_ids = []
         for label in self.rules.labels:
-            behind, _ = self.chat.tokenize(text + label)
+            whole, _ = self.chat.tokenize(text + label)
             alone, _ = self.chat.tokenize(label, start=False)
-            if len(behind) == len(before) + 1 and behind[:-1] == before:
-                alone = behind[-1:]
+            if len(whole) == len(before) + 1 and whole[:-1] == before:
+                alone = whole[-1:]
             if len(alone) != 1:
                 raise UserError(f"judge.labels: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
-            found.append(alone[0])
-        if found[0] == found[1]:
-            raise UserError(f"judge.labels: {self.rules.labels} are the same token {found[0]}: choose two that differ")
-        return found[0], found[1]
+            label_ids.append(alone[0])
+        if label_ids[0] == label_ids[1]:
+            raise UserError(
+                f"judge.labels: {self.rules.labels} are the same token {label_ids[0]}: choose two that differ"
+            )
+        return label_ids[0], label_ids[1]
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -262,7 +258,7 @@ class JudgePrompts:
                 rounds, cut = self._shortened(question, shown), True
         except UserError as problem:
             raise UserError(f"pair {pair.pair_id}: {problem}") from problem
-        self._count(BLANK, sum(view.blank for view in shown.values()))
+        self.counts += Counter({BLANK: sum(view.blank for view in shown.values())})
         first, second = (
             JudgePrompt(
                 pair_id=pair.pair_id,
@@ -276,10 +272,6 @@ class JudgePrompts:
         )
         return first, second
 
-    def _count(self, what: str, number: int) -> None:
-        if number:
-            self.counts[what] += number
-
     def _show(self, pair: PreferencePair, side: str) -> _Shown:
         response = pair.response(side)
         check_text(response, f"the {side} response")
@@ -287,17 +279,13 @@ class JudgePrompts:
             encoded = self.chat.encode(pair.prompt, response)
             content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
             if not content:
-                return _Shown(" ", 0, True, self._blank_tokens())
+                return self._blank
             ids, offsets = [encoded.response_ids[i] for i in content], [encoded.offsets[i] for i in content]
             return _Shown(response, 0, False, (ids, offsets))
         text = response.strip() if self.rules.strip else response
         if not text:
             return _Shown(" ", 0, True)
         return _Shown(text, len(response) - len(response.lstrip()) if self.rules.strip else 0, False)
-
-    def _blank_tokens(self) -> tuple[list[int], list[Range]]:
-        ids, _ = self.chat.tokenize(" ", start=False)
-        return ids, [(0, 0)] * len(ids)
 
     def _place_both(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
         if self.rules.assembly is Assembly.IDS:
@@ -317,9 +305,8 @@ class JudgePrompts:
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
             if self.rules.span is SpanMode.REFERENCE:
-                last = self._reference_end(
-                    first, last, bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
-                )
+                closing = bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
+                last = self._reference_end(first, last, closing)
             spans[name] = (first, last)
             offsets[name] = [
                 (0, 0) if view.blank else (max(start, begin) + shift_back, min(stop, end) + shift_back)
@@ -341,13 +328,11 @@ class JudgePrompts:
             placed = _Placed(list(parts[0][0]), {}, {})
             for name, (ids, places) in zip(slots, parts[1:], strict=True):
                 answer, offsets = views[name].tokens or ([], [])
-                first = len(placed.ids)
-                last = first + len(answer)
+                first, last = len(placed.ids), len(placed.ids) + len(answer)
                 if self.rules.span is SpanMode.REFERENCE:
-                    behind = last + bisect_left(places, self._gaps[name] or 0, key=itemgetter(0))
-                    last = self._reference_end(first, last, behind)
-                placed.ids.extend(answer)
-                placed.ids.extend(ids)
+                    closing = last + bisect_left(places, self._gaps[name] or 0, key=itemgetter(0))
+                    last = self._reference_end(first, last, closing)
+                placed.ids.extend([*answer, *ids])
                 placed.spans[name] = (first, last)
                 placed.offsets[name] = offsets[: last - first]
             rounds.append(placed)
@@ -404,14 +389,11 @@ class JudgePrompts:
             rounds = self._place_both(question[begin:], kept)
             excess = max(len(placed.ids) for placed in rounds) - self.rules.max_length + 1
             if excess <= 0:
-                self._count(QUESTION_CUT, int(begin > 0))
-                self._count(RESPONSE_CUT, sum(kept[side] != shown[side] for side in SIDES))
+                cut_responses = sum(kept[side] != shown[side] for side in SIDES)
+                self.counts += Counter({QUESTION_CUT: int(begin > 0), RESPONSE_CUT: cut_responses})
                 return rounds
             room -= excess  # tokens at the seams: cut that much more
         raise UserError(
             f"the judge prompt cannot be cut below judge.max_length {self.rules.max_length}: raise it or shorten "
             "judge.template_file"
         )
-
-
-_ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))

@@ -54,7 +54,7 @@ def read_answer(answer: str, response: str) -> Reading:
     Understood: JSON objects, pairs and lists of them, however nested (in a code fence, cut off at the end, with
     trailing commas), or lines and table rows that hold a part and a score; where both can be read, what covers more of
     the response. A part may be quoted with other blanks, quotation marks or case; one that stands several times takes
-    the first free place behind the part before it.
+    the first free place after the part before it.
     """
     readings = [_reading(parts, response) for parts in (_json_parts(answer), _line_parts(answer)) if parts]
     if not readings:
@@ -100,13 +100,13 @@ _HUGE = 10**9  # far from any scale; an integer of JSON can be too large for a f
 
 
 def _json_parts(answer: str) -> list[tuple[str, float | None]]:
-    """Parts and scores of all JSON in ``answer``, in order; a score that is no number is None."""
-    found: list[tuple[str, float | None]] = []
+    """Parts and scores of all JSON in ``answer``, in order; a score that is not a number is None."""
+    parts: list[tuple[str, float | None]] = []
     place = 0
     while (start := _OPENING.search(answer, place)) is not None:
         value, place = _decoded(answer, start.start())
-        found += _in_value(value)
-    return found
+        parts += _in_value(value)
+    return parts
 
 
 def _line_parts(answer: str) -> list[tuple[str, float | None]]:
@@ -124,7 +124,7 @@ def _decoded(answer: str, start: int) -> tuple[object, int]:
     if match is None:
         return None, start + 1
     try:
-        return _JSON.decode(_STRING_OR_COMMA.sub(lambda found: found[1] or "", match[0])), match.end()
+        return _JSON.decode(_STRING_OR_COMMA.sub(lambda piece: piece[1] or "", match[0])), match.end()
     except (ValueError, RecursionError):
         return None, start + 1
 
@@ -147,7 +147,7 @@ def _in_object(members: tuple[tuple[str, object], ...]) -> Iterator[tuple[str, f
     if part is not None and score is not None:
         yield part, _number(score)
         return
-    nested = [found for _, item in members if not _is_plain(item) for found in _in_value(item)]
+    nested = [part for _, item in members if not _is_plain(item) for part in _in_value(item)]
     if nested:
         yield from nested
     elif part is not None:
@@ -230,7 +230,7 @@ def _locate(parts: Sequence[Part], response: str, problems: Counter[str]) -> lis
 
 
 def _occurrences(text: str, wanted: str, cursor: int) -> Iterator[int]:
-    """Places of ``wanted`` behind the cursor, then those before it."""
+    """Places of ``wanted`` after the cursor, then those before it."""
     if not wanted:
         return
     for begin, stop in ((cursor, len(text)), (0, cursor + len(wanted) - 1)):

@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
@@ -24,11 +23,11 @@ class ScoreTemplate:
     system: str | None = None
 
     def __post_init__(self) -> None:
-        found = re.findall(r"\{(question|answer)\}", self.user)
-        if sorted(found) != sorted(SLOTS):
+        slots = re.findall(r"\{(question|answer)\}", self.user)
+        if sorted(slots) != sorted(SLOTS):
             raise UserError(
                 "verbalizer.template_file: expected the placeholders {question} and {answer}, each exactly once; found "
-                + (", ".join("{" + name + "}" for name in found) or "none")
+                + (", ".join("{" + name + "}" for name in slots) or "none")
             )
 
     @classmethod
@@ -60,15 +59,17 @@ class ScoreQuestions:
     Args:
         template: the wording.
         asked: the chat format of the model that is asked.
-        own: the chat format of training. Its tokens carry the scores, so that each training token finds its own score
+        trained: the chat format of training. Its tokens carry the scores, so that each training token has its score
             without any alignment, whichever model was asked.
         room: tokens a prompt may have, None without a limit.
 
     Raises UserError when the model's chat template takes no system message and the wording has one.
     """
 
-    def __init__(self, template: ScoreTemplate, asked: ChatFormat, own: ChatFormat, room: int | None = None) -> None:
-        self.template, self.asked, self.own, self.room = template, asked, own, room
+    def __init__(
+        self, template: ScoreTemplate, asked: ChatFormat, trained: ChatFormat, room: int | None = None
+    ) -> None:
+        self.template, self.asked, self.trained, self.room = template, asked, trained, room
         try:
             asked.prompt_ids(template.messages("a", "a"))
         except RefusedText as problem:
@@ -101,7 +102,7 @@ class ScoreQuestions:
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """The response's training tokens that hold a character of it, before any truncation."""
-        whole = self.own.encode(pair.prompt, pair.response(side))
+        whole = self.trained.encode(pair.prompt, pair.response(side))
         held: Sequence[tuple[int, tuple[int, int]]] = [
             (token, place)
             for token, place in zip(whole.response_ids, whole.offsets, strict=True)
@@ -109,11 +110,11 @@ class ScoreQuestions:
         ]
         return [token for token, _ in held], [place for _, place in held]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Wording, room, and the tokens of both sides."""
         return {
             "wording": digest([self.template.system, self.template.user]),
             "room": self.room,
             "chat": self.asked.fingerprint(),
-            "tokens": self.own.fingerprint(),
+            "tokens": self.trained.fingerprint(),
         }

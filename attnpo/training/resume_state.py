@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.sampler import SamplerState
 from attnpo.training.gather import from_all_ranks
 
 log = logging.getLogger(__name__)
@@ -89,8 +90,8 @@ class Continuation(L.Callback):
         self.metrics, self.first = dict(saved.get("metrics", {})), dict(saved.get("first", {}))
         self._random = list(saved.get("random", []))
         data: Any = getattr(trainer, "datamodule", None)
-        state = checkpoint.get(PreferenceDataModule.__name__)
-        if isinstance(data, PreferenceDataModule) and isinstance(state, dict) and state and "loops" in contents:
+        state = cast(SamplerState | None, checkpoint.get(PreferenceDataModule.__name__))
+        if isinstance(data, PreferenceDataModule) and state and "loops" in contents:
             epoch, batches, length = data.place(state)
             set_counters(contents["loops"]["fit_loop"], contents["global_step"], epoch, batches, length)
 

@@ -12,12 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt, row_to_pair
+from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
 from attnpo.data.base import PairSet, PairSource, pairs_from_rows, row_range
 from attnpo.schema import PreferencePair, UserError, digest
 
 USER = {"role": "user", "content": "Name a colour."}
 SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def row_to_pair(row: dict[str, Any], columns: Columns | None = None) -> PreferencePair:
+    return adapt(row, columns or Columns()).pair
 
 
 def said(text: str) -> dict[str, str]:

@@ -27,8 +27,8 @@ def having(*prompts: int) -> list[TrainingExample]:
     return [example(i, [prompt]) for i, prompt in enumerate(prompts)]
 
 
-def planned(step: tuple[int, ...], own: tuple[tuple[int, ...], ...]) -> PlannedBatch:
-    return PlannedBatch(list(own[0]), 0, len(step), 0, len(own), whole=step, own=own)
+def planned(step: tuple[int, ...], of_rank: tuple[tuple[int, ...], ...]) -> PlannedBatch:
+    return PlannedBatch(list(of_rank[0]), 0, len(step), 0, len(of_rank), whole=step, of_rank=of_rank)
 
 
 def rows_in(group: RowGroup) -> list[Row]:

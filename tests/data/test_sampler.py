@@ -46,21 +46,21 @@ def test_literal_plan_with_a_short_last_step() -> None:
         PlannedBatch([8, 9], step=1, step_pairs=3, micro=0, micros=1),
     ]
     assert [batch.indices for batch in second] == [[4, 5], [6, 7], [10]]
-    assert [batch.closes_step for batch in first] == [False, True, True]
+    assert [batch.micro == batch.micros - 1 for batch in first] == [False, True, True]
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 60), SIZES, st.booleans(), st.booleans())
-def test_plan_properties(num_pairs: int, sizes: tuple[int, int, int], shuffle: bool, drop_last: bool) -> None:
+@given(st.integers(1, 60), SIZES, st.booleans())
+def test_plan_properties(num_pairs: int, sizes: tuple[int, int, int], shuffle: bool) -> None:
     micro, accumulation, world = sizes
     size = micro * accumulation * world
     rest = num_pairs % size
-    lost = rest if drop_last or rest < world else 0
+    lost = rest if rest < world else 0
     if num_pairs == lost:
         with pytest.raises(UserError, match="no optimiser step"):
-            ranks(num_pairs, *sizes, shuffle=shuffle, drop_last=drop_last)
+            ranks(num_pairs, *sizes, shuffle=shuffle)
         return
-    plans = ranks(num_pairs, *sizes, shuffle=shuffle, drop_last=drop_last)
+    plans = ranks(num_pairs, *sizes, shuffle=shuffle)
     batches = [list(plan) for plan in plans]
     every = [index for plan in batches for batch in plan for index in batch.indices]
     assert len(set(every)) == len(every) == num_pairs - lost
@@ -116,7 +116,6 @@ def test_uneven_single_pair_micro_batches_are_logged(caplog: pytest.LogCaptureFi
     assert [len(batch) for batch in second] == [1, 1, 1, 1, 1]
     caplog.clear()
     ranks(12, 1, 4, 2)
-    ranks(11, 1, 4, 2, drop_last=True)
     assert not caplog.records
 
 

@@ -69,7 +69,7 @@ def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, c
             assert all(len(batch) and (last or cutting.tokens(batch.indices) <= budget) for batch in together)
         for step in range(steps_each):
             held = [[batch for batch in found if batch.step == step] for found in batches]
-            assert all(found[0].own == tuple(tuple(batch.indices) for batch in found) for found in held)
+            assert all(found[0].of_rank == tuple(tuple(batch.indices) for batch in found) for found in held)
             assert {batch.step_pairs for found in held for batch in found} == {counts[step]}
             parts = [[cutting.tokens(batch.indices) for batch in found] for found in held]
             totals = [sum(part) for part in parts]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, truncate
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
 from tests.text.formats import FORMATS, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -255,6 +255,13 @@ def test_a_template_that_changes_the_prompt_is_refused_for_training_only(formats
 def test_templates_that_rewrite_or_refuse(formats: Formats, old: str, new: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         formats("gpt2_plain", PLAIN.replace(old, new)).encode(TURNS, "Yes.")
+
+
+def test_a_range_above_the_sandboxs_limit_is_the_templates_fault(formats: Formats) -> None:
+    chat = formats("gpt2_plain", "{% for i in range(100001) %}{% endfor %}{{ messages[0].content }}")
+    with pytest.raises(RefusedText, match=r"too large .*Range too big.*; give another template") as caught:
+        chat.prompt_ids(TURNS)
+    assert "roles" not in str(caught.value) and caught.value.reason == "the chat template computes too large a number"
 
 
 def test_no_token_to_end_the_turn_with(formats: Formats) -> None:
