@@ -1,4 +1,4 @@
-"""DPO on sums weighted by optimal transport (OTPO, Li et al. 2025); the weights are the source's business."""
+"""DPO on sums weighted by optimal transport (OTPO, Li et al. 2025); ``weights=transport`` computes them."""
 
 from dataclasses import dataclass
 

@@ -198,7 +198,7 @@ def test_unreadable_pairs_alone_do_not_block_a_store(bench: Bench) -> None:
 
 
 def test_unreadable_pairs_of_an_interrupted_capture_are_kept(bench: Bench) -> None:
-    """They are stored with their own chunk, so that what is left to do is what comes behind."""
+    """They are stored with their own chunk, so that what is left to do is what comes after."""
     bench.refuses, bench.judge.fail_at = (0, 1), 1
     with pytest.raises(KeyboardInterrupt):
         bench.run(PAIRS, chunk_pairs=3)
