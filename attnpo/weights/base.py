@@ -25,6 +25,7 @@ from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
 
+@runtime_checkable
 class Fingerprinted(Protocol):
     """What says of itself which of its settings change a number."""
 

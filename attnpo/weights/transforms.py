@@ -159,7 +159,7 @@ class OneSide(_Pure):
 
 @dataclass(frozen=True)
 class TailCut(_Pure):
-    """Multiplies weights beyond the shorter response's length by ``alpha``, not rescaled (LD-DPO's rule; 0 cuts them off)."""
+    """Multiplies weights beyond the shorter response's length by ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
 
     alpha: float = 0.0
 
