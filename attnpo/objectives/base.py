@@ -74,9 +74,7 @@ def weighted_sum(
     return reduce(values, factors, mask, Reduction.SUM)
 
 
-def response_lengths(
-    rows: RowGroup, length_scale: bool = True, length_from: LengthFrom = LengthFrom.SOURCE
-) -> Float[Tensor, "rows"] | None:
+def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, "rows"] | None:
     """|y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
     if rows.factors or not length_scale:
         return None

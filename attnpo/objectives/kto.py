@@ -28,8 +28,8 @@ def example_losses(
     rewards: Float[Tensor, "rows"],
     z: Float[Tensor, ""],
     beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
     """The losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows first."""
     desirable, undesirable = split_pairs(rewards - beta * z)

@@ -58,7 +58,6 @@ class _Shard:
 
     name: str
     sha256: str
-    size: int
     rows: dict[str, int]
     columns: frozenset[str]
 
@@ -103,10 +102,6 @@ class Table:
         wanted = set(columns)
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
-
-    def size_bytes(self) -> int:
-        """Bytes of all sound shards on disk."""
-        return sum(shard.size for shard in self._index())
 
     def nearest_difference(self) -> str | None:
         """The first part of the key in which the most similar other table of this kind differs, or None.
@@ -262,7 +257,7 @@ class Table:
         path = self.folder / f"{name}.parquet"
         entry = _read_entry(self.folder / f"{name}.json")
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
-        shard = _Shard(name, entry["sha256"], entry["bytes"], rows, frozenset(entry["columns"]))
+        shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]))
         if file_digest(path) != shard.sha256:
             raise ValueError("its checksum differs from the one in its entry")
         with pq.ParquetFile(path) as stored:
@@ -277,7 +272,7 @@ class Table:
                 raise ValueError("its columns differ from those in its entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
                 raise ValueError("its pairs differ from those in its entry")
-            if path.stat().st_size != shard.size:
+            if path.stat().st_size != entry["bytes"]:
                 raise ValueError("its size differs from the one in its entry")
         return shard
 

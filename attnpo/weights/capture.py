@@ -43,7 +43,6 @@ def weights_key(
     source: WeightSource,
     judge: Fingerprinted | Mapping[str, object] | None,
     prompts: Fingerprinted | Mapping[str, object] | None,
-    code_version: str = CAPTURE_VERSION,
 ) -> dict[str, object]:
     """The key of captured weights.
 
@@ -55,7 +54,7 @@ def weights_key(
         "source": source.capture_fingerprint(),
         "judge": None if judge is None else fingerprint_of(judge),
         "prompts": None if prompts is None else fingerprint_of(prompts),
-        "code": code_version,
+        "code": CAPTURE_VERSION,
     }
 
 
@@ -64,7 +63,6 @@ def reference_key(
     chat: Fingerprinted | Mapping[str, object],
     max_prompt_length: int,
     max_length: int,
-    code_version: str = REFERENCE_VERSION,
     *,
     keep: str = "start",
 ) -> dict[str, object]:
@@ -77,7 +75,7 @@ def reference_key(
         "chat": fingerprint_of(chat),
         "max_prompt_length": max_prompt_length,
         "max_length": max_length,
-        "code": code_version,
+        "code": REFERENCE_VERSION,
         **({} if keep == "start" else {"keep": keep}),  # tables from before there was a choice stay those of "start"
     }
 
