@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.conformance.records import Comparison, as_double, built
-from attnpo.objectives.kto import KTO
+from attnpo.objectives.kto import KTO, example_losses
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
 
 # Below this share of the record's rtol, relative to numbers of size 1, a difference is rounding of a sum near 0.
@@ -60,7 +60,9 @@ def evaluate(objective: KTO, inputs: Mapping[str, Any], garbage: float | None) -
     output = objective(policy, reference, batch)
     rewards = torch.cat([output.chosen_rewards, output.rejected_rewards])
     kl = output.extras["kl"][0]
-    per_example = torch.cat(objective.example_losses(rewards, kl))
+    per_example = torch.cat(
+        example_losses(rewards, kl, objective.beta, objective.desirable_weight, objective.undesirable_weight)
+    )
     return {
         "loss": output.losses.mean(),
         "loss_per_example": in_order(per_example, order),

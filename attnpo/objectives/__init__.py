@@ -1,1 +1,1 @@
-"""Preference objectives in response space: one file each, all behind ``base.PreferenceObjective``."""
+"""Preference objectives in response space: one file each, each a ``base.PreferenceObjective``."""

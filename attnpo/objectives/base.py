@@ -1,6 +1,17 @@
-"""The objective protocol and the one reduction over response tokens that every objective uses.
+"""The objective protocol, and the reductions over response tokens that every objective uses.
 
 Objectives see log-probabilities of response tokens only: prompts, padding and packing are known to ``models`` alone.
+
+Each objective's file holds its formula as a pure function of tensors and numbers, which its class calls. The functions
+share these arguments, in this order. Rows are responses, all chosen ones first and their rejected partners after them;
+log-probabilities are in nats, lengths in tokens.
+
+- ``policy_logps``, ``reference_logps`` [rows, R]: log-probability of each response token under policy and reference.
+- ``weights`` [rows, R]: a distribution over each response's tokens, or factors. They get no gradient.
+- ``mask`` [rows, R]: which columns are response tokens; whatever stands in the others never matters.
+- ``lengths`` [rows]: |y|, which multiplies each weighted sum; None for factors and for sums without |y|.
+
+After them come the tensors that only this formula reads, its hyperparameters, and ``nll`` with ``sft_coef``.
 """
 
 from enum import Enum
@@ -52,18 +63,24 @@ class LengthFrom(Enum):
     TRAIN = "train"
 
 
-def sum_factors(
-    rows: RowGroup, length_scale: bool = True, length_from: LengthFrom = LengthFrom.SOURCE
-) -> Float[Tensor, "rows R"]:
-    """What multiplies each token's term in a sum over the response: ``|y| a_t`` for a distribution ``a``.
+def weighted_sum(
+    values: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None = None,
+) -> Float[Tensor, "rows"]:
+    """``|y| sum_t a_t x_t`` of each row: S(x) for uniform weights; ``sum_t w_t x_t`` where ``lengths`` is None."""
+    factors = weights if lengths is None else weights * lengths.to(weights.dtype).unsqueeze(-1)
+    return reduce(values, factors, mask, Reduction.SUM)
 
-    ``a_t`` without the length scale; factors as they are. 1 on every token for uniform weights.
-    """
-    weights = rows.token_weights["reward"]
+
+def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, "rows"] | None:
+    """|y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
     if rows.factors or not length_scale:
-        return weights
-    lengths = rows.source_lengths if length_from is LengthFrom.SOURCE else rows.response_mask.sum(-1)
-    return weights * lengths.to(weights.dtype).unsqueeze(-1)
+        return None
+    if length_from is LengthFrom.SOURCE:
+        return rows.source_lengths
+    return rows.response_mask.sum(-1).to(rows.token_weights["reward"].dtype)
 
 
 def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
@@ -109,13 +126,20 @@ class StepObjective(PreferenceObjective, Protocol):
         ...
 
 
-def log_ratios(policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
-    """Per-token ``log pi - log ref`` of the batch, 0 off the response. Subtracted per token, before any sum.
+def log_ratios(
+    policy_logps: Float[Tensor, "rows R"], reference_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]
+) -> Float[Tensor, "rows R"]:
+    """Per-token ``d = log pi - log ref``, 0 off the response. Subtracted per token, before any sum."""
+    difference = policy_logps - reference_logps.to(policy_logps.dtype)
+    return torch.where(mask, difference, torch.zeros_like(difference))
+
+
+def logps_of(reference: TokenStats | None, rows: str = "the batch") -> Float[Tensor, "rows R"]:
+    """The reference's log-probabilities.
 
     Raises:
         ValueError: no reference statistics were given.
     """
     if reference is None:
-        raise ValueError("this objective compares with a reference, and none was computed for the batch")
-    difference = policy.logps - reference.logps.to(policy.logps.dtype)
-    return torch.where(batch.main.response_mask, difference, torch.zeros_like(difference))
+        raise ValueError(f"this objective compares with a reference, and none was computed for {rows}")
+    return reference.logps

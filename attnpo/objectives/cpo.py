@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass
 
-from attnpo.objectives.base import LengthFrom, Reduction, reduce, split_pairs, sum_factors
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import LengthFrom, response_lengths, split_pairs, weighted_sum
 from attnpo.objectives.terms import (
     LossType,
     Sft,
+    batch_nll,
     check_beta,
     check_not_negative,
     idle_length,
@@ -14,6 +18,29 @@ from attnpo.objectives.terms import (
     with_sft,
 )
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def cpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = LossType.SIGMOID,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
+
+    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats); ``nll`` is ``terms.chosen_nll``, None for
+    no such term. Rewards are ``beta S(p)``. Source: Xu et
+    al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16 ``cpo_trainer.py``.
+    """
+    chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask, lengths))
+    preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
+    losses, extras = with_sft(preference, nll, sft_coef)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -48,8 +75,14 @@ class CPO:
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(p)`` of the batch."""
         rows = batch.main
-        factors = sum_factors(rows, self.length_scale, self.length_from)
-        chosen, rejected = split_pairs(self.beta * reduce(policy.logps, factors, rows.response_mask, Reduction.SUM))
-        preference = margin_loss(chosen - rejected, self.loss_type, self.label_smoothing)
-        losses, extras = with_sft(preference, policy, batch, self.sft_coef, self.sft)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        return cpo_loss(
+            policy.logps,
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            self.beta,
+            self.label_smoothing,
+            self.loss_type,
+            batch_nll(policy, batch, self.sft_coef, self.sft),
+            self.sft_coef,
+        )

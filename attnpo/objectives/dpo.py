@@ -2,11 +2,44 @@
 
 from dataclasses import dataclass
 
-from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs
-from attnpo.objectives.terms import LossType, Sft, check_not_negative, idle_sft, margin_loss, with_sft
-from attnpo.objectives.terms import check_beta as check_beta
-from attnpo.objectives.terms import sigmoid_loss as sigmoid_loss
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import Reduction, log_ratios, logps_of, reduce, split_pairs
+from attnpo.objectives.terms import (
+    LossType,
+    Sft,
+    batch_nll,
+    check_beta,
+    check_not_negative,
+    idle_sft,
+    margin_loss,
+    with_sft,
+)
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def dpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = LossType.SIGMOID,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``, ``+ sft_coef nll`` where given.
+
+    d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
+    ``label_smoothing`` say what the margin costs (``margin_loss``). Source: Rafailov et al. 2023, Eq. 7 (arXiv
+    2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    chosen, rejected = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))
+    preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
+    losses, extras = with_sft(preference, nll, sft_coef)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -37,8 +70,13 @@ class DPO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(d)`` of the batch."""
-        ratios = log_ratios(policy, reference, batch)
-        chosen, rejected = split_pairs(self.beta * reduce(ratios, None, batch.main.response_mask, Reduction.SUM))
-        preference = margin_loss(chosen - rejected, self.loss_type, self.label_smoothing)
-        losses, extras = with_sft(preference, policy, batch, self.sft_coef, self.sft)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        return dpo_loss(
+            policy.logps,
+            logps_of(reference),
+            batch.main.response_mask,
+            self.beta,
+            self.label_smoothing,
+            self.loss_type,
+            batch_nll(policy, batch, self.sft_coef, self.sft),
+            self.sft_coef,
+        )

@@ -3,7 +3,18 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from attnpo.objectives.base import LengthFrom, Reduction, log_ratios, mean_factors, reduce, split_pairs, sum_factors
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import (
+    LengthFrom,
+    log_ratios,
+    logps_of,
+    mean_factors,
+    response_lengths,
+    split_pairs,
+    weighted_sum,
+)
 from attnpo.objectives.terms import check_positive, idle_length
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
@@ -13,6 +24,27 @@ class Over(Enum):
 
     MEAN = "mean"
     SUM = "sum"
+
+
+def ipo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    beta: float,
+) -> ObjectiveOutput:
+    """The IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.
+
+    ``A(d) = sum_t a_t d_t`` is the mean of a response's log-ratios d in nats, a (``weights``) 1/n or another
+    distribution. With ``lengths`` it is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
+    the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` takes the mean and says
+    that the authors confirmed it.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    chosen, rejected = split_pairs(weighted_sum(ratios, weights, mask, lengths))
+    losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
+    return ObjectiveOutput(losses, beta * chosen.detach(), beta * rejected.detach())
 
 
 @dataclass(frozen=True)
@@ -44,10 +76,12 @@ class IPO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta A(d)`` of the batch."""
-        rows = batch.main
-        summed = self.reduction is Over.SUM
-        factors = sum_factors(rows, self.length_scale, self.length_from) if summed else mean_factors(rows)
-        ratios = reduce(log_ratios(policy, reference, batch), factors, rows.response_mask, Reduction.SUM)
-        chosen, rejected = split_pairs(ratios)
-        losses = (chosen - rejected - 1.0 / (2.0 * self.beta)).square()
-        return ObjectiveOutput(losses, self.beta * chosen.detach(), self.beta * rejected.detach())
+        rows, mean = batch.main, self.reduction is Over.MEAN
+        return ipo_loss(
+            policy.logps,
+            logps_of(reference),
+            mean_factors(rows) if mean else rows.token_weights["reward"],
+            rows.response_mask,
+            None if mean else response_lengths(rows, self.length_scale, self.length_from),
+            self.beta,
+        )

@@ -7,12 +7,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, Reduction, log_ratios, reduce, split_pairs, sum_factors
+from attnpo.objectives.base import (
+    LengthFrom,
+    Reduction,
+    log_ratios,
+    logps_of,
+    reduce,
+    response_lengths,
+    split_pairs,
+    weighted_sum,
+)
 from attnpo.objectives.terms import check_beta, check_positive, idle_length
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+
+
+def example_losses(
+    rewards: Float[Tensor, "rows"],
+    z: Float[Tensor, ""],
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+    """The losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows first."""
+    desirable, undesirable = split_pairs(rewards - beta * z)
+    # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
+    return desirable_weight * F.logsigmoid(-desirable).exp(), undesirable_weight * F.logsigmoid(undesirable).exp()
+
+
+def kto_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    mismatched_mean: Float[Tensor, ""],
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> ObjectiveOutput:
+    """The KTO loss of each pair: the mean of ``lam_D sigmoid(-b (S(d_w) - z))`` and ``lam_U sigmoid(-b (z - S(d_l)))``.
+
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
+    mismatched_mean)``, without gradient, from the mean of the unweighted S(d) over the step's mismatched rows; it is
+    the extra ``kl``. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16 ``kto_trainer.py``.
+    """
+    rewards = beta * weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
+    z = mismatched_mean.to(rewards.dtype).clamp(min=0).detach()
+    desirable, undesirable = example_losses(rewards, z, beta, desirable_weight, undesirable_weight)
+    losses = 0.5 * (desirable + undesirable)
+    return ObjectiveOutput(losses, *split_pairs(rewards.detach()), extras={"kl": z.expand(len(losses))})
 
 
 @dataclass(frozen=True)
@@ -50,11 +96,9 @@ class KTO:
         Raises:
             ValueError: no reference statistics were given.
         """
-        if reference is None:
-            raise ValueError("this objective compares with a reference, and none was computed for its mismatched rows")
-        difference = policy.logps.detach() - reference.logps.to(policy.logps.dtype)
-        ratios = reduce(difference, None, rows.response_mask, Reduction.SUM)
-        return {"kl_sum": ratios.double().sum(), "kl_rows": ratios.new_tensor(len(ratios)).double()}
+        ratios = log_ratios(policy.logps.detach(), logps_of(reference, "its mismatched rows"), rows.response_mask)
+        sums = reduce(ratios, None, rows.response_mask, Reduction.SUM)
+        return {"kl_sum": sums.double().sum(), "kl_rows": sums.new_tensor(len(sums)).double()}
 
     def mismatched_mean(self, state: Mapping[str, Float[Tensor, ""]]) -> Float[Tensor, ""]:
         """The mean of S(d) over the mismatched rows of the step, not clamped.
@@ -66,29 +110,17 @@ class KTO:
             raise ValueError("KTO needs the sums over the step's mismatched rows, and the batch's state has none")
         return state["kl_sum"] / state["kl_rows"]
 
-    def example_losses(
-        self, rewards: Float[Tensor, "rows"], z: Float[Tensor, ""]
-    ) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
-        """The losses of the desirable and of the undesirable examples from ``b S_w(d)``, all chosen rows first."""
-        desirable, undesirable = split_pairs(rewards - self.beta * z)
-        # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
-        return (
-            self.desirable_weight * F.logsigmoid(-desirable).exp(),
-            self.undesirable_weight * F.logsigmoid(undesirable).exp(),
-        )
-
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
         rows = batch.main
-        ratios = log_ratios(policy, reference, batch)
-        factors = sum_factors(rows, self.length_scale, self.length_from)
-        rewards = self.beta * reduce(ratios, factors, rows.response_mask, Reduction.SUM)
-        z = self.mismatched_mean(batch.state).to(rewards.dtype).clamp(min=0).detach()
-        desirable, undesirable = self.example_losses(rewards, z)
-        chosen, rejected = split_pairs(rewards.detach())
-        return ObjectiveOutput(
-            losses=0.5 * (desirable + undesirable),
-            chosen_rewards=chosen,
-            rejected_rewards=rejected,
-            extras={"kl": z.expand(batch.pairs)},
+        return kto_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            self.mismatched_mean(batch.state),
+            self.beta,
+            self.desirable_weight,
+            self.undesirable_weight,
         )

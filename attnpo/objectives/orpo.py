@@ -2,9 +2,31 @@
 
 from dataclasses import dataclass
 
-from attnpo.objectives.base import Reduction, mean_factors, reduce, split_pairs
-from attnpo.objectives.terms import Sft, check_positive, log_odds, sigmoid_loss, with_sft
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import mean_factors, split_pairs, weighted_sum
+from attnpo.objectives.terms import Sft, batch_nll, check_positive, log_odds, sigmoid_loss, with_sft
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def orpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lam: float,
+    nll: Float[Tensor, "pairs"] | None = None,
+) -> ObjectiveOutput:
+    """The ORPO loss of each pair: ``nll - lam log sigmoid(o_w - o_l)``, ``o = A(p) - log(1 - exp A(p))``.
+
+    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
+    distribution; ``nll`` is ``terms.chosen_nll``, None for no such term. Rewards are ``lam A(p)``. Source: Hong et al.
+    2024, Eq. 6 (arXiv 2403.07691); TRL 1.16 ``orpo_trainer.py``, where lam is called beta.
+    """
+    means = weighted_sum(policy_logps, weights, mask)
+    chosen, rejected = split_pairs(log_odds(means))
+    losses, extras = with_sft(sigmoid_loss(chosen - rejected), nll, 1.0, scale=lam)
+    return ObjectiveOutput(losses, *split_pairs(lam * means.detach()), extras)
 
 
 @dataclass(frozen=True)
@@ -28,8 +50,5 @@ class ORPO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``lam A(p)`` of the batch."""
-        rows = batch.main
-        means = reduce(policy.logps, mean_factors(rows), rows.response_mask, Reduction.SUM)
-        chosen, rejected = split_pairs(log_odds(means))
-        losses, extras = with_sft(sigmoid_loss(chosen - rejected), policy, batch, 1.0, self.sft, scale=self.lam)
-        return ObjectiveOutput(losses, *split_pairs(self.lam * means.detach()), extras)
+        nll = batch_nll(policy, batch, 1.0, self.sft)
+        return orpo_loss(policy.logps, mean_factors(batch.main), batch.main.response_mask, self.lam, nll)

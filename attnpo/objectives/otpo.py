@@ -1,10 +1,31 @@
-"""DPO on sums weighted by optimal transport (OTPO, Li et al. 2025); the weights are the source's business."""
+"""DPO on sums weighted by optimal transport (OTPO, Li et al. 2025); ``weights=transport`` computes them."""
 
 from dataclasses import dataclass
 
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import logps_of
 from attnpo.objectives.terms import check_beta
-from attnpo.objectives.twdpo import TwDPO
+from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def otpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> ObjectiveOutput:
+    """The OTPO loss of each pair: ``-log sigmoid(beta (sum_t w_wt d_wt - sum_t w_lt d_lt))``.
+
+    d is the log-ratio of a token in nats, w (``weights``) the mass that each token keeps in the transport between the
+    pair's responses (``weights.unbalanced``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
+    Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
+    """
+    return twdpo_loss(policy_logps, reference_logps, weights, mask, None, beta, label_smoothing)
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,8 @@ class OTPO:
 
         ValueError for weights that are a distribution.
         """
-        if not batch.main.factors:
+        rows = batch.main
+        if not rows.factors:
             raise ValueError("OTPO reads factors, and the batch's token weights are a distribution")
-        return TwDPO(self.beta, label_smoothing=self.label_smoothing)(policy, reference, batch)
+        weights, mask = rows.token_weights["reward"], rows.response_mask
+        return otpo_loss(policy.logps, logps_of(reference), weights, mask, self.beta, self.label_smoothing)

@@ -2,9 +2,34 @@
 
 from dataclasses import dataclass
 
-from attnpo.objectives.base import LengthFrom, Reduction, log_ratios, reduce, split_pairs, sum_factors
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import LengthFrom, log_ratios, logps_of, response_lengths, split_pairs, weighted_sum
 from attnpo.objectives.terms import check_beta, check_not_negative, idle_length, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def rdpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    beta: float,
+    alpha: float,
+    label_smoothing: float = 0.0,
+) -> ObjectiveOutput:
+    """The R-DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))``.
+
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats), n counts the tokens in ``mask``, so that alpha is in nats
+    per token. Rewards are ``beta S(d)``. Source: Park et al. 2024, Eq. 9 (arXiv 2403.19159); there is no public code.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
+    chosen_tokens, rejected_tokens = split_pairs(mask.sum(-1).to(chosen.dtype))
+    margin = chosen - rejected + alpha * (chosen_tokens - rejected_tokens)
+    return ObjectiveOutput(sigmoid_loss(margin, label_smoothing), chosen.detach(), rejected.detach())
 
 
 @dataclass(frozen=True)
@@ -37,9 +62,13 @@ class RDPO:
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(d)`` of the batch."""
         rows = batch.main
-        ratios = log_ratios(policy, reference, batch)
-        factors = sum_factors(rows, self.length_scale, self.length_from)
-        chosen, rejected = split_pairs(self.beta * reduce(ratios, factors, rows.response_mask, Reduction.SUM))
-        longer, shorter = split_pairs(rows.response_mask.sum(-1).to(chosen.dtype))
-        losses = sigmoid_loss(chosen - rejected + self.alpha * (longer - shorter), self.label_smoothing)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach())
+        return rdpo_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+        )

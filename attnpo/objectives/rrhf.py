@@ -3,10 +3,33 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from attnpo.objectives.base import Reduction, mean_factors, reduce, split_pairs
-from attnpo.objectives.terms import Sft, check_not_negative, idle_sft, with_sft
+from attnpo.objectives.base import mean_factors, split_pairs, weighted_sum
+from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, idle_sft, with_sft
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def rrhf_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    length_penalty: float,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The pairwise RRHF loss: ``max(0, s_l - s_w) + sft_coef nll``, ``s = n^(1-k) A(p)``; s is the reward.
+
+    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
+    distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; ``nll`` is
+    ``terms.chosen_nll``, None for no such term. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise
+    form of the SimPO study.
+    """
+    scores = weighted_sum(policy_logps, weights, mask)
+    chosen, rejected = split_pairs(scores * mask.sum(-1).to(scores.dtype) ** (1.0 - length_penalty))
+    losses, extras = with_sft(F.relu(rejected - chosen), nll, sft_coef)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -36,9 +59,6 @@ class RRHF:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and, as rewards, the scores of the batch."""
-        rows = batch.main
-        scores = reduce(policy.logps, mean_factors(rows), rows.response_mask, Reduction.SUM)
-        scores = scores * rows.response_mask.sum(-1).to(scores.dtype) ** (1.0 - self.length_penalty)
-        chosen, rejected = split_pairs(scores)
-        losses, extras = with_sft(F.relu(rejected - chosen), policy, batch, self.sft_coef, self.sft)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        nll = batch_nll(policy, batch, self.sft_coef, self.sft)
+        weights, mask = mean_factors(batch.main), batch.main.response_mask
+        return rrhf_loss(policy.logps, weights, mask, self.length_penalty, nll, self.sft_coef)

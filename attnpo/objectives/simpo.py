@@ -2,9 +2,44 @@
 
 from dataclasses import dataclass
 
-from attnpo.objectives.base import Reduction, mean_factors, reduce, split_pairs
-from attnpo.objectives.terms import LossType, Sft, check_beta, check_not_negative, idle_sft, margin_loss, with_sft
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import mean_factors, split_pairs, weighted_sum
+from attnpo.objectives.terms import (
+    LossType,
+    Sft,
+    batch_nll,
+    check_beta,
+    check_not_negative,
+    idle_sft,
+    margin_loss,
+    with_sft,
+)
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def simpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    beta: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = LossType.SIGMOID,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``, ``+ sft_coef nll`` where given.
+
+    ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
+    distribution; ``gamma`` is the target margin itself. Rewards are ``beta A(p)``. Source: Meng et al. 2024, Eq. 6
+    (arXiv 2405.14734); princeton-nlp/SimPO, ``scripts/simpo_trainer.py``.
+    """
+    chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask))
+    preference = margin_loss(chosen - rejected - gamma, loss_type, label_smoothing)
+    losses, extras = with_sft(preference, nll, sft_coef)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -42,9 +77,14 @@ class SimPO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta A(p)`` of the batch."""
-        rows = batch.main
-        means = reduce(policy.logps, mean_factors(rows), rows.response_mask, Reduction.SUM)
-        chosen, rejected = split_pairs(self.beta * means)
-        preference = margin_loss(chosen - rejected - self.gamma, self.loss_type, self.label_smoothing)
-        losses, extras = with_sft(preference, policy, batch, self.sft_weight, self.sft)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        return simpo_loss(
+            policy.logps,
+            mean_factors(batch.main),
+            batch.main.response_mask,
+            self.beta,
+            self.gamma,
+            self.label_smoothing,
+            self.loss_type,
+            batch_nll(policy, batch, self.sft_weight, self.sft),
+            self.sft_weight,
+        )

@@ -3,10 +3,32 @@
 from dataclasses import dataclass
 
 import torch.nn.functional as F
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, Reduction, reduce, split_pairs, sum_factors
-from attnpo.objectives.terms import Sft, check_not_negative, check_positive, idle_length, idle_sft, with_sft
+from attnpo.objectives.base import LengthFrom, response_lengths, split_pairs, weighted_sum
+from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, check_positive, idle_length, idle_sft, with_sft
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def slic_hf_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    delta: float,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l)) + sft_coef nll``.
+
+    ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is; ``nll`` is
+    ``terms.chosen_nll``, None for no such term. Rewards are ``S(p)``. Source: Zhao et al. 2023, Eq. 1 (arXiv
+    2305.10425).
+    """
+    chosen, rejected = split_pairs(weighted_sum(policy_logps, weights, mask, lengths))
+    losses, extras = with_sft(F.relu(delta - chosen + rejected), nll, sft_coef)
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -39,8 +61,12 @@ class SLiCHF:
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``S(p)`` of the batch."""
         rows = batch.main
-        factors = sum_factors(rows, self.length_scale, self.length_from)
-        chosen, rejected = split_pairs(reduce(policy.logps, factors, rows.response_mask, Reduction.SUM))
-        hinge = F.relu(self.delta - chosen + rejected)
-        losses, extras = with_sft(hinge, policy, batch, self.sft_coef, self.sft)
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        return slic_hf_loss(
+            policy.logps,
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            self.delta,
+            batch_nll(policy, batch, self.sft_coef, self.sft),
+            self.sft_coef,
+        )

@@ -7,10 +7,19 @@ neither clamped nor averaged; token weights multiply d alone. Form and stop-grad
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, Reduction, log_ratios, reduce, split_pairs, sum_factors
+from attnpo.objectives.base import (
+    LengthFrom,
+    Reduction,
+    log_ratios,
+    logps_of,
+    reduce,
+    response_lengths,
+    split_pairs,
+    weighted_sum,
+)
 from attnpo.objectives.terms import check_beta, check_not_negative, idle_length, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
@@ -18,33 +27,61 @@ STATISTIC = "kl_ref_policy"
 REQUIRES = frozenset({"reference", "token_weights", f"joint:{STATISTIC}"})
 
 
-def sequence_kl(policy: TokenStats, batch: PreferenceBatch) -> Float[Tensor, "rows"]:
-    """``K`` per row: the KL of the reference to the policy, summed over the response.
+def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
+    """KL of the reference to the policy at each token.
 
     Raises:
         ValueError: the batch was scored without it.
     """
     if STATISTIC not in policy.joint:
         raise ValueError(f"this objective reads joint:{STATISTIC}, and it was not computed for the batch")
-    return reduce(policy.joint[STATISTIC], None, batch.main.response_mask, Reduction.SUM)
+    return policy.joint[STATISTIC]
 
 
-def weighted_ratios(
-    policy: TokenStats,
-    reference: TokenStats | None,
-    batch: PreferenceBatch,
-    length_scale: bool = True,
-    length_from: LengthFrom = LengthFrom.SOURCE,
-) -> Float[Tensor, "rows"]:
-    """``S(d)`` per row with the token weights in it: ``|y| sum_t a_t d_t``."""
-    factors = sum_factors(batch.main, length_scale, length_from)
-    return reduce(log_ratios(policy, reference, batch), factors, batch.main.response_mask, Reduction.SUM)
-
-
-def tdpo2_margin(sums: Float[Tensor, "rows"], kl: Float[Tensor, "rows"], alpha: float = 0.5) -> Float[Tensor, "pairs"]:
+def tdpo2_margin(sums: Float[Tensor, "rows"], kl: Float[Tensor, "rows"], alpha: float) -> Float[Tensor, "pairs"]:
     """``S_w - S_l - alpha (K_l - sg(K_w))`` per pair: the chosen side's K passes no gradient."""
     (chosen, rejected), (chosen_kl, rejected_kl) = split_pairs(sums), split_pairs(kl)
     return chosen - rejected - alpha * (rejected_kl - chosen_kl.detach())
+
+
+def tdpo1_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    position_kl: Float[Tensor, "rows R"],
+    beta: float,
+) -> ObjectiveOutput:
+    """The TDPO1 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``.
+
+    ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
+    all in nats; both K pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024 (arXiv
+    2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+    """
+    sums = weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
+    kl = reduce(position_kl, None, mask, Reduction.SUM)
+    chosen, rejected = split_pairs(sums + kl)
+    return tdpo_output(chosen - rejected, sums, kl, beta)
+
+
+def tdpo2_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    position_kl: Float[Tensor, "rows R"],
+    beta: float,
+    alpha: float,
+) -> ObjectiveOutput:
+    """The TDPO2 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``.
+
+    As ``tdpo1_loss``, but sg stops the gradient of the chosen side's K, and alpha scales the difference.
+    """
+    sums = weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
+    kl = reduce(position_kl, None, mask, Reduction.SUM)
+    return tdpo_output(tdpo2_margin(sums, kl, alpha), sums, kl, beta)
 
 
 def tdpo_output(
@@ -86,10 +123,16 @@ class TDPO1:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
-        kl = sequence_kl(policy, batch)
-        sums = weighted_ratios(policy, reference, batch, self.length_scale, self.length_from)
-        chosen, rejected = split_pairs(sums + kl)
-        return tdpo_output(chosen - rejected, sums, kl, self.beta)
+        rows = batch.main
+        return tdpo1_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            kl_of(policy),
+            self.beta,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +162,14 @@ class TDPO2:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
-        kl = sequence_kl(policy, batch)
-        sums = weighted_ratios(policy, reference, batch, self.length_scale, self.length_from)
-        return tdpo_output(tdpo2_margin(sums, kl, self.alpha), sums, kl, self.beta)
+        rows = batch.main
+        return tdpo2_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            kl_of(policy),
+            self.beta,
+            self.alpha,
+        )

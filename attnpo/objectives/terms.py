@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import Reduction, reduce
@@ -81,41 +81,46 @@ class Sft(Enum):
     BATCH = "batch"
 
 
-def chosen_nll(policy: TokenStats, batch: PreferenceBatch, form: Sft) -> Float[Tensor, "pairs"]:
-    """The negative log-likelihood of each chosen response.
+def chosen_nll(
+    policy_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], form: Sft, pairs_per_token: float = 0.0
+) -> Float[Tensor, "pairs"]:
+    """The negative log-likelihood of each chosen response (the first half of the rows): ``-A(p)``, or ``-S(p)``.
 
-    Under BATCH it is the pair's share, ``-S(p) pairs / tokens`` with both counts of the whole optimiser step: its mean
-    over the step is that over the tokens, however the step is split.
+    Under BATCH it is the pair's share ``-S(p) pairs_per_token``, the pairs of the whole optimiser step over its chosen
+    tokens: its mean over the step is that over the tokens, however the step is split.
+    """
+    pairs = len(policy_logps) // 2
+    how = Reduction.MEAN if form is Sft.MEAN else Reduction.SUM
+    nll = -reduce(policy_logps[:pairs], None, mask[:pairs], how)
+    return nll * pairs_per_token if form is Sft.BATCH else nll
+
+
+def batch_nll(policy: TokenStats, batch: PreferenceBatch, coef: float, form: Sft) -> Float[Tensor, "pairs"] | None:
+    """``chosen_nll`` of a batch, which knows the counts of its step; None where the coefficient is 0.
 
     Raises:
-        ValueError: nobody counted the step's tokens.
+        ValueError: the form needs the step's tokens, and nobody counted them.
     """
-    logps, mask = policy.logps[: batch.pairs], batch.main.response_mask[: batch.pairs]
-    if form is not Sft.BATCH:
-        return -reduce(logps, None, mask, Reduction.MEAN if form is Sft.MEAN else Reduction.SUM)
+    if coef == 0:
+        return None
     counted = batch.step_tokens != (0, 0)
-    if not counted and bool((batch.pair_weight > 0).any()):  # a step of void pairs alone has no token to count
+    # A step of void pairs alone has no token to count.
+    if form is Sft.BATCH and not counted and bool((batch.pair_weight > 0).any()):
         raise ValueError("a mean over the step's chosen tokens needs their number, and batch.step_tokens is (0, 0)")
-    share = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
-    return -reduce(logps, None, mask, Reduction.SUM) * share
+    pairs_per_token = batch.step_pairs / max(batch.step_tokens[0], 1) if counted else 0.0
+    return chosen_nll(policy.logps, batch.main.response_mask, form, pairs_per_token)
 
 
 def with_sft(
-    preference: Float[Tensor, "pairs"],
-    policy: TokenStats,
-    batch: PreferenceBatch,
-    coef: float,
-    form: Sft,
-    scale: float = 1.0,
+    preference: Float[Tensor, "pairs"], nll: Float[Tensor, "pairs"] | None, coef: float, scale: float = 1.0
 ) -> tuple[Float[Tensor, "pairs"], dict[str, Float[Tensor, "pairs"]]]:
-    """``scale * preference + coef * NLL`` per pair, and both terms unscaled as extras.
+    """``scale * preference + coef * nll`` per pair, and both terms unscaled as extras.
 
-    With a coefficient of 0 nothing is computed and there are no extras.
+    Without an ``nll`` there is no second term and there are no extras.
     """
     losses = preference if scale == 1.0 else scale * preference
-    if coef == 0:
+    if nll is None:
         return losses, {}
-    nll = chosen_nll(policy, batch, form)
     return losses + coef * nll, {"losses/preference": preference.detach(), "losses/sft": nll.detach()}
 
 
@@ -133,21 +138,21 @@ def idle_length(length_scale: bool) -> dict[str, str]:
 
 
 def check_positive(**values: float) -> None:
-    """Nothing; raises UserError for a hyperparameter that is not a finite number above 0."""
+    """Raises UserError for a hyperparameter that is not a finite number above 0."""
     for name, value in values.items():
         if not 0 < value < math.inf:
             raise UserError(f"objective.{name} must be above 0 and finite, got {value}")
 
 
 def check_not_negative(**values: float) -> None:
-    """Nothing; raises UserError for a hyperparameter that is not a finite number of at least 0."""
+    """Raises UserError for a hyperparameter that is not a finite number of at least 0."""
     for name, value in values.items():
         if not 0 <= value < math.inf:
             raise UserError(f"objective.{name} must be at least 0 and finite, got {value}")
 
 
 def check_beta(beta: float, label_smoothing: float = 0.0, loss_type: LossType = LossType.SIGMOID) -> None:
-    """Nothing; raises UserError for a beta that is not positive or a smoothing outside [0, 0.5) or without effect."""
+    """Raises UserError for a beta that is not positive, and for a smoothing outside [0, 0.5) or without effect."""
     check_positive(beta=beta)
     if not 0 <= label_smoothing < 0.5:
         raise UserError(f"objective.label_smoothing must be at least 0 and below 0.5, got {label_smoothing}")

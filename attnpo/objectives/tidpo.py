@@ -1,14 +1,14 @@
 """TI-DPO: token-importance guided DPO, a weighted TDPO2 step plus a triplet term with a sampled anchor response."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs, sum_factors
-from attnpo.objectives.tdpo import sequence_kl, tdpo2_margin
+from attnpo.objectives.base import Reduction, log_ratios, logps_of, reduce, split_pairs, weighted_sum
+from attnpo.objectives.tdpo import kl_of, tdpo2_margin
 from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats
 
@@ -54,6 +54,42 @@ def triplet_term(
     return Triplet(torch.where(near & far, losses, torch.zeros_like(losses)), near & far)
 
 
+def tidpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    position_kl: Float[Tensor, "rows R"] | None,
+    triplet: Triplet | None,
+    beta: float,
+    alpha: float,
+    gamma_triplet: float,
+) -> ObjectiveOutput:
+    """The TI-DPO loss: ``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg(K_w))]) + gamma_triplet triplet`` of each pair.
+
+    ``M = sum_t w_t d_t`` sums the log-ratios d with factors w (``weights``), ``K = sum_t KL(ref || policy)`` the
+    unweighted ``position_kl``, all in nats; sg stops the gradient; rewards are ``beta (M + K)``. Without
+    ``position_kl`` there is no K (the weighted DPO form of the paper), without ``triplet`` (``triplet_term``) no last
+    term. Extras: the unweighted rewards ``beta S(d)``, K, and the triplet before gamma_triplet with 1 for a pair that
+    has none. Source: latent-lm/TIDPO.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    weighted = weighted_sum(ratios, weights, mask)
+    extras = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    if position_kl is None:
+        chosen, rejected = split_pairs(weighted)
+        margin, rewards = chosen - rejected, weighted.detach()
+    else:
+        kl = reduce(position_kl, None, mask, Reduction.SUM)
+        margin, rewards = tdpo2_margin(weighted, kl, alpha), (weighted + kl).detach()
+        extras |= by_side("seq_kl", kl.detach())
+    losses = sigmoid_loss(beta * margin)
+    if triplet is not None:
+        losses = losses + gamma_triplet * triplet.losses
+        extras |= {"triplet": triplet.losses.detach(), "triplet_unmeasured": (~triplet.measured).to(losses.dtype)}
+    return ObjectiveOutput(losses, *split_pairs(beta * rewards), extras)
+
+
 @dataclass(frozen=True)
 class TIDPO:
     """``-log sigmoid(beta [M_w - M_l - alpha (K_l - sg K_w)]) + gamma_triplet * triplet``, ``M = S(w d)``.
@@ -78,10 +114,10 @@ class TIDPO:
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        found = {} if self.kl else {"alpha": "objective.kl=false"}
+        idle = {} if self.kl else {"alpha": "objective.kl=false"}
         if not self.gamma_triplet:
-            found |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet is 0")
-        return found
+            idle |= dict.fromkeys(("triplet_margin", "anchor"), "objective.gamma_triplet is 0")
+        return idle
 
     @property
     def requires(self) -> frozenset[str]:
@@ -96,38 +132,25 @@ class TIDPO:
         ``triplet`` is a pair's term before gamma_triplet, ``triplet_unmeasured`` 1 for a pair that has none.
         """
         rows = batch.main
-        ratios = log_ratios(policy, reference, batch)
-        weighted = reduce(ratios, sum_factors(rows), rows.response_mask, Reduction.SUM)
-        plain = self.beta * reduce(ratios.detach(), None, rows.response_mask, Reduction.SUM)
-        extras = by_side("unweighted", plain)
-        if self.kl:
-            kl = sequence_kl(policy, batch)
-            margin = tdpo2_margin(weighted, kl, self.alpha)
-            rewards = (weighted + kl).detach()
-            extras |= by_side("seq_kl", kl.detach())
-        else:
-            chosen, rejected = split_pairs(weighted)
-            margin, rewards = chosen - rejected, weighted.detach()
-        losses = sigmoid_loss(self.beta * margin)
-        if self.gamma_triplet:
-            triplet = self._triplet(ratios, policy, reference, batch)
-            losses = losses + self.gamma_triplet * triplet.losses
-            extras |= {"triplet": triplet.losses.detach(), "triplet_unmeasured": (~triplet.measured).to(losses.dtype)}
-        chosen_rewards, rejected_rewards = split_pairs(self.beta * rewards)
-        return ObjectiveOutput(losses, chosen_rewards, rejected_rewards, extras)
+        return tidpo_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            kl_of(policy) if self.kl else None,
+            self._triplet(policy, reference, batch) if self.gamma_triplet else None,
+            self.beta,
+            self.alpha,
+            self.gamma_triplet,
+        )
 
-    def _triplet(
-        self,
-        ratios: Float[Tensor, "rows R"],
-        policy: TokenStats,
-        reference: TokenStats | None,
-        batch: PreferenceBatch,
-    ) -> Triplet:
-        """Each pair's own term. Their mean over the step's pairs is the batch mean that the code adds to every one."""
-        rows = batch.groups["anchor"]
+    def _triplet(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> Triplet:
+        """The term of each pair. Its mean over the step's pairs is the batch mean that the code adds to every one."""
+        rows, mask = batch.groups["anchor"], batch.main.response_mask
         other = None if reference is None else reference.groups["anchor"]
-        anchor = log_ratios(policy.groups["anchor"], other, replace(batch, groups={"main": rows}))
-        return triplet_term(ratios, batch.main.response_mask, anchor, rows.response_mask, self.triplet_margin)
+        ratios = log_ratios(policy.logps, logps_of(reference), mask)
+        anchor = log_ratios(policy.groups["anchor"].logps, logps_of(other), rows.response_mask)
+        return triplet_term(ratios, mask, anchor, rows.response_mask, self.triplet_margin)
 
 
 def by_side(name: str, rows: Float[Tensor, "rows"]) -> dict[str, Float[Tensor, "pairs"]]:

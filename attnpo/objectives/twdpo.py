@@ -3,12 +3,23 @@
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom as LengthFrom
-from attnpo.objectives.base import Reduction, log_ratios, reduce, split_pairs, sum_factors
+from attnpo.objectives.base import (
+    LengthFrom,
+    Reduction,
+    log_ratios,
+    logps_of,
+    reduce,
+    response_lengths,
+    split_pairs,
+    weighted_sum,
+)
 from attnpo.objectives.terms import (
     LossType,
     Sft,
+    batch_nll,
     check_beta,
     check_not_negative,
     idle_length,
@@ -17,6 +28,35 @@ from attnpo.objectives.terms import (
     with_sft,
 )
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+
+def twdpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = LossType.SIGMOID,
+    nll: Float[Tensor, "pairs"] | None = None,
+    sft_coef: float = 1.0,
+) -> ObjectiveOutput:
+    """The TwDPO loss of each pair: ``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)``.
+
+    d is the log-ratio of a token in nats, a (``weights``) a distribution over the response, |y| (``lengths``) its
+    tokens as the judge counts them. Without ``lengths`` |y| is left out; with an ``nll``, ``sft_coef nll`` is added.
+    Rewards are ``beta |y| sum_t a_t d_t``; the extras hold the unweighted ones, ``beta S(d)``. Source: paper Eq. twdpo,
+    without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
+    preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
+    losses, extras = with_sft(preference, nll, sft_coef)
+    with torch.no_grad():
+        plain = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))
+    extras |= {"unweighted/chosen": plain[0], "unweighted/rejected": plain[1]}
+    return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
@@ -52,12 +92,15 @@ class TwDPO:
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
         rows = batch.main
-        ratios = log_ratios(policy, reference, batch)
-        factors = sum_factors(rows, self.length_scale, self.length_from)
-        chosen, rejected = split_pairs(self.beta * reduce(ratios, factors, rows.response_mask, Reduction.SUM))
-        preference = margin_loss(chosen - rejected, self.loss_type, self.label_smoothing)
-        losses, extras = with_sft(preference, policy, batch, self.sft_coef, self.sft)
-        with torch.no_grad():
-            plain = split_pairs(self.beta * reduce(ratios, None, rows.response_mask, Reduction.SUM))
-        extras |= {"unweighted/chosen": plain[0], "unweighted/rejected": plain[1]}
-        return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
+        return twdpo_loss(
+            policy.logps,
+            logps_of(reference),
+            rows.token_weights["reward"],
+            rows.response_mask,
+            response_lengths(rows, self.length_scale, self.length_from),
+            self.beta,
+            self.label_smoothing,
+            self.loss_type,
+            batch_nll(policy, batch, self.sft_coef, self.sft),
+            self.sft_coef,
+        )

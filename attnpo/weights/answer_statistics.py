@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair
 from attnpo.text.score_answers import read_answer
@@ -32,8 +31,8 @@ class AnswerStatistics:
         """Share of the answers with at least one usable part; 0 without answers."""
         return self.parsed / max(1, self.answers)
 
-    def numbers(self) -> dict[str, Any]:
-        """All of it as plain data."""
+    def numbers(self) -> dict[str, object]:
+        """The statistics as plain data."""
         return {
             "pairs": self.pairs,
             "answers": self.answers,

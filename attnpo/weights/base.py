@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -26,6 +26,15 @@ from attnpo.weights.postprocess import Postprocess
 
 
 @runtime_checkable
+class Fingerprinted(Protocol):
+    """What says of itself which of its settings change a number."""
+
+    def fingerprint(self) -> Mapping[str, object]:
+        """Every such setting, as JSON-serialisable data."""
+        ...
+
+
+@runtime_checkable
 class PromptBuilder(Protocol):
     """Builds the judge rounds of a pair; ``attnpo.text.judge_template.JudgePrompts`` is the one in use."""
 
@@ -38,7 +47,7 @@ class PromptBuilder(Protocol):
         """Round 0 with the chosen response as answer A, round 1 with the rejected one."""
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Mapping[str, object]:
         """Every setting of the prompts that changes a number."""
         ...
 
@@ -55,7 +64,7 @@ class QuestionBuilder(Protocol):
         """Ids and characters of the response's tokens, those alone that hold a character of it."""
         ...
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Mapping[str, object]:
         """Every setting of questions and tokens that changes a number."""
         ...
 
@@ -118,7 +127,7 @@ class WeightSource(Protocol):
         """The stored rows that ``select`` reads, of a resolved source; empty for a source without layers."""
         ...
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> Mapping[str, object]:
         """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
         ...
 
@@ -186,6 +195,6 @@ def least_coverage(source: WeightSource, asked: float | None = None) -> float:
     return source.min_coverage if isinstance(source, PartialSource) else 0.0
 
 
-def fingerprint_of(thing: Any) -> dict[str, Any]:
-    """The fingerprint of ``thing``: a mapping as it is, otherwise what its ``fingerprint()`` returns."""
-    return dict(thing) if isinstance(thing, Mapping) else dict(thing.fingerprint())
+def fingerprint_of(part: Fingerprinted | Mapping[str, object]) -> dict[str, object]:
+    """The fingerprint of a part of a key: a mapping as it is, otherwise what its ``fingerprint()`` returns."""
+    return dict(part if isinstance(part, Mapping) else part.fingerprint())

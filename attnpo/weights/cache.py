@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -28,10 +29,13 @@ from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
 
-Rows = Mapping[str, Mapping[str, Any]]
+Array = npt.NDArray[np.generic]
+Cell = bool | int | float | str | Array | torch.Tensor | Mapping[str, "Cell"]
+"""A value of one pair in one column: a number, a string, a one-dimensional array (tensors are written as such, and come
+back as arrays), or a dict of these."""
+Rows = Mapping[str, Mapping[str, Cell]]
 PAIR_ID = "pair_id"
 KEY_FILE = "key.json"
-KEY = "key"
 KEY_MARK = b"attnpo_key"  # in the schema's metadata of a shard
 
 
@@ -42,7 +46,7 @@ class Store:
     root: Path
     _tables: dict[Path, "Table"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def table(self, kind: str, key: Mapping[str, Any]) -> "Table":
+    def table(self, kind: str, key: Mapping[str, object]) -> "Table":
         """The table of ``kind`` whose numbers depend on exactly ``key`` (JSON-serialisable); one object per key."""
         folder = Path(self.root) / kind / _name(key)
         return self._tables.setdefault(folder, Table(folder, dict(key)))
@@ -54,9 +58,18 @@ class _Shard:
 
     name: str
     sha256: str
-    size: int
     rows: dict[str, int]
     columns: frozenset[str]
+
+
+class _Entry(TypedDict):
+    """What ``<content digest>.json`` says of its shard; entries of older versions have no key."""
+
+    key: NotRequired[str]
+    sha256: str
+    bytes: int
+    pairs: list[str]
+    columns: list[str]
 
 
 class _Stranger(Exception):
@@ -66,7 +79,7 @@ class _Stranger(Exception):
 class Table:
     """Rows by pair id under one key, kept in append-only shards. Safe for many readers and writers."""
 
-    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, key: dict[str, object]) -> None:
         self.folder = folder
         self.key = key
         self._digest = digest(key)
@@ -90,10 +103,6 @@ class Table:
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
 
-    def size_bytes(self) -> int:
-        """Bytes of all sound shards on disk."""
-        return sum(shard.size for shard in self._index())
-
     def nearest_difference(self) -> str | None:
         """The first part of the key in which the most similar other table of this kind differs, or None.
 
@@ -102,10 +111,10 @@ class Table:
         asked = _flatten(self.key)
         best: tuple[int, str] | None = None
         for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
-            found = _read_json(path)
-            if found is None or _name(found) != path.parent.name:
+            key = _read_json(path)
+            if key is None or _name(key) != path.parent.name:
                 continue
-            stored = _flatten(found)
+            stored = _flatten(key)
             parts = [part for part in (*asked, *(stored.keys() - asked.keys())) if asked.get(part) != stored.get(part)]
             if parts and (best is None or len(parts) < best[0]):
                 part = parts[0]
@@ -114,7 +123,7 @@ class Table:
 
     # ------------------------------------------------------------------------------------------- reading
 
-    def read(self, pair_ids: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def read(self, pair_ids: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Cell]]:
         """``columns`` of each pair id: list columns as one-dimensional numpy arrays, numbers as Python numbers.
 
         Only these columns are read from disk. UserError when a pair lacks one of them.
@@ -125,19 +134,19 @@ class Table:
                 f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
                 f"some of it (first: {', '.join(absent[:3])}); run attnpo.weigh with the same configuration first"
             )
-        found: dict[str, dict[str, Any]] = {pair_id: {} for pair_id in pair_ids}
+        cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
         for shard in self._index():
-            here = found.keys() & shard.rows.keys()
-            take = [name for name in columns if name in shard.columns and any(name not in found[one] for one in here)]
+            here = cells.keys() & shard.rows.keys()
+            take = [name for name in columns if name in shard.columns and any(name not in cells[one] for one in here)]
             if not take:
                 continue
             data = self._load(shard, take)
             for name in take:
                 values = _Column(data.column(name))
                 for pair_id in here:
-                    if name not in found[pair_id]:
-                        found[pair_id][name] = values[shard.rows[pair_id]]
-        return found
+                    if name not in cells[pair_id]:
+                        cells[pair_id][name] = values[shard.rows[pair_id]]
+        return cells
 
     def _load(self, shard: _Shard, columns: list[str]) -> pa.Table:
         path = self.folder / f"{shard.name}.parquet"
@@ -175,8 +184,13 @@ class Table:
         content = buffer.getvalue().to_pybytes()
         checksum = hashlib.sha256(content).hexdigest()
         name = checksum[:20]
-        entry = {KEY: self._digest, "sha256": checksum, "bytes": len(content)}
-        entry |= {"pairs": list(pair_ids), "columns": list(columns)}
+        entry: _Entry = {
+            "key": self._digest,
+            "sha256": checksum,
+            "bytes": len(content),
+            "pairs": list(pair_ids),
+            "columns": list(columns),
+        }
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / KEY_FILE).exists():
@@ -209,12 +223,12 @@ class Table:
                 logger.warning(
                     "store %s: shard %s.parquet is ignored, its rows count as missing: %s", self.folder, name, error
                 )
-        for reason, found in strangers.items():
+        for reason, shards in strangers.items():
             logger.warning(
                 "store %s: %d shards are ignored, their rows count as missing (first: %s.parquet): %s",
                 self.folder,
-                len(found),
-                found[0],
+                len(shards),
+                shards[0],
                 reason,
             )
         if names and not self._key_checked:
@@ -241,26 +255,24 @@ class Table:
         written.
         """
         path = self.folder / f"{name}.parquet"
-        entry = _read_json(self.folder / f"{name}.json")
-        if entry is None:
-            raise ValueError("its entry is not readable JSON")
+        entry = _read_entry(self.folder / f"{name}.json")
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
-        shard = _Shard(name, entry["sha256"], entry["bytes"], rows, frozenset(entry["columns"]))
+        shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]))
         if file_digest(path) != shard.sha256:
             raise ValueError("its checksum differs from the one in its entry")
         with pq.ParquetFile(path) as stored:
             mark = (stored.schema_arrow.metadata or {}).get(KEY_MARK)
-            if mark is None and KEY not in entry:
+            if mark is None and "key" not in entry:
                 raise _Stranger("an older version wrote them, without the key they belong to; they may be removed")
-            if mark != str(entry.get(KEY)).encode():
+            if mark != str(entry.get("key")).encode():
                 raise ValueError("its key differs from the one in its entry")
-            if entry[KEY] != self._digest:
+            if entry["key"] != self._digest:
                 raise _Stranger("they are of another key and belong in the folder of that key alone")
             if set(stored.schema_arrow.names) != shard.columns | {PAIR_ID}:
                 raise ValueError("its columns differ from those in its entry")
             if stored.read(columns=[PAIR_ID]).column(PAIR_ID).to_pylist() != entry["pairs"]:
                 raise ValueError("its pairs differ from those in its entry")
-            if path.stat().st_size != shard.size:
+            if path.stat().st_size != entry["bytes"]:
                 raise ValueError("its size differs from the one in its entry")
         return shard
 
@@ -268,12 +280,13 @@ class Table:
 # --------------------------------------------------------------------------------------------- files
 
 
-def _name(key: Mapping[str, Any]) -> str:
+def _name(key: Mapping[str, object]) -> str:
     """The name of the folder of a key."""
     return digest(dict(key))[:20]
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
+def _read_json(path: Path) -> dict[str, object] | None:
+    """The JSON object in a file; None where there is none."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -281,7 +294,18 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+def _read_entry(path: Path) -> _Entry:
+    """The entry in a file; what lacks a field is found by reading it. ValueError where there is no JSON object."""
+    try:
+        entry: _Entry = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError("its entry is not readable JSON") from error
+    if not isinstance(entry, dict):
+        raise ValueError("its entry is not readable JSON")
+    return entry
+
+
+def _flatten(value: object, prefix: str = "") -> dict[str, object]:
     """Dotted names of all leaves of a key."""
     if isinstance(value, Mapping):
         inner = [_flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in value.items()]
@@ -289,7 +313,7 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix: list(value) if isinstance(value, tuple) else value}
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -297,11 +321,27 @@ def _short(value: Any) -> str:
 # --------------------------------------------------------------------------------------------- columns
 
 
-def _array(values: Sequence[Any]) -> pa.Array:
+def array_in(cell: Cell) -> Array:
+    """The array that a cell holds. TypeError when it holds something else."""
+    if not isinstance(cell, np.ndarray):
+        raise TypeError(f"expected a column of arrays, got {type(cell).__name__}")
+    return cell
+
+
+def fields_in(cell: Cell) -> Mapping[str, Cell]:
+    """The dict that a cell holds. TypeError when it holds something else."""
+    if not isinstance(cell, Mapping):
+        raise TypeError(f"expected a column of dicts, got {type(cell).__name__}")
+    return cell
+
+
+def _array(values: Sequence[Cell]) -> pa.Array:
     """An Arrow column of scalars, of one-dimensional arrays (as lists), or of dicts of these (as structs)."""
     if isinstance(values[0], Mapping):
         names = list(values[0])
-        return pa.StructArray.from_arrays([_array([row[name] for row in values]) for name in names], names=names)
+        return pa.StructArray.from_arrays(
+            [_array([fields_in(row)[name] for row in values]) for name in names], names=names
+        )
     if isinstance(values[0], str | bool | int | float):
         return pa.array(list(values))
     arrays = [np.asarray(row.detach().cpu() if isinstance(row, torch.Tensor) else row) for row in values]
@@ -318,7 +358,7 @@ class _Column:
     def __init__(self, column: pa.ChunkedArray | pa.Array) -> None:
         array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
         self._fields: dict[str, _Column] | None = None
-        self._scalars: list[Any] | None = None
+        self._scalars: list[Cell] | None = None
         if pa.types.is_struct(array.type):
             self._fields = {field.name: _Column(array.field(field.name)) for field in array.type}
         elif pa.types.is_large_list(array.type):
@@ -327,9 +367,10 @@ class _Column:
         else:
             self._scalars = array.to_pylist()
 
-    def __getitem__(self, place: int) -> Any:
+    def __getitem__(self, place: int) -> Cell:
         if self._fields is not None:
             return {name: column[place] for name, column in self._fields.items()}
         if self._scalars is not None:
             return self._scalars[place]
-        return self._values[self._ends[place] : self._ends[place + 1]].copy()
+        values: Array = self._values[self._ends[place] : self._ends[place + 1]].copy()
+        return values

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import PromptBuilder, Tools, WeightSource, fingerprint_of
-from attnpo.weights.cache import Store, Table
+from attnpo.weights.base import Fingerprinted, PromptBuilder, Tools, WeightSource, fingerprint_of
+from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
 from attnpo.weights.layers import HeadRow, Row, layer_column
 
 WEIGHTS = "weights"
@@ -27,7 +27,9 @@ REFERENCE = "reference"
 TOKENS = "tokens"
 VERDICTS = "verdicts"
 REFUSED = "refused"
-# Raised by hand with every change of the code that moves a stored number.
+# Raised by hand with every change of the code that moves a stored number. Not a digest of the source: that would throw
+# hours of judge passes away for a comment, and the code that moves them lies in the rooms below too. Whoever forgets to
+# raise one is told by tests/weights/test_versions.py, which pins numbers under each version.
 CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
 CHUNK_ROWS = 32768
@@ -39,10 +41,9 @@ CHUNK_ROWS = 32768
 
 def weights_key(
     source: WeightSource,
-    judge: Any,
-    prompts: PromptBuilder | Mapping[str, Any] | None,
-    code_version: str = CAPTURE_VERSION,
-) -> dict[str, Any]:
+    judge: Fingerprinted | Mapping[str, object] | None,
+    prompts: Fingerprinted | Mapping[str, object] | None,
+) -> dict[str, object]:
     """The key of captured weights.
 
     ``judge`` and ``prompts`` are a fingerprint (a mapping, so that the judge need not be loaded) or an object with
@@ -53,19 +54,18 @@ def weights_key(
         "source": source.capture_fingerprint(),
         "judge": None if judge is None else fingerprint_of(judge),
         "prompts": None if prompts is None else fingerprint_of(prompts),
-        "code": code_version,
+        "code": CAPTURE_VERSION,
     }
 
 
 def reference_key(
-    model: Any,
-    chat: Any,
+    model: Fingerprinted | Mapping[str, object],
+    chat: Fingerprinted | Mapping[str, object],
     max_prompt_length: int,
     max_length: int,
-    code_version: str = REFERENCE_VERSION,
     *,
     keep: str = "start",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
 
     ``model`` and ``chat`` are fingerprints or objects with ``fingerprint()``; ``keep`` is the end truncation keeps.
@@ -75,7 +75,7 @@ def reference_key(
         "chat": fingerprint_of(chat),
         "max_prompt_length": max_prompt_length,
         "max_length": max_length,
-        "code": code_version,
+        "code": REFERENCE_VERSION,
         **({} if keep == "start" else {"keep": keep}),  # tables from before there was a choice stay those of "start"
     }
 
@@ -130,7 +130,7 @@ def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequen
         weights = torch.cat([part.weights for part in parts], dim=-1) if parts else torch.zeros(len(layers), 0)
         if weights.dtype == torch.float64 or weights.shape[0] != len(layers):
             raise ValueError(f"expected {len(layers)} rows of float32 or narrower, got {weights.shape} {weights.dtype}")
-        row: dict[str, Any] = {TOKENS: _pack_tokens(pair, parts)}
+        row: dict[str, Cell] = {TOKENS: _pack_tokens(pair, parts)}
         row |= {layer_column(layer): values for layer, values in zip(layers, weights.float().numpy(), strict=True)}
         verdicts = _pack_verdicts(pair)
         if verdicts is not None:
@@ -149,10 +149,7 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
     stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)])
     judged = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if VERDICTS in columns]
     verdicts = table.read(judged, [VERDICTS])
-    captured = {
-        pair_id: _unpack(pair_id, row, verdicts[pair_id][VERDICTS] if pair_id in verdicts else None, layers)
-        for pair_id, row in stored.items()
-    }
+    captured = {pair_id: _unpack(pair_id, row, verdicts.get(pair_id), layers) for pair_id, row in stored.items()}
     return captured | unreadable_pairs(table, pair_ids)
 
 
@@ -161,14 +158,15 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
 
     Pairs that are not stored (yet) are no error.
     """
-    known = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
-    return {
-        pair_id: Unreadable(pair_id, (), row[REFUSED]["reason"], row[REFUSED]["story"])
-        for pair_id, row in table.read(known, [REFUSED]).items()
-    }
+    refused = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
+    unreadable = {}
+    for pair_id, row in table.read(refused, [REFUSED]).items():
+        why = fields_in(row[REFUSED])
+        unreadable[pair_id] = Unreadable(pair_id, (), str(why["reason"]), str(why["story"]))
+    return unreadable
 
 
-def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Any]:
+def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Cell]:
     return {
         "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
         "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
@@ -178,7 +176,7 @@ def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, 
     }
 
 
-def _pack_verdicts(pair: PairWeights) -> dict[str, Any] | None:
+def _pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
     logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
     if len(logits) < len(pair.rounds):
         return None
@@ -188,14 +186,16 @@ def _pack_verdicts(pair: PairWeights) -> dict[str, Any] | None:
 
 
 def _unpack(
-    pair_id: str, row: Mapping[str, Any], verdicts: Mapping[str, Any] | None, layers: Sequence[Row]
+    pair_id: str, row: Mapping[str, Cell], verdicts: Mapping[str, Cell] | None, layers: Sequence[Row]
 ) -> PairWeights:
-    tokens = row[TOKENS]
+    tokens = {name: array_in(cell) for name, cell in fields_in(row[TOKENS]).items()}
+    judged = None
+    if verdicts is not None:
+        judged = {name: array_in(cell) for name, cell in fields_in(verdicts[VERDICTS]).items()}
     ends = np.cumsum(tokens["counts"])
     total = int(ends[-1]) if ends.size else 0
-    weights = torch.from_numpy(
-        np.stack([row[layer_column(layer)] for layer in layers]) if layers else np.zeros((0, total), dtype=np.float32)
-    )
+    stacked = [array_in(row[layer_column(layer)]) for layer in layers]
+    weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, total), dtype=np.float32))
     if weights.shape[1] != total:
         raise UserError(
             f"store: pair {pair_id} has {weights.shape[1]} weights on {total} tokens, so its shards do not belong "
@@ -210,9 +210,9 @@ def _unpack(
     rounds = []
     for place, chosen_is_a in enumerate(tokens["chosen_is_a"].tolist()):
         logits, token = None, None
-        if verdicts is not None:
-            logits = torch.from_numpy(verdicts["logits"][2 * place : 2 * place + 2])
-            token = int(verdicts["tokens"][place])
+        if judged is not None:
+            logits = torch.from_numpy(judged["logits"][2 * place : 2 * place + 2])
+            token = int(judged["tokens"][place])
         rounds.append(
             Round(
                 bool(chosen_is_a),
@@ -253,7 +253,7 @@ def ensure_captured(
     source: WeightSource,
     layers: tuple[Row, ...],
     store: Store,
-    key: Mapping[str, Any],
+    key: Mapping[str, object],
     make_tools: Callable[[], Tools],
     chunk_pairs: int = 256,
     *,
@@ -327,7 +327,7 @@ class _Built:
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         return self.rounds[pair.pair_id]
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> Mapping[str, object]:
         return self.builder.fingerprint()
 
 
@@ -386,13 +386,13 @@ def load_logps(
 
     UserError when one is missing, or when a row is not as long as ``lengths`` (response tokens of both sides) says.
     """
-    found = {}
+    logps = {}
     for pair_id, row in table.read(pair_ids, list(SIDES)).items():
-        chosen, rejected = (torch.from_numpy(row[side]) for side in SIDES)
+        chosen, rejected = (torch.from_numpy(array_in(row[side])) for side in SIDES)
         if lengths is not None and (chosen.numel(), rejected.numel()) != tuple(lengths[pair_id]):
             raise UserError(
                 f"store {table.folder}: pair {pair_id} has log-probabilities of {chosen.numel()} and "
                 f"{rejected.numel()} tokens, expected {lengths[pair_id]}; delete this folder and compute them again"
             )
-        found[pair_id] = (chosen, rejected)
-    return found
+        logps[pair_id] = (chosen, rejected)
+    return logps

@@ -69,21 +69,21 @@ def resolve_layer(layer: int | str, num_layers: int, key: str = "weights.layer")
     of 32 as in the paper). Both count layers with softmax attention only: "last" is the last that has any. "auto" has
     been replaced by then (``attnpo.runs.auto_layer``). UserError naming ``key`` otherwise.
     """
-    known = attending(num_layers)
-    whole = known == tuple(range(1, num_layers + 1))
-    numbers = f"a whole number from 1 to {num_layers}" if whole else in_words(known)
+    readable = attending(num_layers)
+    whole = readable == tuple(range(1, num_layers + 1))
+    numbers = f"a whole number from 1 to {num_layers}" if whole else in_words(readable)
     expected = f'{numbers}, "last", or a fraction such as "1/4"'
     if isinstance(layer, bool) or not isinstance(layer, int | str):
         raise UserError(f"{key}: expected {expected}, got {layer!r}")
     if isinstance(layer, str):
-        number = _named_layer(layer.strip().lower(), known)
+        number = _named_layer(layer.strip().lower(), readable)
         if number is None:
             hint = "; auto is for weights.layer of a run alone" if layer.strip().lower() == "auto" else ""
             raise UserError(f"{key}: expected {expected}, got {layer!r}{hint}")
         layer = number
     if not 1 <= layer <= num_layers:
         raise UserError(f"{key}: expected {expected} (layers are counted from 1), got {layer}")
-    if layer not in known:
+    if layer not in readable:
         raise UserError(
             f"{key}={layer}: this layer of the judge has no softmax attention that can be read; expected {expected}"
         )

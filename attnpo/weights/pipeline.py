@@ -174,7 +174,7 @@ def fitted(
 
 
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
-    """Nothing; refuses transforms of anything but distributions: totals and mixtures mean nothing for factors.
+    """Refuses transforms of anything but distributions: totals and mixtures have no meaning for factors.
 
     Those of an online source too, whose weights come after every transform.
     """
@@ -232,12 +232,12 @@ def _on_training_tokens(
             weights = torch.where(holds, weights, 1.0 / base.token_ids.numel())
         else:
             weights = torch.where(holds, weights, 0.0)
-    content, found = int(holds.sum()), int(matched.sum())
+    content, partnered = int(holds.sum()), int(matched.sum())
     return _Side(
         weights=weights.to(dtype),
         length=float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
-        coverage=found / content if content else 1.0,
-        unmatched=content - found,
+        coverage=partnered / content if content else 1.0,
+        unmatched=content - partnered,
         content=content,
         realigned=finished.realigned,
     )
@@ -284,7 +284,7 @@ def _align(source: TokenWeights, weights: Float[Tensor, "n"], target: EncodedRes
 
 
 def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:
-    """Nothing; UserError unless the training ids are the source's, or their beginning when truncated."""
+    """Raises UserError unless the training ids are the source's, or their beginning when truncated."""
     count = len(encoded.response_ids)
     if source.token_ids[:count].tolist() != list(encoded.response_ids):
         raise UserError(

@@ -122,7 +122,7 @@ def flat_rounds(rows: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> bool:
 
 
 def check_finite(row: Float[Tensor, "n"], where: str) -> None:
-    """Nothing; UserError naming ``where`` and the first token whose weight is NaN or infinite."""
+    """Raises UserError naming ``where`` and the first token whose weight is NaN or infinite."""
     broken = (~torch.isfinite(row)).nonzero()
     if broken.numel():
         place = int(broken[0, 0])
@@ -133,7 +133,7 @@ def check_finite(row: Float[Tensor, "n"], where: str) -> None:
 
 
 def require_distribution(kind: Kind, signed: bool) -> None:
-    """Nothing; UserError when rows of this kind must not be post-processed as a distribution."""
+    """Raises UserError when rows of this kind must not be post-processed as a distribution."""
     if kind is not Kind.DISTRIBUTION or signed:
         what = "signed weights" if signed else f"weights of kind {kind.value}"
         raise UserError(

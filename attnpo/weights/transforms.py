@@ -55,7 +55,7 @@ class _Pure:
         return False
 
     def fit(self, rows: Iterable[WeightRow]) -> "_Pure":
-        """Itself."""
+        """Returns the transform itself: it learns nothing from rows."""
         return self
 
 
@@ -159,7 +159,7 @@ class OneSide(_Pure):
 
 @dataclass(frozen=True)
 class TailCut(_Pure):
-    """Weights behind the shorter response's length times ``alpha``, not rescaled (LD-DPO's rule; 0 cuts the tail)."""
+    """Multiplies weights beyond the shorter response's length by ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
 
     alpha: float = 0.0
 
@@ -205,7 +205,7 @@ class CrossPair:
 
     @property
     def needs_fit(self) -> bool:
-        """Yes."""
+        """True: it learns from the training rows."""
         return True
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
@@ -238,7 +238,7 @@ class PositionProfile:
 
     @property
     def needs_fit(self) -> bool:
-        """Yes."""
+        """True: it learns from the training rows."""
         return True
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
@@ -273,7 +273,7 @@ class TokenProfile:
 
     @property
     def needs_fit(self) -> bool:
-        """Yes."""
+        """True: it learns from the training rows."""
         return True
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":

@@ -42,7 +42,7 @@ def judge_statistics(captured: Sequence[PairWeights], label_ids: tuple[int, int]
     )
 
 
-def judge_warning(found: JudgeStatistics) -> str | None:
+def judge_warning(verdicts: JudgeStatistics) -> str | None:
     """What is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
 
     It does not know which answer is better where the 95 % interval of its accuracy (both orders averaged) holds one
@@ -51,12 +51,12 @@ def judge_warning(found: JudgeStatistics) -> str | None:
     judge drawn to one place may be right in every pair in which it is not. Accuracy over fewer than 20 pairs is not
     judged.
     """
-    unlabelled = f"{100 * found.other_tokens:.0f} % of its verdicts name no label"
-    silent = found.other_tokens > 0.5  # false where no verdict has a token
+    unlabelled = f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label"
+    silent = verdicts.other_tokens > 0.5  # false where no verdict has a token
     advice = "choose another judge or wording (judge=...)"
-    low, high = wilson(found.pair_accuracy, found.pairs) if found.pairs >= ENOUGH else (1.0, 1.0)
+    low, high = wilson(verdicts.pair_accuracy, verdicts.pairs) if verdicts.pairs >= ENOUGH else (1.0, 1.0)
     if low <= 0.5 <= high:
-        told = f"{100 * found.pair_accuracy:.0f} % right of {found.pairs} pairs"
+        told = f"{100 * verdicts.pair_accuracy:.0f} % right of {verdicts.pairs} pairs"
         told += f", 95 % interval {100 * low:.0f} to {100 * high:.0f}" + (f"; {unlabelled}" if silent else "")
         what = f"the judge does not know which answer is better ({told})"
         return f"{what}: its weights say nothing about preference; {advice}"

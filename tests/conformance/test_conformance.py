@@ -277,22 +277,22 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(-margin, kind, smoothing), "dpo *"),
     (TWDPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin * 1.001, kind, smoothing), "twdpo *"),
     (OBJECTIVES + "ipo.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "ipo *"),
-    (OBJECTIVES + "ipo.sum_factors", lambda f: lambda rows, scale, by: f(rows, False, by), "ipo *"),
-    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.MEAN), "cpo *"),
-    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.SUM), "orpo *"),
-    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda policy, batch, form: f(policy, batch, Sft.MEAN), "slic_hf *"),
+    (OBJECTIVES + "ipo.response_lengths", lambda f: lambda rows, scale, by: f(rows, False, by), "ipo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda p, mask, form, by: f(p, mask, Sft.MEAN), "cpo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda p, mask, form, by: f(p, mask, Sft.SUM), "orpo *"),
+    (OBJECTIVES + "terms.chosen_nll", lambda f: lambda p, mask, form, by: f(p, mask, Sft.MEAN), "slic_hf *"),
     (OBJECTIVES + "orpo.log_odds", lambda f: lambda means: means, "orpo *"),
     (OBJECTIVES + "rdpo.sigmoid_loss", lambda f: lambda margin, smoothing: f(-margin, smoothing), "rdpo *"),
     (OBJECTIVES + "simpo.SimPO.gamma", lambda f: property(lambda self: self.gamma_beta_ratio), "simpo *"),
     (OBJECTIVES + "simpo.margin_loss", lambda f: lambda margin, kind, by: f(margin, LossType.SIGMOID, by), "simpo 3"),
     (OBJECTIVES + "rrhf.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "rrhf *"),
-    (OBJECTIVES + "slic_hf.sum_factors", lambda f: lambda rows, scale, by: f(rows, False, by), "slic_hf *"),
+    (OBJECTIVES + "slic_hf.response_lengths", lambda f: lambda rows, scale, by: f(rows, False, by), "slic_hf *"),
     (DPO + "reduce", lambda f: lambda x, w, mask, how: f(x, w, mask, how) * 1.001, "dpo *"),
-    (TWDPO + "reduce", lambda f: lambda x, w, mask, how: f(x, None, mask, how), "twdpo*"),
-    (TWDPO + "sum_factors", lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
-    (TWDPO + "sum_factors", lambda f: lambda rows, scale, by: f(rows, scale, LengthFrom.TRAIN), "twdpo *"),
+    (TWDPO + "weighted_sum", lambda f: lambda x, w, mask, lengths: x.sum(-1), "twdpo*"),
+    (TWDPO + "response_lengths", lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
+    (TWDPO + "response_lengths", lambda f: lambda rows, scale, by: f(rows, scale, LengthFrom.TRAIN), "twdpo *"),
     (TWDPO + "log_ratios", lambda f: lambda *args: f(*args) + 1e-6, "twdpo *"),
-    (DPO + "log_ratios", lambda f: lambda p, r, b: p.logps - r.logps + 1e-6, "dpo *"),
+    (DPO + "log_ratios", lambda f: lambda p, r, mask: p - r + 1e-6, "dpo *"),
     (POST + "normalize", lambda f: lambda row: torch.softmax(row, 0), "attnpo_weights_layer *"),
     (POST + "fix_sink", lambda f: lambda row, first, least: row, "attnpo_weights_layer *"),
     (POST + "fix_sink", lambda f: lambda row, first, least: f(row, first, least + 1), "extraction/sink_fix *"),
@@ -332,7 +332,7 @@ def test_a_loss_that_reads_masked_values_fails(
     from attnpo.objectives import dpo
 
     ratios = dpo.log_ratios
-    monkeypatch.setattr(dpo, "log_ratios", lambda p, r, b: ratios(p, r, b) + 1e-13 * p.logps.max())
+    monkeypatch.setattr(dpo, "log_ratios", lambda p, r, mask: ratios(p, r, mask) + 1e-13 * p.max())
     found = list(verify([small({})], ["dpo 1"]))
     assert [record.status for record in found] == [Status.FAIL]
     assert "changes with values under mask 0" in found[0].note

@@ -230,7 +230,7 @@ def garbled(case: Case) -> Case:
 
 
 def wider(case: Case, columns: int = 3) -> Case:
-    """More padding behind every row."""
+    """More padding after every row."""
     shapes = {name: rows.response_mask.shape for name, rows in case.batch.groups.items()}
 
     def pad(name: str, value: Tensor) -> Tensor:

@@ -156,11 +156,13 @@ def test_orpo_keeps_the_slope_of_a_nearly_certain_response() -> None:
 
 def test_sft_terms_by_hand() -> None:
     # Two chosen responses, of 2 tokens (sum -3) and of 1 (-6); 6 tokens in the step of 3 pairs.
+    mask = make_rows((2, 1, 1, 1)).response_mask
+    logps = torch.tensor([[-1.0, -2.0], [-6.0, -50.0], [-9.0, 0.0], [-9.0, 0.0]], dtype=torch.float64)
+    assert chosen_nll(logps, mask, Sft.SUM).tolist() == [3.0, 6.0]
+    assert chosen_nll(logps, mask, Sft.MEAN).tolist() == [1.5, 6.0]
+    assert chosen_nll(logps, mask, Sft.BATCH, pairs_per_token=3 / 6).tolist() == [1.5, 3.0]
     batch = make_batch(make_rows((2, 1, 1, 1)), step_pairs=3, step_tokens=(6, 9))
-    policy = TokenStats(torch.tensor([[-1.0, -2.0], [-6.0, -50.0], [-9.0, 0.0], [-9.0, 0.0]], dtype=torch.float64))
-    assert chosen_nll(policy, batch, Sft.SUM).tolist() == [3.0, 6.0]
-    assert chosen_nll(policy, batch, Sft.MEAN).tolist() == [1.5, 6.0]
-    assert chosen_nll(policy, batch, Sft.BATCH).tolist() == [1.5, 3.0]
+    assert CPO()(TokenStats(logps), None, batch).extras["losses/sft"].tolist() == [1.5, 3.0]
 
 
 def test_a_token_mean_of_the_step_holds_under_any_splitting_and_with_void_pairs() -> None:

@@ -150,7 +150,7 @@ SOURCE = "attnpo.weights.sources.transport."
         (SOURCE + "transport", altered(reg=lambda reg: reg * 1.001)),
         (SOURCE + "transport", altered(reg_m=lambda reg_m: reg_m * 1.001)),
         (SOURCE + "transport", altered(sweeps=lambda sweeps: 1)),
-        ("attnpo.objectives.twdpo.sum_factors", lambda f: lambda rows, *args: torch.ones_like(f(rows, *args))),
+        ("attnpo.objectives.twdpo.weighted_sum", lambda f: lambda x, w, *args: f(x, torch.ones_like(w), *args)),
     ],
 )
 def test_a_golden_record_fails_on_what_is_wrong(

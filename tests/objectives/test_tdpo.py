@@ -15,7 +15,7 @@ from attnpo.conformance import distributions
 from attnpo.conformance.records import Comparison
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.objectives.dpo import DPO
-from attnpo.objectives.tdpo import TDPO1, TDPO2, sequence_kl
+from attnpo.objectives.tdpo import TDPO1, TDPO2, kl_of
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 
@@ -242,7 +242,7 @@ def test_a_batch_without_the_statistic_or_a_reference_is_an_error(case: Case) ->
         with pytest.raises(ValueError, match="none was computed"):
             objective(policy, None, make_batch())
     with pytest.raises(ValueError, match="kl_ref_policy"):
-        sequence_kl(TokenStats(case.policy, joint={"kl_policy_ref": case.kl}), make_batch())
+        kl_of(TokenStats(case.policy, joint={"kl_policy_ref": case.kl}))
 
 
 @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), float("inf")])

@@ -106,6 +106,10 @@ def same(one: PairWeights, two: PairWeights) -> bool:
     )
 
 
+def size_of(table: Table) -> int:
+    return sum(path.stat().st_size for path in table.folder.glob("*.parquet"))
+
+
 def a_table(root: Path) -> Table:
     return Store(root).table("weights", {"any": 1})
 
@@ -198,7 +202,7 @@ def test_unreadable_pairs_alone_do_not_block_a_store(bench: Bench) -> None:
 
 
 def test_unreadable_pairs_of_an_interrupted_capture_are_kept(bench: Bench) -> None:
-    """They are stored with their own chunk, so that what is left to do is what comes behind."""
+    """They are stored with their own chunk, so that what is left to do is what comes after."""
     bench.refuses, bench.judge.fail_at = (0, 1), 1
     with pytest.raises(KeyboardInterrupt):
         bench.run(PAIRS, chunk_pairs=3)
@@ -272,7 +276,6 @@ def changed_keys() -> list[Callable[[], dict[str, Any]]]:
         lambda: weights_key(OtherSource(), judge, prompts),
         *(lambda name=name: weights_key(source, {**judge, name: "other"}, prompts) for name in judge),  # type: ignore[misc]
         *(lambda name=name: weights_key(source, judge, {**prompts, name: "other"}) for name in prompts),  # type: ignore[misc]
-        lambda: weights_key(source, judge, prompts, code_version="next"),
         lambda: weights_key(source, None, prompts),
         lambda: weights_key(source, judge, None),
     ]
@@ -296,22 +299,31 @@ USUAL_REFERENCE = {
     "chat": {"tokenizer": "t", "template": "c"},
     "max_prompt_length": 1800,
     "max_length": 2048,
-    "code_version": "1",
 }
 
 
 @pytest.mark.parametrize("part", ["model.weights", "model.dtype", "model.kernel", "chat.tokenizer", "chat.template",
-                                  "max_prompt_length", "max_length", "code_version"])  # fmt: skip
+                                  "max_prompt_length", "max_length"])  # fmt: skip
 def test_every_part_of_the_reference_key_changes_the_folder(tmp_path: Path, part: str) -> None:
     changed = {name: dict(value) if isinstance(value, dict) else value for name, value in USUAL_REFERENCE.items()}
     outer, _, inner = part.partition(".")
     if inner:
         changed[outer][inner] = "other"  # type: ignore[index]
     else:
-        changed[outer] = "3" if outer == "code_version" else 7
+        changed[outer] = 7
     store = Store(tmp_path)
     tables = [store.table("reference", reference_key(**key)) for key in (USUAL_REFERENCE, changed)]  # type: ignore[arg-type]
     assert tables[0].folder != tables[1].folder
+
+
+def test_the_versions_of_the_code_are_in_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys() -> list[dict[str, object]]:
+        return [weights_key(Attention(), FakeJudge(), FakePrompts()), reference_key(**USUAL_REFERENCE)]  # type: ignore[arg-type]
+
+    before = keys()
+    for name in ("CAPTURE_VERSION", "REFERENCE_VERSION"):
+        monkeypatch.setattr(f"attnpo.weights.capture.{name}", "next")
+    assert keys() == [{**key, "code": "next"} for key in before]
 
 
 def test_the_end_that_truncation_keeps_is_in_the_reference_key(tmp_path: Path) -> None:
@@ -350,7 +362,7 @@ def test_the_estimate_bounds_the_disk_space_of_real_rows(tmp_path: Path) -> None
     table = a_table(tmp_path)
     store_captured(table, noisy, LAYERS)
     tokens = 8 * 2 * 2 * 400
-    assert 0.5 * estimate_bytes(tokens, 4) < table.size_bytes() < 1.1 * estimate_bytes(tokens, 4)
+    assert 0.5 * estimate_bytes(tokens, 4) < size_of(table) < 1.1 * estimate_bytes(tokens, 4)
 
 
 # --------------------------------------------------------------------------------------------- single heads
@@ -436,4 +448,4 @@ def test_the_size_estimate_counts_every_head(tmp_path: Path) -> None:
     table = a_table(tmp_path)
     store_captured(table, noisy, rows)
     estimate = estimate_bytes(sum(r.chosen.token_ids.numel() * 2 for one in noisy for r in one.rounds), len(rows))
-    assert 0.5 * estimate < table.size_bytes() < 1.1 * estimate
+    assert 0.5 * estimate < size_of(table) < 1.1 * estimate

@@ -22,7 +22,7 @@ def bell(count: int, sigma: float) -> list[float]:
 
 
 def test_the_prior_by_its_definition() -> None:
-    """Sigma is n over the divisor, at least 1; a response behind a prompt of three gets the rest of the bell."""
+    """Sigma is n over the divisor, at least 1; a response after a prompt of three gets the rest of the bell."""
     found = position_prior(long(16, 6), long(0, 3), 16, 4.0, torch.float64)
     torch.testing.assert_close(found[0], torch.tensor(bell(16, 4.0), dtype=torch.float64), rtol=1e-12, atol=0)
     torch.testing.assert_close(found[1, :3], torch.tensor(bell(6, 1.5)[3:], dtype=torch.float64), rtol=1e-12, atol=0)
@@ -66,8 +66,8 @@ def test_a_single_token_and_an_empty_response_weigh_nothing() -> None:
     scores = torch.full((2, 2), 3.0)
     found = importance_weights(scores, mask, torch.zeros(2), long(0, 0), 0.7, 8.0)
     assert not found.any() and bool(found.isfinite().all())
-    behind = importance_weights(scores, mask, torch.ones(2), long(1, 1), 0.7, 8.0)
-    assert behind[0, 0] > 0 and not behind[1].any()
+    after = importance_weights(scores, mask, torch.ones(2), long(1, 1), 0.7, 8.0)
+    assert after[0, 0] > 0 and not after[1].any()
 
 
 def test_values_under_the_mask_never_matter_and_bad_scores_show() -> None:

@@ -149,7 +149,7 @@ def test_transforms_see_finished_rows_with_pair_and_side() -> None:
 
 
 def test_each_transform_is_fitted_on_what_those_before_it_leave() -> None:
-    """A profile fitted behind a reversal is the reversed profile."""
+    """A profile fitted after a reversal is the reversed profile."""
     source = Attention(1, postprocess=PLAIN)
     stored = captured([[3.0, 1.0, 0.0]], [[3.0, 1.0, 0.0]])
     finished = {"p1": finished_weights(source, stored, BOTH, layers=(1,))}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -82,7 +82,7 @@ class Attention:
             )
         return tuple(HeadRow(row, head) for row in self.capture_layers(num_layers) for head in range(1, num_heads + 1))
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """What is read at the verdict position: the head mean, or each head when some are chosen (never which)."""
         return {"source": "attention", "position": "last_prompt_token", "heads": "each" if self.heads else "mean"}
 
@@ -138,11 +138,11 @@ def _rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) 
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:
         return reading.rows
-    found = reading.rows.shape[1]
-    if max(row.head for row in heads) > found:
+    heads_read = reading.rows.shape[1]
+    if max(row.head for row in heads) > heads_read:
         raise UserError(
             f"weights.heads: the judge's config promises {max(row.head for row in heads)} query heads, its attention "
-            f"has {found}; choose another judge, or weights.heads=[] for the mean over all heads"
+            f"has {heads_read}; choose another judge, or weights.heads=[] for the mean over all heads"
         )
     layers = torch.tensor([numbers.index(row.layer) for row in heads])
     return reading.rows[layers, torch.tensor([row.head - 1 for row in heads])]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -84,23 +84,23 @@ class Gradient(Uniform):
         if not 0 < self.prior_sigma_div < float("inf"):
             raise UserError(f"weights.prior_sigma_div must be above 0 and finite, got {self.prior_sigma_div}")
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """The name of the source; nothing is stored under it."""
         return {"source": "gradient"}
 
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Never: UserError, because weights follow the policy and there is nothing to store."""
+        """Raises UserError: the weights follow the policy, so there is nothing to store."""
         raise UserError("weights=gradient are computed in each training step; run attnpo.fit directly")
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
         """The batch's factors, from the policy's gradients at its input embeddings."""
-        found = policy.input_gradient
-        if found is None:
+        scores = policy.input_gradient
+        if scores is None:
             raise ValueError("weights=gradient reads the statistic input_gradient, and it was not computed")
-        before, tokens_before = found.prompt, found.prompt_tokens
+        before, tokens_before = scores.prompt, scores.prompt_tokens
         if self.scope is Scope.RESPONSE:
             before, tokens_before = torch.zeros_like(before), torch.zeros_like(tokens_before)
         mask = batch.main.response_mask
-        return importance_weights(found.response, mask, before, tokens_before, self.lam, self.prior_sigma_div)
+        return importance_weights(scores.response, mask, before, tokens_before, self.lam, self.prior_sigma_div)

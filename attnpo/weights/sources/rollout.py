@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools
@@ -28,13 +28,13 @@ class Rollout:
     requires: ClassVar[frozenset[str]] = frozenset({"judge"})
 
     def resolve(self, num_layers: int) -> "Rollout":
-        """Itself: all layers take part. UserError for a judge that has layers without softmax attention."""
-        known = attending(num_layers)
-        if len(known) < num_layers:
+        """The source itself: all layers take part. UserError for a judge that has layers without softmax attention."""
+        readable = attending(num_layers)
+        if len(readable) < num_layers:
             raise UserError(
                 f"weights=rollout multiplies the attention of every layer, and this judge has attention in "
-                f"{len(known)} of {int(num_layers)} layers only ({', '.join(map(str, known))}): set weights=attention, "
-                "or take another judge"
+                f"{len(readable)} of {int(num_layers)} layers only ({', '.join(map(str, readable))}): set "
+                "weights=attention, or take another judge"
             )
         return self
 
@@ -46,7 +46,7 @@ class Rollout:
         """The one row."""
         return ONLY
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """What is read: half identity, half head mean, at the verdict position."""
         return {"source": "rollout", "position": "last_prompt_token", "heads": "mean", "identity": 0.5}
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -61,12 +61,12 @@ class Transport(Uniform):
         """How many sweeps reach the tolerance for any pair."""
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """The name of the source; nothing is stored under it."""
         return {"source": "transport"}
 
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Never: UserError, because nothing is known before training."""
+        """Raises UserError: nothing is known before training."""
         raise UserError("weights=transport are computed while training, nothing is captured; run attnpo.fit directly")
 
     def plan(self, policy: TokenStats, batch: PreferenceBatch) -> Plan:

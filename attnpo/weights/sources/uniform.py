@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,7 @@ class Uniform:
     neutral: ClassVar[bool] = True
 
     def resolve(self, num_layers: int) -> "Uniform":
-        """Itself: there is no layer."""
+        """Returns the source itself: it has no layer."""
         return self
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -37,12 +37,12 @@ class Uniform:
         """No layer."""
         return ()
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """The name of the source; nothing is stored under it."""
         return {"source": "uniform"}
 
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Never: UserError, because there is nothing to store."""
+        """Raises UserError: there is nothing to store."""
         raise UserError("weights=uniform needs no capture; run attnpo.fit directly")
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:

@@ -6,7 +6,7 @@ tokens of the response themselves, so that alignment is exact.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
@@ -21,7 +21,8 @@ from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
 
 ONLY = (0,)
-READER = "2"  # raise when the same answer would give other raw scores
+# Raised by hand when the same answer would give other raw scores; why by hand, and who notices, as CAPTURE_VERSION.
+READER = "2"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Verbalized:
             raise UserError(f"weights.min_coverage must lie in [0, 1], got {self.min_coverage}")
 
     def resolve(self, num_layers: int) -> "Verbalized":
-        """Itself: there is no layer."""
+        """Returns the source itself: it has no layer."""
         return self
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ class Verbalized:
         """The one row."""
         return ONLY
 
-    def capture_fingerprint(self) -> dict[str, Any]:
+    def capture_fingerprint(self) -> dict[str, object]:
         """How answers become rows."""
         return {"source": "verbalized", "spread": "mean over the token's characters", "reader": READER}
 
@@ -108,12 +109,12 @@ def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[in
     them, of the part that ends before it.
     """
     scores = torch.zeros(len(response), dtype=torch.float64)
-    behind = torch.zeros(len(response), dtype=torch.float64)
+    after = torch.zeros(len(response), dtype=torch.float64)
     for span in spans:
         end = len(response) - len(response[span.end :].lstrip())
         scores[span.start : span.end] = span.score
-        behind[span.end : end] = span.score
-    filled = torch.where(scores > 0, scores, behind)
+        after[span.end : end] = span.score
+    filled = torch.where(scores > 0, scores, after)
     row = [_mean((scores if response[start:end].strip() else filled)[start:end]) for start, end in places]
     return torch.tensor(row, dtype=torch.float32)
 
