@@ -18,6 +18,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+"""A value as read from a JSON file."""
+
+
 class UserError(Exception):
     """A problem the user can mend; its text says what was expected, what came, where, and what to do.
 
