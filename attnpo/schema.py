@@ -11,15 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-"""A value as read from a JSON file."""
+if TYPE_CHECKING:
+    Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+else:  # the tests' type checker (beartype) fails on an alias that refers to itself
+    Json = None | bool | int | float | str | list | dict
+"""What a JSON text can hold."""
 
 
 class UserError(Exception):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import InputGradient, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
-from attnpo.studies.conformance.losses import configured
+from attnpo.studies.conformance.records import built
 
 COUNTS = ((7, 3, 1, 4), (7, 2, 5, 1))  # response tokens of the chosen and the rejected sides
 WIDTH = 7
@@ -20,7 +20,7 @@ GARBAGE = (float("inf"), float("-inf"), float("nan"))
 @cache
 def objective_of(option: str, *values: tuple[str, Any]) -> PreferenceObjective:
     """The objective that training builds for ``objective=option``, with other values of some keys."""
-    objective: PreferenceObjective = configured(option, **dict(values))
+    objective: PreferenceObjective = built("objective", f"objective={option}", **dict(values))
     return objective
 
 

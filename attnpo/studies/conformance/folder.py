@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attnpo.schema import SIDES, JudgeModel, JudgePrompt, JudgeReading, Json, Message, PreferencePair, UserError
+from attnpo.schema import SIDES, Json, JudgeModel, JudgePrompt, JudgeReading, Message, PreferencePair, UserError
 from attnpo.studies.conformance.fields import Fields
 from attnpo.text.judge_template import JudgePrompts
 

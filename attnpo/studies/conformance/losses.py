@@ -27,7 +27,7 @@ Derived = Callable[[Fields, ObjectiveOutput], Tensor]  # from a record's hyperpa
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordKind:
     """What the records of one name belong to (configs/``group``/``option``.yaml) and what compares them.
 
     ``apart``: quantities that get a line of their own each, compared by another function; those, as a rule, of which
@@ -75,33 +75,28 @@ class Pairwise:
     def build(self, hyperparameters: Fields, **values: object) -> PreferenceObjective:
         """The objective of a record, with ``values`` set as well."""
         given = {self.keys.get(k, k): value for k, value in hyperparameters.values.items() if k not in self.properties}
-        objective: PreferenceObjective = built("objective", self.choice, **{**self.fixed, **given, **values})
+        keys = {**self.fixed, **given, **values}
+        objective: PreferenceObjective = built("objective", f"objective={self.option}", **keys)
         return objective
-
-    @property
-    def choice(self) -> str:
-        """The choice of its option, as typed."""
-        return f"objective={self.option}"
 
     def compare(self, record: Record, comparison: Comparison) -> None:
         """Compares loss, rewards and accuracies of the objective built from config with the record."""
         given = record.hyperparameters
+        objective = self.build(given)
+        others = {n: (there, self.build(given, **v)) for n, (there, v) in self.others.items() if n in record.expected}
         for name in self.properties:
-            comparison.numbers(name, getattr(self.build(given), name), given.number(name), rtol=record.rtol)
+            comparison.numbers(name, getattr(objective, name), given.number(name), rtol=record.rtol)
 
         def evaluated(filling: float) -> dict[str, Tensor]:
-            results = self.evaluate(record, filling)
-            for name, (there, values) in self.others.items():
-                if name in record.expected:
-                    results[name] = self.evaluate(record, filling, **values)[there]
-            return results
+            alone = {name: self.evaluate(other, record, filling)[there] for name, (there, other) in others.items()}
+            return self.evaluate(objective, record, filling) | alone
 
         compare_expected(record, comparison, evaluated)
 
-    def evaluate(self, record: Record, filling: float = 0.0, **values: object) -> dict[str, Tensor]:
+    def evaluate(self, objective: PreferenceObjective, record: Record, filling: float = 0.0) -> dict[str, Tensor]:
         """Every quantity a record may expect, by its name there; taken from the run's own metrics where it logs them.
 
-        ``filling`` stands where the mask is 0, ``values`` are further keys of the objective.
+        ``filling`` stands where the mask is 0.
         """
         inputs, chosen = record.inputs, record.inputs.at("chosen")
         mask = both_sides(inputs, "mask") == 1
@@ -114,7 +109,7 @@ class Pairwise:
         batch = pair_batch(row_group(mask, weights, torch.cat(lengths) if lengths else None))
         policy = TokenStats(logps=masked("policy_logps"))
         reference = TokenStats(logps=masked("ref_logps")) if "ref_logps" in chosen else None
-        output = self.build(record.hyperparameters, **values)(policy, reference, batch)
+        output = objective(policy, reference, batch)
         logged = pair_values(policy, output, batch)
         results = {
             "loss_per_example": output.losses,
@@ -165,7 +160,7 @@ ORPO = Pairwise(
 
 def prompt_nll(record: Record, comparison: Comparison) -> None:
     """Compares TRL's ORPO loss with ours after the prompt's tokens were added to the SFT term."""
-    results = ORPO.evaluate(record, sft="batch")
+    results = ORPO.evaluate(ORPO.build(record.hyperparameters, sft="batch"), record)
     chosen = record.inputs.at("chosen")
     tokens, prompt = chosen.tensor("mask").sum(), chosen.tensor("prompt_logps")
     nll = (results["sft"] * tokens - prompt.sum()) / (tokens + prompt.numel())
@@ -175,16 +170,16 @@ def prompt_nll(record: Record, comparison: Comparison) -> None:
     comparison.vary("TRL's SFT term reads the prompt too, ours the response alone; equal once the prompt is added")
 
 
-def pairwise(rule: Pairwise, apart: Mapping[str, Compare] | None = None) -> Recorded:
+def pairwise(rule: Pairwise, apart: Mapping[str, Compare] | None = None) -> RecordKind:
     """Records of an objective of pairs."""
-    return Recorded("objective", rule.option, rule.compare, apart or {})
+    return RecordKind("objective", rule.option, rule.compare, apart or {})
 
 
 PROMPT_NLL = "loss_trl_float32_with_prompt_nll"
 BATCH_NLL = {"nll_token_mean_over_batch": ("sft", {"sft": "batch", "sft_coef": 1.0})}
 SCORES = {"rank_loss_per_example": _preference, "chosen_score": _chosen, "rejected_score": _rejected}
 
-RECORDS: dict[str, Recorded] = {
+RECORDS: dict[str, RecordKind] = {
     "twdpo_len_norm": pairwise(Pairwise("twdpo", fixed={"length_scale": False})),
     "ipo": pairwise(
         Pairwise("ipo", others={"loss_per_example_summed_variant": ("loss_per_example", {"reduction": "sum"})})
@@ -200,12 +195,12 @@ RECORDS: dict[str, Recorded] = {
     "simpo": pairwise(Pairwise("simpo", properties=("gamma",))),
     "rrhf": pairwise(Pairwise("rrhf", derived=SCORES)),
     "slic_hf": pairwise(Pairwise("slic_hf", others=BATCH_NLL, derived={"hinge_per_example": _preference})),
-    "kto": Recorded("objective", "kto", unpaired.recompute),
-    "tdpo1": Recorded("objective", "tdpo1", distributions.recompute),
-    "tdpo2": Recorded("objective", "tdpo2", distributions.recompute),
-    "tidpo": Recorded("objective", "tidpo", importance.recompute),
-    "otpo": Recorded("objective", "otpo", transport.recompute),
-    "attnpo_weights_layer": Recorded("weights", "attention", weights.recompute_layer),
-    "attnpo_weights_rollout": Recorded("weights", "rollout", weights.recompute_rollout),
-    "attnpo_align": Recorded("weights", "attention", weights.recompute_alignment),
+    "kto": RecordKind("objective", "kto", unpaired.recompute),
+    "tdpo1": RecordKind("objective", "tdpo1", distributions.recompute),
+    "tdpo2": RecordKind("objective", "tdpo2", distributions.recompute),
+    "tidpo": RecordKind("objective", "tidpo", importance.recompute),
+    "otpo": RecordKind("objective", "otpo", transport.recompute),
+    "attnpo_weights_layer": RecordKind("weights", "attention", weights.recompute_layer),
+    "attnpo_weights_rollout": RecordKind("weights", "rollout", weights.recompute_rollout),
+    "attnpo_align": RecordKind("weights", "attention", weights.recompute_alignment),
 }

@@ -1,6 +1,6 @@
 """Records of weight rules: rounds, normalisation, sink rule and alignment on given numbers, in float64."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnpo.models.attention_rows import rolled
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.studies.conformance.fields import Fields, Record
-from attnpo.studies.conformance.records import Check, Comparison, Item, built
+from attnpo.studies.conformance.records import Check, Comparison, Item, built, compare_expected
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import TrainingWeights, training_weights
@@ -82,27 +82,24 @@ def recompute_layer(record: Record, comparison: Comparison) -> None:
     """Compares the weights of one layer, from per-head rows of two rounds: both orders, with and without K."""
     rounds = []
     for number in (1, 2):
-        heads = {side: record.inputs.tensor(f"round{number}_{side}_attention_per_head") for side in SIDES}
-        rows = {side: _row(range(heads[side].shape[1]), heads[side].mean(0)) for side in SIDES}
-        rounds.append(Round(number == 1, rows["chosen"], rows["rejected"]))
-    compare_combined(PairWeights("golden", tuple(rounds)), "attention", 1, record, comparison)
+        heads = [record.inputs.tensor(f"round{number}_{side}_attention_per_head") for side in SIDES]
+        chosen, rejected = (_row(range(rows.shape[1]), rows.mean(0)) for rows in heads)
+        rounds.append(Round(number == 1, chosen, rejected))
+    compare_combined("attention", 1, tuple(rounds), {}, record, comparison)
 
 
 def recompute_rollout(record: Record, comparison: Comparison) -> None:
     """Compares rollout from whole head-mean maps of two rounds: the product's last row, and the weights."""
-    inputs = record.inputs
-    rounds, last_rows = [], []
+    rounds, last_rows = [], {}
     for number in (1, 2):
-        maps = inputs.tensor(f"round{number}_attention_head_mean_per_layer")
+        maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
         row = rolled((GivenMap(layer) for layer in maps.flip(0)), last)[0]
-        name = f"round{number}_last_row"
-        comparison.numbers(name, row, record.expected.tensor(name), rtol=record.rtol, atol=EXACT)
-        last_rows.append(name)
-        spans = {side: inputs.span(f"round{number}_{side}_span") for side in SIDES}
-        sides = {side: _row(range(end - start), row[start:end]) for side, (start, end) in spans.items()}
-        rounds.append(Round(number == 1, sides["chosen"], sides["rejected"]))
-    compare_combined(PairWeights("golden", tuple(rounds)), "rollout", None, record.without(last_rows), comparison)
+        spans = [record.inputs.span(f"round{number}_{side}_span") for side in SIDES]
+        chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
+        rounds.append(Round(number == 1, chosen, rejected))
+        last_rows[f"round{number}_last_row"] = row
+    compare_combined("rollout", None, tuple(rounds), last_rows, record, comparison)
 
 
 @dataclass(frozen=True)
@@ -121,24 +118,26 @@ class GivenMap:
 
 
 def compare_combined(
-    captured: PairWeights, option: str, layer: int | None, record: Record, comparison: Comparison
+    option: str,
+    layer: int | None,
+    rounds: tuple[Round, ...],
+    others: Mapping[str, Tensor],
+    record: Record,
+    comparison: Comparison,
 ) -> None:
-    """Compares the two rounds combined in both orders, with and without the sink rule."""
-    given, expected = record.hyperparameters, record.expected
-    ids = {side: captured.rounds[0].side(side).token_ids.tolist() for side in SIDES}
-    compared = []
+    """Compares the two rounds combined in both orders, with and without the sink rule, and the ``others``."""
+    given, captured = record.hyperparameters, PairWeights("golden", rounds)
+    shortest = given.integer("K_min_len")
+    ids = {side: rounds[0].side(side).token_ids.tolist() for side in SIDES}
+    results = dict(others)
     for order_name, order in ORDERS.items():
         for suffix, first in {"": 0, "_sink_fixed": given.integer("K")}.items():
-            shortest = given.integer("K_min_len")
             source = weight_source(option, first, layer=layer, sink_min_length=shortest, round_order=order).resolve(1)
             weights = on_training_tokens(source, captured, ids, source.capture_layers(1))
-            for side in SIDES:
-                name = f"{side}_{order_name}{suffix}"
-                ours = getattr(weights, side)
-                comparison.numbers(name, ours, expected.tensor(name), rtol=record.rtol, atol=EXACT)
-                compared.append(name)
+            results |= {f"{side}_{order_name}{suffix}": getattr(weights, side) for side in SIDES}
             comparison.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
-    comparison.same("quantities", sorted(compared), sorted(expected.values))
+    comparison.same("quantities", sorted(results), sorted(record.expected.values))
+    compare_expected(record, comparison, lambda filling: results)
 
 
 def recompute_alignment(record: Record, comparison: Comparison) -> None:
