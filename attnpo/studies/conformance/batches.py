@@ -16,6 +16,12 @@ def both_sides(inputs: Fields, name: str) -> Float[Tensor, "rows R ..."]:
     return torch.cat([pad(side, [0, 0] * (side.dim() - 2) + [0, width - side.shape[1]]) for side in sides])
 
 
+def by_side(inputs: Fields, name: str, rows: Float[Tensor, "rows R ..."]) -> dict[str, Float[Tensor, "pairs r ..."]]:
+    """Each side's half of ``rows``, cut to the width of the side's own values ``name``."""
+    halves = zip(SIDES, rows.chunk(2), strict=True)
+    return {side: half[:, : inputs.at(side).tensor(name).shape[1]] for side, half in halves}
+
+
 def filled(
     values: Float[Tensor, "rows R ..."], mask: Bool[Tensor, "rows R"], filling: float
 ) -> Float[Tensor, "rows R ..."]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from attnpo.models.logps import Head, statistics_of_logits, token_statistics
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, TokenStats
-from attnpo.studies.conformance.batches import both_sides, pair_batch, row_group
+from attnpo.studies.conformance.batches import both_sides, by_side, pair_batch, row_group
 from attnpo.studies.conformance.fields import Fields, Record
 from attnpo.studies.conformance.records import Comparison, built, compare_expected
 from attnpo.training.metrics import pair_values
@@ -44,13 +44,13 @@ WAYS: Mapping[str, Way] = {"whole logits": through_logits, "chunks": through_chu
 class LogitRows:
     """A record's logits in response space, chosen rows first, and the batch around them.
 
-    ``policy`` is a leaf that takes gradient; ``widths`` are the chosen and the rejected side's own in the record.
+    ``policy`` is a leaf that takes gradient.
     """
 
+    inputs: Fields
     policy: Float[Tensor, "rows R vocab"]
     reference: Float[Tensor, "rows R vocab"]
     batch: PreferenceBatch
-    widths: tuple[int, int]
 
     @classmethod
     def of(cls, inputs: Fields) -> "LogitRows":
@@ -58,8 +58,7 @@ class LogitRows:
         mask = both_sides(inputs, "mask") == 1
         batch = pair_batch(row_group(mask, ids=both_sides(inputs, "tokens").long().where(mask, 0)))
         policy, reference = (both_sides(inputs, f"{model}_logits") for model in ("policy", "ref"))
-        chosen, rejected = (inputs.at(side).tensor("mask").shape[1] for side in SIDES)
-        return cls(policy.requires_grad_(), reference, batch, (chosen, rejected))
+        return cls(inputs, policy.requires_grad_(), reference, batch)
 
     def scored(self, way: Way, joint: tuple[str, ...], filling: float = 0.0) -> tuple[TokenStats, TokenStats]:
         """Statistics of policy and reference at the response tokens; elsewhere they hold ``filling``."""
@@ -77,8 +76,8 @@ class LogitRows:
     def gradients(self, loss: Float[Tensor, ""]) -> dict[str, Tensor]:
         """The gradient of ``loss`` with respect to the policy's logits, cut to each side's own width."""
         (whole,) = torch.autograd.grad(loss, self.policy)
-        halves = zip(SIDES, whole.chunk(2), self.widths, strict=True)
-        return {f"grad_{side}_policy_logits": half[:, :width] for side, half, width in halves}
+        halves = by_side(self.inputs, "mask", whole)
+        return {f"grad_{side}_policy_logits": half for side, half in halves.items()}
 
 
 def recompute(record: Record, comparison: Comparison) -> None:
@@ -102,13 +101,13 @@ def evaluate(
     results = {
         "loss_per_example": output.losses,
         "loss": pair_values(policy, output, given.batch)["loss"].mean(),
-        **by_side(output, beta),
+        **logged(output, beta),
         **given.gradients(output.losses.mean()),
     }
     return {name: value.detach() for name, value in results.items()}
 
 
-def by_side(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
+def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
     """Rewards ``beta (S(d) + K)``, sequence KLs K and, as the rest of these, the log-ratios S(d) of both sides."""
     values = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import SIDES, InputGradient, RowGroup, TokenStats
-from attnpo.studies.conformance.batches import filled, row_group
+from attnpo.studies.conformance.batches import both_sides, by_side, filled, row_group
 from attnpo.studies.conformance.distributions import WAYS, LogitRows
 from attnpo.studies.conformance.fields import Fields, Record
 from attnpo.studies.conformance.records import Comparison, built, compare_expected
@@ -50,7 +50,7 @@ def evaluate(objective: TIDPO, source: Gradient, inputs: Fields, way: str, filli
     step = replace(objective, gamma_triplet=0.0)(policy, reference, batch)
     plain = replace(objective, gamma_triplet=0.0, kl=False)(policy, reference, batch)
     results = {
-        **{f"{side}_weights": value for side, value in whole_weights(source, inputs, given, weights).items()},
+        **{f"{side}_weights": value for side, value in whole_weights(source, inputs, weights).items()},
         **{f"{side}_seq_kl": step.extras[f"seq_kl/{side}"] for side in SIDES},
         "tdpo2_loss_per_example": step.losses,
         "weighted_dpo_loss_per_example": plain.losses,
@@ -64,36 +64,27 @@ def evaluate(objective: TIDPO, source: Gradient, inputs: Fields, way: str, filli
 def gradient_statistic(inputs: Fields, given: LogitRows, filling: float) -> InputGradient:
     """The record's scores as the statistic that a step computes from its policy."""
     mask, prompt = given.batch.main.response_mask, inputs.integer("prompt_tokens")
-    scores = [inputs.at(side).tensor("importance_scores") for side in SIDES]
-    response = torch.full(mask.shape, filling, dtype=torch.float64)
-    for half, side in zip(response.chunk(2), scores, strict=True):
-        half[:, : side.shape[1] - prompt] = side[:, prompt:]
+    scores = both_sides(inputs, "importance_scores")
     return InputGradient(
-        response=torch.where(mask, response, filling),
-        prompt=torch.cat([side[:, :prompt].sum(-1) for side in scores]),
+        response=filled(scores[:, prompt:], mask, filling),
+        prompt=scores[:, :prompt].sum(-1),
         prompt_tokens=torch.full((len(mask),), prompt),
     )
 
 
 def whole_weights(
-    source: Gradient, inputs: Fields, given: LogitRows, weights: Float[Tensor, "rows R"]
+    source: Gradient, inputs: Fields, weights: Float[Tensor, "rows R"]
 ) -> dict[str, Float[Tensor, "pairs T"]]:
     """The weights of prompt and response, as records hold them.
 
     A source gives those of responses; under the scope of both, the prompt's come from the same rule with the prompt in
     the response's place.
     """
-    prompt = inputs.integer("prompt_tokens")
-    whole = {}
-    for side, response, width in zip(SIDES, weights.chunk(2), given.widths, strict=True):
-        scores = inputs.at(side).tensor("importance_scores")
-        valid = inputs.at(side).tensor("importance_valid") == 1
-        none = torch.zeros(len(scores), dtype=torch.long)
-        before = importance_weights(scores, valid, none.double(), none, source.lam, source.prior_sigma_div)
-        if source.scope is Scope.RESPONSE:
-            before = torch.zeros_like(before)
-        whole[side] = torch.cat([before[:, :prompt], response[:, :width]], dim=1)
-    return whole
+    scores, valid = both_sides(inputs, "importance_scores"), both_sides(inputs, "importance_valid") == 1
+    none = torch.zeros(len(scores), dtype=torch.long)
+    prompt = importance_weights(scores, valid, none.double(), none, source.lam, source.prior_sigma_div)
+    prompt = prompt[:, : inputs.integer("prompt_tokens")] * (source.scope is not Scope.RESPONSE)
+    return by_side(inputs, "importance_scores", torch.cat([prompt, weights], dim=1))
 
 
 def anchor(inputs: Fields, filling: float) -> tuple[RowGroup, Float[Tensor, "pairs A"]]:

@@ -9,8 +9,8 @@ from functools import partial
 from torch import Tensor
 
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import SIDES, TokenStats
-from attnpo.studies.conformance.batches import both_sides, filled, pair_batch, row_group
+from attnpo.schema import TokenStats
+from attnpo.studies.conformance.batches import both_sides, by_side, filled, pair_batch, row_group
 from attnpo.studies.conformance.fields import Fields, Record
 from attnpo.studies.conformance.records import Comparison, built, compare_expected
 from attnpo.training.metrics import pair_values
@@ -40,9 +40,8 @@ def evaluate(
     reference = TokenStats(logps=filled(both_sides(inputs, "ref_logps"), mask, filling))
     batch = weighed(pair_batch(row_group(mask)), source, policy, reference)
     output = objective(policy, reference, batch)
-    halves = batch.main.token_weights["reward"].chunk(2)
-    widths = [inputs.at(side).tensor("mask").shape[1] for side in SIDES]
-    weights = {f"{side}_weights": half[:, :width] for side, half, width in zip(SIDES, halves, widths, strict=True)}
+    halves = by_side(inputs, "mask", batch.main.token_weights["reward"])
+    weights = {f"{side}_weights": half for side, half in halves.items()}
     return {
         **weights,
         **{name + EARLY_NAME: value for name, value in weights.items()},
