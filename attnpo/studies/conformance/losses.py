@@ -139,14 +139,6 @@ def _preference(given: Fields, output: ObjectiveOutput) -> Tensor:
     return output.extras.get("losses/preference", output.losses)  # without an SFT term the losses are it
 
 
-def _chosen(given: Fields, output: ObjectiveOutput) -> Tensor:
-    return output.chosen_rewards
-
-
-def _rejected(given: Fields, output: ObjectiveOutput) -> Tensor:
-    return output.rejected_rewards
-
-
 ORPO = Pairwise(
     "orpo",
     keys={"lambda": "lam"},
@@ -177,7 +169,11 @@ def pairwise(rule: Pairwise, apart: Mapping[str, Compare] | None = None) -> Reco
 
 PROMPT_NLL = "loss_trl_float32_with_prompt_nll"
 BATCH_NLL = {"nll_token_mean_over_batch": ("sft", {"sft": "batch", "sft_coef": 1.0})}
-SCORES = {"rank_loss_per_example": _preference, "chosen_score": _chosen, "rejected_score": _rejected}
+SCORES: dict[str, Derived] = {
+    "rank_loss_per_example": _preference,
+    "chosen_score": lambda given, output: output.chosen_rewards,
+    "rejected_score": lambda given, output: output.rejected_rewards,
+}
 
 RECORDS: dict[str, RecordKind] = {
     "twdpo_len_norm": pairwise(Pairwise("twdpo", fixed={"length_scale": False})),
