@@ -17,7 +17,7 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status; prints a line per record as it is done, and the counts."""
+    """Prints a line per record as it is done, and the counts; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m attnpo.verify",
         description=DESCRIPTION,
@@ -35,13 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
     from attnpo.conformance import passed, summary, verify
 
-    records = []
-    for record in verify(paths, only):
-        records.append(record)
-        sys.stdout.write(record.line() + "\n")
+    outcomes = []
+    for outcome in verify(paths, only):
+        outcomes.append(outcome)
+        sys.stdout.write(outcome.line() + "\n")
         sys.stdout.flush()
-    sys.stdout.write((summary(records) if records else "no golden record found") + "\n")
-    return 0 if passed(records) else 1
+    sys.stdout.write((summary(outcomes) if outcomes else "no golden record found") + "\n")
+    return 0 if passed(outcomes) else 1
 
 
 if __name__ == "__main__":

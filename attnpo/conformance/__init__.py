@@ -8,18 +8,18 @@ import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from attnpo.conformance import extraction, losses
 from attnpo.conformance import extraction_folder as folder
-from attnpo.conformance.records import Absent, Item, Record, Status
+from attnpo.conformance.fields import Record
+from attnpo.conformance.records import Absent, Item, Outcome, Status
 from attnpo.schema import UserError
 
-__all__ = ["Record", "Status", "items", "passed", "summary", "verify"]
+__all__ = ["Outcome", "Status", "items", "passed", "summary", "verify"]
 
 
-def verify(paths: Sequence[str | Path], only: Sequence[str] = ()) -> Iterator[Record]:
-    """The records below ``paths``, each recomputed when it is asked for.
+def verify(paths: Sequence[str | Path], only: Sequence[str] = ()) -> Iterator[Outcome]:
+    """The outcomes of the records below ``paths``, each recomputed when it is asked for.
 
     ``only``: shell patterns for "name case"; others are left out. UserError for paths that cannot be read or hold no
     golden records though they were named as a file.
@@ -30,15 +30,15 @@ def verify(paths: Sequence[str | Path], only: Sequence[str] = ()) -> Iterator[Re
                 yield item.run()
 
 
-def passed(records: Sequence[Record]) -> bool:
+def passed(outcomes: Sequence[Outcome]) -> bool:
     """Whether there is a record at all and none failed."""
-    return bool(records) and all(record.status is not Status.FAIL for record in records)
+    return bool(outcomes) and all(outcome.status is not Status.FAIL for outcome in outcomes)
 
 
-def summary(records: Sequence[Record]) -> str:
+def summary(outcomes: Sequence[Outcome]) -> str:
     """The number of records by status."""
-    counts = [f"{sum(record.status is status for record in records)} {status.value}" for status in Status]
-    return f"{len(records)} records: {', '.join(counts)}"
+    counts = [f"{sum(outcome.status is status for outcome in outcomes)} {status.value}" for status in Status]
+    return f"{len(outcomes)} records: {', '.join(counts)}"
 
 
 def items(path: Path) -> Iterator[Item]:
@@ -68,7 +68,7 @@ def _folder_items(path: Path) -> Iterator[Item]:
             yield from losses.items(_loss_records(child))
 
 
-def _loss_records(path: Path) -> list[dict[str, Any]]:
+def _loss_records(path: Path) -> list[Record]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -79,4 +79,4 @@ def _loss_records(path: Path) -> list[dict[str, Any]]:
         raise UserError(
             f'{path}: expected {{"records": [...]}} with {", ".join(sorted(keys))} in each, got something else'
         )
-    return records
+    return [Record.read(record, str(path)) for record in records]

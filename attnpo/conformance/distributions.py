@@ -6,21 +6,20 @@ with the identity as vocabulary head; the record must agree with both.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.conformance.records import Comparison, as_double, built
+from attnpo.conformance.batches import both_sides, by_side, pair_batch, row_group
+from attnpo.conformance.fields import Fields, Record
+from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.models.logps import Head, statistics_of_logits, token_statistics
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
+from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, TokenStats
 from attnpo.training.metrics import pair_values
 
-# Below this share of the record's rtol, relative to numbers of size 1, a difference is rounding of a sum near 0.
-FLOOR = 1e-3
-GARBAGE = 1234.5  # put where the mask is 0
 CHUNK = 4  # tokens at once; the records' responses are longer
 
 Statistics = dict[str, Float[Tensor, "N"]]
@@ -42,121 +41,78 @@ WAYS: Mapping[str, Way] = {"whole logits": through_logits, "chunks": through_chu
 
 
 @dataclass(frozen=True)
-class Given:
+class LogitRows:
     """A record's logits in response space, chosen rows first, and the batch around them.
 
-    ``policy`` is a leaf that takes gradient; ``widths`` are the chosen and the rejected side's own in the record.
+    ``policy`` is a leaf that takes gradient.
     """
 
+    inputs: Fields
     policy: Float[Tensor, "rows R vocab"]
     reference: Float[Tensor, "rows R vocab"]
     batch: PreferenceBatch
-    widths: tuple[int, int]
 
     @classmethod
-    def of(cls, inputs: Mapping[str, Any], weights: Float[Tensor, "rows R"] | None = None) -> "Given":
-        """What the record gives, both sides padded to one width; ``weights`` instead of 1/|y|."""
-        sides = [inputs[side] for side in SIDES]
-        mask = _both([as_double(side["mask"]) for side in sides]) == 1
-        lengths = mask.sum(-1).double()
-        rows = RowGroup(
-            response_ids=_both([torch.tensor(side["tokens"]) for side in sides]).where(mask, 0),
-            response_mask=mask,
-            token_weights={"reward": mask / lengths.clamp(min=1).unsqueeze(-1) if weights is None else weights},
-            source_lengths=lengths,
-            reference_logps=None,
-        )
-        pairs = len(sides[0]["mask"])
-        batch = PreferenceBatch(
-            groups={"main": rows},
-            pair_weight=torch.ones(pairs, dtype=torch.float64),
-            pair_ids=tuple(str(index) for index in range(pairs)),
-            step_pairs=pairs,
-        )
-        policy, reference = (_both([as_double(side[f"{who}_logits"]) for side in sides]) for who in ("policy", "ref"))
-        chosen, rejected = (len(side["mask"][0]) for side in sides)
-        return cls(policy.requires_grad_(), reference, batch, (chosen, rejected))
+    def of(cls, inputs: Fields) -> "LogitRows":
+        """What the record gives, both sides padded to one width, with weights 1/|y|."""
+        mask = both_sides(inputs, "mask") == 1
+        batch = pair_batch(row_group(mask, ids=both_sides(inputs, "tokens").long().where(mask, 0)))
+        policy, reference = (both_sides(inputs, f"{model}_logits") for model in ("policy", "ref"))
+        return cls(inputs, policy.requires_grad_(), reference, batch)
 
     def scored(self, way: Way, joint: tuple[str, ...], filling: float = 0.0) -> tuple[TokenStats, TokenStats]:
         """Statistics of policy and reference at the response tokens; elsewhere they hold ``filling``."""
         mask = self.batch.main.response_mask
         labels = self.batch.main.response_ids[mask]
-        own = way(self.policy[mask], labels, self.reference[mask], joint)
+        ours = way(self.policy[mask], labels, self.reference[mask], joint)
         theirs = way(self.reference[mask], labels, self.reference[mask], ())
 
         def spread(values: Float[Tensor, "N"]) -> Float[Tensor, "rows R"]:
             return values.new_full(mask.shape, filling).masked_scatter(mask, values)
 
-        found = {name: spread(own[f"joint:{name}"]) for name in joint}
-        return TokenStats(logps=spread(own["logps"]), joint=found), TokenStats(logps=spread(theirs["logps"]))
+        policy = TokenStats(logps=spread(ours["logps"]), joint={name: spread(ours[f"joint:{name}"]) for name in joint})
+        return policy, TokenStats(logps=spread(theirs["logps"]))
 
     def gradients(self, loss: Float[Tensor, ""]) -> dict[str, Tensor]:
         """The gradient of ``loss`` with respect to the policy's logits, cut to each side's own width."""
         (whole,) = torch.autograd.grad(loss, self.policy)
-        halves = zip(SIDES, whole.chunk(2), self.widths, strict=True)
-        return {f"grad_{side}_policy_logits": half[:, :width] for side, half, width in halves}
+        halves = by_side(self.inputs, "mask", whole)
+        return {f"grad_{side}_policy_logits": half for side, half in halves.items()}
 
 
-def _both(sides: list[Tensor]) -> Tensor:
-    """Both sides one above the other, zeros behind the shorter one's positions."""
-    width = max(side.shape[1] for side in sides)
-    return torch.cat([torch.cat([s, s.new_zeros(len(s), width - s.shape[1], *s.shape[2:])], dim=1) for s in sides])
-
-
-def record(record: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares losses, KLs, log-ratios, rewards and gradients of the objective of the record's name.
-
-    Everything is computed both ways, and each way a second time with other values where the mask is 0, which must come
-    out the same to the bit.
-    """
-    name, inputs = str(record["name"]), record["inputs"]
-    objective: PreferenceObjective = built("objective", [f"objective={name}"], **record["hyperparameters"])
-    beta = float(record["hyperparameters"]["beta"])
+def recompute(record: Record, comparison: Comparison) -> None:
+    """Compares losses, KLs, log-ratios, rewards and gradients of the objective of the record's name, both ways."""
+    given = record.hyperparameters
+    objective: PreferenceObjective = built("objective", f"objective={record.name}", **given.values)
     for way in WAYS:
-        results, garbage = (evaluate(objective, beta, inputs, way, filling) for filling in (0.0, GARBAGE))
-        compare(record, results, garbage, found, way)
-
-
-def compare(
-    record: dict[str, Any],
-    results: Mapping[str, Tensor],
-    garbage: Mapping[str, Tensor],
-    found: Comparison,
-    way: str,
-) -> None:
-    """Nothing; compares every quantity the record expects; ``garbage`` has them with other values under mask 0."""
-    rtol = float(record["rtol"])
-    found.require(bool(record["expected"]), "the record expects nothing")
-    for name, expected in record["expected"].items():
-        if name not in results:
-            found.mismatch(f"{name}: expected by the record, but nothing here computes it for {record['name']}")
-            continue
-        size = max(1.0, float(as_double(expected).abs().max()))
-        found.numbers(f"{name} ({way})", results[name], expected, rtol=rtol, atol=FLOOR * rtol * size)
-        found.require(torch.equal(results[name], garbage[name]), f"{name} ({way}) changes with values under mask 0")
+        compare_expected(
+            record, comparison, partial(evaluate, objective, given.number("beta"), record.inputs, way), way
+        )
 
 
 def evaluate(
-    objective: PreferenceObjective, beta: float, inputs: Mapping[str, Any], way: str, filling: float = 0.0
+    objective: PreferenceObjective, beta: float, inputs: Fields, way: str, filling: float = 0.0
 ) -> dict[str, Tensor]:
     """Every quantity a TDPO record may expect, by its name there."""
-    given = Given.of(inputs)
+    given = LogitRows.of(inputs)
     joint = tuple(sorted(name.removeprefix("joint:") for name in objective.requires if name.startswith("joint:")))
     policy, reference = given.scored(WAYS[way], joint, filling)
     output = objective(policy, reference, given.batch)
     results = {
         "loss_per_example": output.losses,
         "loss": pair_values(policy, output, given.batch)["loss"].mean(),
-        **sides(output, beta),
+        **logged(output, beta),
         **given.gradients(output.losses.mean()),
     }
     return {name: value.detach() for name, value in results.items()}
 
 
-def sides(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
+def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
     """Rewards ``beta (S(d) + K)``, sequence KLs K and, as the rest of these, the log-ratios S(d) of both sides."""
-    found = {}
+    values = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):
         kl = output.extras[f"seq_kl/{side}"]
-        found.update({f"{side}_rewards_logged": rewards, f"{side}_seq_kl": kl, f"{side}_logratio": rewards / beta - kl})
-    return found
+        values.update(
+            {f"{side}_rewards_logged": rewards, f"{side}_seq_kl": kl, f"{side}_logratio": rewards / beta - kl}
+        )
+    return values

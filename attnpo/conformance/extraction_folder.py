@@ -2,19 +2,20 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attnpo.schema import SIDES, JudgeModel, JudgePrompt, JudgeReading, Message, PreferencePair, UserError
+from attnpo.conformance.fields import Fields
+from attnpo.schema import SIDES, Json, JudgeModel, JudgePrompt, JudgeReading, Message, PreferencePair, UserError
 from attnpo.text.judge_template import JudgePrompts
 
 ROUNDS = ("cr", "rc")  # chosen as answer A, then rejected as answer A
+ANSWERS = ("a", "b")
 FILES = ("pairs.json", "expected.safetensors", "template.txt", "span_cases.json", "unit_cases.json")
 FOLDERS = ("model", "tokenizer")
 
@@ -25,16 +26,90 @@ def is_folder(path: Path) -> bool:
 
 
 @dataclass(frozen=True)
+class GoldenRound:
+    """The reference's judge prompt of one round; ``spans`` and ``content`` by answer, ``answer_a`` is a side."""
+
+    judge_ids: list[int]
+    n_tokens: int
+    answer_a: str
+    argmax_token_id: int
+    truncated: bool
+    spans: dict[str, tuple[int, int]]
+    content: dict[str, Fields]
+
+    @classmethod
+    def read(cls, fields: Fields) -> "GoldenRound":
+        """The round; UserError when a part is missing or of another type."""
+        return cls(
+            fields.ids("judge_ids"),
+            fields.integer("n_tokens"),
+            fields.text("answer_a"),
+            fields.integer("argmax_token_id"),
+            fields.flag("truncated"),
+            {answer: fields.span(f"span_{answer}") for answer in ANSWERS},
+            {answer: fields.at(f"content_{answer}") for answer in ANSWERS},
+        )
+
+    def span(self, side: str) -> tuple[int, int]:
+        """The tokens of a side's response."""
+        return self.spans["a" if self.answer_a == side else "b"]
+
+
+@dataclass(frozen=True)
+class GoldenPair:
+    """A pair with what the reference made of it: rounds by name, judge tokens and training completions by side."""
+
+    index: int
+    name: str
+    prompt: str
+    responses: dict[str, str]
+    rounds: dict[str, GoldenRound]
+    judge_tokens: dict[str, list[int]]
+    completion_texts: dict[str, str]
+    completion_ids: dict[str, list[int]]
+
+    @classmethod
+    def read(cls, fields: Fields) -> "GoldenPair":
+        """The pair; UserError when a part is missing or of another type."""
+        training = fields.at("training")
+        return cls(
+            fields.integer("index"),
+            fields.text("name"),
+            fields.text("prompt"),
+            {side: fields.text(side) for side in SIDES},
+            {order: GoldenRound.read(fields.at("rounds").at(order)) for order in ROUNDS},
+            {side: fields.ids(f"{side}_tokens") for side in SIDES},
+            {side: training.at(side).text("completion_text") for side in SIDES},
+            {side: training.at(side).ids("completion_ids") for side in SIDES},
+        )
+
+    @property
+    def cut(self) -> bool:
+        """Whether the reference cut the pair's judge prompts."""
+        return any(info.truncated for info in self.rounds.values())
+
+    @property
+    def preference(self) -> PreferencePair:
+        """The pair as the run knows it."""
+        return preference(self.prompt, **self.responses)
+
+
+def preference(prompt: str, chosen: str, rejected: str) -> PreferencePair:
+    """A pair with a single user turn."""
+    return PreferencePair.make([Message(role="user", content=prompt)], chosen, rejected)
+
+
+@dataclass(frozen=True)
 class Golden:
     """The files of one folder as they are; ``reference_span`` tells how the reference ends a span, if it is there."""
 
     path: Path
     sources: list[str]
-    pairs: list[dict[str, Any]]
+    pairs: list[GoldenPair]
     expected: dict[str, Tensor]
-    span_cases: list[dict[str, Any]]
-    unit_cases: dict[str, Any]
-    reference_span: dict[str, Any]
+    span_cases: list[Fields]
+    unit_cases: Fields
+    reference_span: Mapping[str, Json]
 
     @classmethod
     def read(cls, path: Path) -> "Golden":
@@ -47,21 +122,29 @@ class Golden:
             )
         try:
             parsed = {name: json.loads((path / name).read_text(encoding="utf-8")) for name in FILES if "json" in name}
-            pairs, units = parsed["pairs.json"], parsed["unit_cases.json"]
             expected = load_file(path / "expected.safetensors")
-            span = dict(pairs.get("reference_span", {}))
-            return cls(path, pairs["sources"], pairs["pairs"], expected, parsed["span_cases.json"], units, span)
-        except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(
                 f"{path}: cannot read golden extraction records ({error}); copy the folder again"
             ) from error
+        files = Fields(f"{path}/", parsed)
+        content = files.at("pairs.json")
+        return cls(
+            path,
+            content.texts("sources"),
+            [GoldenPair.read(pair) for pair in content.each("pairs")],
+            expected,
+            files.each("span_cases.json"),
+            files.at("unit_cases.json"),
+            content.at("reference_span").values if "reference_span" in content else {},
+        )
 
-    def value(self, pair: dict[str, Any], key: str) -> Tensor:
+    def value(self, pair: GoldenPair, key: str) -> Tensor:
         """One expected tensor of a pair."""
-        return self.expected[f"{pair['index']:02d}/{key}"]
+        return self.expected[f"{pair.index:02d}/{key}"]
 
     @property
-    def span_rules(self) -> dict[str, Any]:
+    def span_rules(self) -> dict[str, Json]:
         """The judge's options that end a span where the reference ends it."""
         names = {"closing_text": "span_closing", "drop_tokens_before": "span_drop"}
         return {names[key]: value for key, value in self.reference_span.items() if key in names}
@@ -82,59 +165,44 @@ class Recorder:
 
     def __init__(self, judge: JudgeModel) -> None:
         self.judge = judge
+        self.num_layers = judge.num_layers
         self.readings: list[JudgeReading] = []
 
-    @property
-    def num_layers(self) -> int:
-        """Depth of the judge."""
-        return self.judge.num_layers
-
-    def read(self, prompts: Sequence[Sequence[int]], **asked: Any) -> list[JudgeReading]:
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        rollout: bool = False,
+        verdict: bool = True,
+        label_ids: tuple[int, int] | None = None,
+    ) -> list[JudgeReading]:
         """The judge's readings."""
-        self.readings = self.judge.read(prompts, **asked)
+        self.readings = self.judge.read(
+            prompts, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+        )
         return self.readings
 
 
 class GivenCuts:
     """The run's judge prompts, except for pairs that the reference cut: these have the reference's tokens and spans."""
 
-    def __init__(self, prompts: JudgePrompts, cut: dict[str, dict[str, Any]]) -> None:
-        self.prompts, self.cut = prompts, cut
-
-    @property
-    def label_ids(self) -> tuple[int, int]:
-        """The labels' token ids."""
-        return self.prompts.label_ids
-
-    def fingerprint(self) -> dict[str, Any]:
-        """The prompts' own."""
-        return self.prompts.fingerprint()
+    def __init__(self, prompts: JudgePrompts, pairs: Sequence[GoldenPair]) -> None:
+        self.prompts = prompts
+        self.label_ids, self.fingerprint = prompts.label_ids, prompts.fingerprint
+        self.cut = {pair.preference.pair_id: pair for pair in pairs if pair.cut}
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """Both rounds."""
         if pair.pair_id not in self.cut:
             return self.prompts.build(pair)
-        first, second = (_given_prompt(pair.pair_id, self.cut[pair.pair_id]["rounds"][order]) for order in ROUNDS)
+        first, second = (_given_prompt(pair.pair_id, self.cut[pair.pair_id].rounds[order]) for order in ROUNDS)
         return first, second
 
 
-def _given_prompt(pair_id: str, info: dict[str, Any]) -> JudgePrompt:
-    spans = {side: tuple(info[f"span_{answer_of(info, side)}"]) for side in SIDES}
+def _given_prompt(pair_id: str, info: GoldenRound) -> JudgePrompt:
+    spans = {side: info.span(side) for side in SIDES}
     # No character is known; tokens are numbered instead.
     offsets = {side: [(place, place + 1) for place in range(end - start)] for side, (start, end) in spans.items()}
-    return JudgePrompt(pair_id, list(info["judge_ids"]), info["answer_a"] == "chosen", spans, offsets, cut=True)
-
-
-def answer_of(info: dict[str, Any], side: str) -> str:
-    """ "a" or "b": the place of ``side`` in a golden round."""
-    return "a" if info["answer_a"] == side else "b"
-
-
-def preference(pair: dict[str, Any]) -> PreferencePair:
-    """The golden pair as the run knows it."""
-    return PreferencePair.make([Message(role="user", content=pair["prompt"])], pair["chosen"], pair["rejected"])
-
-
-def is_cut(pair: dict[str, Any]) -> bool:
-    """Whether the reference cut the pair's judge prompts."""
-    return any(pair["rounds"][order]["truncated"] for order in ROUNDS)
+    return JudgePrompt(pair_id, info.judge_ids, info.answer_a == "chosen", spans, offsets, cut=True)

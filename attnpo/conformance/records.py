@@ -1,7 +1,7 @@
-"""What a golden record came to: comparison of numbers, status, one line; and the configured objects they come from."""
+"""Comparison of a golden record with recomputed numbers, its outcome in one line, and the objects built from config."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from attnpo.config import build, compose, groups
+from attnpo.conformance.fields import Record, shortened
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,11 @@ PRODUCT_ERRORS = (
     TypeError,
     ValueError,
 )
+# Below this share of a record's rtol, relative to numbers of size 1, a difference is rounding of a sum near 0.
+FLOOR = 1e-3
+GARBAGE = 1234.5  # put where the mask is 0; finite, so that an objective may also multiply by its mask
+
+Numbers = Tensor | Sequence[float] | float
 
 
 class Status(Enum):
@@ -42,8 +48,8 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Record:
-    """One line of output. The errors are the largest over everything the record compares."""
+class Outcome:
+    """What a record came to, one line of output. The errors are the largest over everything that was compared."""
 
     name: str
     case: str
@@ -73,16 +79,16 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
     variant: str = ""
 
-    def numbers(self, what: str, found: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-        """Nothing; notes a problem unless ``|found - expected| <= atol + rtol |expected|`` everywhere.
+    def numbers(self, what: str, ours: Numbers, expected: Numbers, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+        """Notes a problem unless ``|ours - expected| <= atol + rtol |expected|`` everywhere.
 
         The relative error is taken over the elements larger than ``atol``.
         """
-        ours, theirs = as_double(found), as_double(expected)
-        if ours.shape != theirs.shape:
-            self.mismatch(f"{what}: expected shape {tuple(theirs.shape)}, got {tuple(ours.shape)}")
+        got, want = _as_double(ours), _as_double(expected)
+        if got.shape != want.shape:
+            self.mismatch(f"{what}: expected shape {tuple(want.shape)}, got {tuple(got.shape)}")
             return
-        error, size = (ours - theirs).abs(), theirs.abs()
+        error, size = (got - want).abs(), want.abs()
         inside = error <= atol + rtol * size  # false for NaN
         finite = error.nan_to_num(nan=torch.inf)
         large = size > atol
@@ -90,28 +96,27 @@ class Comparison:
         self.relative = max(self.relative, float((finite[large] / size[large]).max()) if large.any() else 0.0)
         if not bool(inside.all()):
             worst = int((finite - atol - rtol * size).argmax())
-            place = f"[{worst}]" if ours.numel() > 1 else ""
-            want, got = float(theirs.flatten()[worst]), float(ours.flatten()[worst])
-            self.problems.append(f"{what}{place}: expected {want:.10g}, got {got:.10g}")
+            place = f"[{worst}]" if got.numel() > 1 else ""
+            numbers = f"expected {float(want.flatten()[worst]):.10g}, got {float(got.flatten()[worst]):.10g}"
+            self.problems.append(f"{what}{place}: {numbers}")
 
-    def same(self, what: str, found: Any, expected: Any) -> None:
-        """Nothing; notes a problem unless both are equal. A difference counts as an infinite error."""
-        if found != expected:
-            self.mismatch(
-                f"{what}: expected {_short(expected)}, got {_short(found)}{_first_difference(found, expected)}"
-            )
+    def same(self, what: str, ours: object, expected: object) -> None:
+        """Notes a problem unless both are equal. A difference counts as an infinite error."""
+        if ours != expected:
+            place = _first_difference(ours, expected)
+            self.mismatch(f"{what}: expected {shortened(expected)}, got {shortened(ours)}{place}")
 
     def require(self, holds: bool, problem: str) -> None:
-        """Nothing; notes ``problem`` unless ``holds``."""
+        """Notes ``problem`` unless ``holds``."""
         if not holds:
             self.mismatch(problem)
 
     def vary(self, why: str) -> None:
-        """Notes a documented difference beside those noted before."""
+        """Notes a documented difference."""
         self.variant = f"{self.variant}; {why}" if self.variant else why
 
     def mismatch(self, problem: str) -> None:
-        """Nothing; notes a difference that has no size."""
+        """Notes a difference that has no size."""
         self.absolute = self.relative = torch.inf
         self.problems.append(problem)
 
@@ -124,20 +129,21 @@ class Check:
     case: str
     compare: Callable[[Comparison], None]
 
-    def run(self) -> Record:
-        """The record, FAIL when a number differs or something in the way raised."""
-        found = Comparison()
+    def run(self) -> Outcome:
+        """The outcome, FAIL when a number differs or an error prevents the comparison."""
+        comparison = Comparison()
         try:
-            self.compare(found)
+            self.compare(comparison)
         except PRODUCT_ERRORS as error:
             log.debug("%s %s", self.name, self.case, exc_info=True)
             first = (str(error).splitlines() or [""])[0]
-            found.mismatch(f"{type(error).__name__}: {first}")
-        status = Status.FAIL if found.problems else Status.VARIANT if found.variant else Status.OK
-        note = "; ".join(found.problems[:3]) if found.problems else found.variant
-        if len(found.problems) > 3:
-            note += f"; and {len(found.problems) - 3} more"
-        return Record(self.name, self.case, status, found.absolute, found.relative, note)
+            comparison.mismatch(f"{type(error).__name__}: {first}")
+        problems = comparison.problems
+        status = Status.FAIL if problems else Status.VARIANT if comparison.variant else Status.OK
+        note = "; ".join(problems[:3]) if problems else comparison.variant
+        if len(problems) > 3:
+            note += f"; and {len(problems) - 3} more"
+        return Outcome(self.name, self.case, status, comparison.absolute, comparison.relative, note)
 
 
 @dataclass(frozen=True)
@@ -149,45 +155,67 @@ class Absent:
     group: str
     option: str
 
-    def run(self) -> Record:
+    def run(self) -> Outcome:
         """NOT_BUILT; FAIL once the option exists, because then these numbers have to be compared."""
         if has_option(self.group, self.option):
             note = f"configs/{self.group}/{self.option}.yaml exists, but nothing here compares these records with it"
-            return Record(self.name, self.case, Status.FAIL, torch.inf, torch.inf, note)
-        return Record(self.name, self.case, Status.NOT_BUILT, note=f"no configs/{self.group}/{self.option}.yaml")
+            return Outcome(self.name, self.case, Status.FAIL, torch.inf, torch.inf, note)
+        return Outcome(self.name, self.case, Status.NOT_BUILT, note=f"no configs/{self.group}/{self.option}.yaml")
 
 
 Item = Check | Absent
 
 
-def as_double(values: Any) -> Tensor:
-    """A number, nested list or tensor as a float64 tensor on the CPU."""
+def compare_expected(
+    record: Record,
+    comparison: Comparison,
+    evaluate: Callable[[float], Mapping[str, Tensor]],
+    way: str = "",
+    rtols: Mapping[str, float] | None = None,
+) -> None:
+    """Compares every quantity that the record expects with ``evaluate``, by its name there.
+
+    ``evaluate`` gets the value that stands where the mask is 0; a second call with another value must give the same to
+    the bit. ``way`` says how the numbers were computed. ``rtols``: quantities held to another tolerance.
+    """
+    results, garbage = evaluate(0.0), evaluate(GARBAGE)
+    comparison.require(bool(record.expected.values), "the record expects nothing")
+    for name in record.expected.values:
+        if name not in results:
+            comparison.mismatch(f"{name}: expected by the record, but nothing here computes it for {record.name}")
+            continue
+        what = f"{name} ({way})" if way else name
+        expected, rtol = record.expected.tensor(name), (rtols or {}).get(name, record.rtol)
+        if name.endswith("accuracy"):  # a float32 mean in the reference
+            comparison.numbers(what, results[name].float(), expected.float())
+        else:
+            size = max(1.0, float(expected.abs().max()))
+            comparison.numbers(what, results[name], expected, rtol=rtol, atol=FLOOR * rtol * size)
+        comparison.require(torch.equal(results[name], garbage[name]), f"{what} changes with values under mask 0")
+
+
+def _as_double(values: Numbers) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach().to("cpu", torch.float64)
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _first_difference(found: Any, expected: Any) -> str:
-    if not isinstance(found, Sequence) or not isinstance(expected, Sequence) or len(expected) < 8:
+def _first_difference(ours: object, expected: object) -> str:
+    if not isinstance(ours, Sequence) or not isinstance(expected, Sequence) or len(expected) < 8:
         return ""
-    if len(found) != len(expected):
-        return f" (lengths {len(expected)} and {len(found)})"
-    place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    return f" (first at {place}: {expected[place]!r}, {found[place]!r})"
+    if len(ours) != len(expected):
+        return f" (lengths {len(expected)} and {len(ours)})"
+    place = next(i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b)
+    return f" (first at {place}: {expected[place]!r}, {ours[place]!r})"
 
 
 # --------------------------------------------------------------------------------------------- configured objects
 
 
 @cache
-def _composed(choices: tuple[str, ...]) -> DictConfig:
-    # model.path and data.path are mandatory in every run; no record reads data, and a model is named where one is read.
-    return compose("fit", ["setting=real_smoke", "model.path=unset", "data.path=unset", *choices])
+def _composed(choice: str) -> DictConfig:
+    # Without a setting: what a setting says of one objective's keys is no part of another's.
+    return compose("fit", ["~setting", *[choice] * bool(choice)])
 
 
 @cache
@@ -200,13 +228,13 @@ def has_option(group: str, option: str) -> bool:
     return option in _options().get(group, [])
 
 
-def built(component: str, choices: Sequence[str] = (), **values: Any) -> Any:
-    """The object that ``attnpo.fit`` builds from the node ``component`` under the given group choices and values.
+def built(component: str, choice: str = "", **values: object) -> Any:
+    """The object that ``attnpo.fit`` builds from the node ``component`` under the given group choice and values.
 
     ``values`` are keys below the node, with ``__`` for the dot. Raises UserError or OmegaConf's errors for what the
     node does not know.
     """
-    cfg = deepcopy(_composed(tuple(choices)))
+    cfg = deepcopy(_composed(choice))
     for key, value in values.items():
         OmegaConf.update(cfg, f"{component}.{key.replace('__', '.')}", value)
     return build(cfg[component])

@@ -1,15 +1,15 @@
 """Records of weight rules: rounds, normalisation, sink rule and alignment on given numbers, in float64."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from attnpo.conformance.records import Check, Comparison, Item, as_double, built
+from attnpo.conformance.fields import Fields, Record
+from attnpo.conformance.records import Check, Comparison, Item, built, compare_expected
 from attnpo.models.attention_rows import rolled
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
@@ -27,18 +27,25 @@ ZERO_MASS = "the reference divides by zero; here the remaining mass is shared eq
 BAD_LENGTHS = "the reference ignores weights that do not fit their tokens; here they are refused, which was checked"
 
 
-def rollout_source(**postprocess: Any) -> WeightSource:
-    """The source of ``weights=rollout`` with the given post-processing."""
-    values = {f"postprocess__{key}": value for key, value in postprocess.items()}
-    source: WeightSource = built("weights", ["weights=rollout"], **values)
+@cache
+def weight_source(
+    option: str,
+    sink_tokens: int,
+    *,
+    layer: int | str | None = None,
+    sink_min_length: int = 5,
+    round_order: str = "normalize_then_mean",
+) -> WeightSource:
+    """The source of configs/weights/``option`` with the given post-processing, not yet resolved for a judge."""
+    source: WeightSource = built(
+        "weights",
+        f"weights={option}",
+        postprocess__sink_tokens=sink_tokens,
+        postprocess__sink_min_length=sink_min_length,
+        postprocess__round_order=round_order,
+        **({} if layer is None else {"layer": layer}),
+    )
     return source
-
-
-def attention_source(layer: int | str = 1, depth: int = 1, **postprocess: Any) -> WeightSource:
-    """The source of ``weights=attention`` with the given post-processing, resolved for a judge of ``depth`` layers."""
-    values = {f"postprocess__{key}": value for key, value in postprocess.items()}
-    source: WeightSource = built("weights", ["weights=attention"], layer=layer, **values)
-    return source.resolve(depth)
 
 
 @cache
@@ -71,33 +78,28 @@ def _row(ids: Sequence[int], weights: Float[Tensor, "n"]) -> TokenWeights:
 # --------------------------------------------------------------------------------------------- losses.json
 
 
-def layer_record(record: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares the weights of one layer, from per-head rows of two rounds: both orders, with and without K."""
-    inputs = record["inputs"]
+def recompute_layer(record: Record, comparison: Comparison) -> None:
+    """Compares the weights of one layer, from per-head rows of two rounds: both orders, with and without K."""
     rounds = []
     for number in (1, 2):
-        heads = {side: as_double(inputs[f"round{number}_{side}_attention_per_head"]) for side in SIDES}
-        rows = {side: _row(list(range(heads[side].shape[1])), heads[side].mean(0)) for side in SIDES}
-        rounds.append(Round(number == 1, rows["chosen"], rows["rejected"]))
-    compare_combined(PairWeights("golden", tuple(rounds)), attention_source, (1,), record, found)
+        heads = [record.inputs.tensor(f"round{number}_{side}_attention_per_head") for side in SIDES]
+        chosen, rejected = (_row(range(rows.shape[1]), rows.mean(0)) for rows in heads)
+        rounds.append(Round(number == 1, chosen, rejected))
+    compare_combined("attention", 1, tuple(rounds), {}, record, comparison)
 
 
-def rollout_record(record: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares rollout from whole head-mean maps of two rounds: the product's last row, and the weights."""
-    inputs, expected, rtol = record["inputs"], record["expected"], float(record["rtol"])
-    rounds = []
+def recompute_rollout(record: Record, comparison: Comparison) -> None:
+    """Compares rollout from whole head-mean maps of two rounds: the product's last row, and the weights."""
+    rounds, last_rows = [], {}
     for number in (1, 2):
-        maps = as_double(inputs[f"round{number}_attention_head_mean_per_layer"])
+        maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
         row = rolled((GivenMap(layer) for layer in maps.flip(0)), last)[0]
-        found.numbers(f"round{number}_last_row", row, expected[f"round{number}_last_row"], rtol=rtol, atol=EXACT)
-        spans = {side: slice(*inputs[f"round{number}_{side}_span"]) for side in SIDES}
-        sides = {side: _row(list(range(spans[side].stop - spans[side].start)), row[spans[side]]) for side in SIDES}
-        rounds.append(Round(number == 1, sides["chosen"], sides["rejected"]))
-    compare_combined(PairWeights("golden", tuple(rounds)), rollout_source, (0,), record, found, ROUND_ROWS)
-
-
-ROUND_ROWS = ("round1_last_row", "round2_last_row")
+        spans = [record.inputs.span(f"round{number}_{side}_span") for side in SIDES]
+        chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
+        rounds.append(Round(number == 1, chosen, rejected))
+        last_rows[f"round{number}_last_row"] = row
+    compare_combined("rollout", None, tuple(rounds), last_rows, record, comparison)
 
 
 @dataclass(frozen=True)
@@ -116,120 +118,119 @@ class GivenMap:
 
 
 def compare_combined(
-    captured: PairWeights,
-    make: Callable[..., WeightSource],
-    layers: tuple[int, ...],
-    record: dict[str, Any],
-    found: Comparison,
-    compared_before: Sequence[str] = (),
+    option: str,
+    layer: int | None,
+    rounds: tuple[Round, ...],
+    others: Mapping[str, Tensor],
+    record: Record,
+    comparison: Comparison,
 ) -> None:
-    """Nothing; compares the two rounds combined in both orders, with and without the sink rule."""
-    expected, rtol = record["expected"], float(record["rtol"])
-    ids = {side: captured.rounds[0].side(side).token_ids.tolist() for side in SIDES}
-    sinks = {"": 0, "_sink_fixed": int(record["hyperparameters"]["K"])}
-    shortest = int(record["hyperparameters"]["K_min_len"])
-    compared = set(compared_before)
+    """Compares the two rounds combined in both orders, with and without the sink rule, and the ``others``."""
+    given, captured = record.hyperparameters, PairWeights("golden", rounds)
+    shortest = given.integer("K_min_len")
+    ids = {side: rounds[0].side(side).token_ids.tolist() for side in SIDES}
+    results = dict(others)
     for order_name, order in ORDERS.items():
-        for suffix, first in sinks.items():
-            source = make(round_order=order, sink_tokens=first, sink_min_length=shortest)
-            weights = on_training_tokens(source, captured, ids, layers)
-            for side in SIDES:
-                name = f"{side}_{order_name}{suffix}"
-                found.numbers(name, getattr(weights, side), expected[name], rtol=rtol, atol=EXACT)
-                compared.add(name)
-            found.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
-    found.same("quantities", sorted(compared), sorted(expected))
+        for suffix, first in {"": 0, "_sink_fixed": given.integer("K")}.items():
+            source = weight_source(option, first, layer=layer, sink_min_length=shortest, round_order=order).resolve(1)
+            weights = on_training_tokens(source, captured, ids, source.capture_layers(1))
+            results |= {f"{side}_{order_name}{suffix}": getattr(weights, side) for side in SIDES}
+            comparison.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
+    comparison.same("quantities", sorted(results), sorted(record.expected.values))
+    compare_expected(record, comparison, lambda filling: results)
 
 
-def align_record(record: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares weights moved onto training ids, times their count, and the share of judge tokens matched."""
-    inputs, expected = record["inputs"], record["expected"]
-    ids, after = inputs["training_token_ids"], expected["training_token_ids_after"]
-    judge_ids, weights = inputs["judge_token_ids"], as_double(inputs["judge_weights"])
-    added = _added(ids, after, found)
+def recompute_alignment(record: Record, comparison: Comparison) -> None:
+    """Compares weights moved onto training ids, times their count, and the share of judge tokens matched."""
+    inputs, expected = record.inputs, record.expected
+    ids, after = inputs.ids("training_token_ids"), expected.ids("training_token_ids_after")
+    judge_ids, weights = inputs.ids("judge_token_ids"), inputs.tensor("judge_weights")
+    added = _added(ids, after, comparison)
     carried = moved(judge_ids, weights, ids)
-    rtol = float(record["rtol"])
-    target = expected["aligned_weights_times_judge_count"]
-    found.numbers("aligned weights", carried, target[added:], rtol=rtol, atol=EXACT)
-    matched = float(expected["matched_fraction_of_judge_tokens"])
+    target = expected.tensor("aligned_weights_times_judge_count")
+    comparison.numbers("aligned weights", carried, target[added:], rtol=record.rtol, atol=EXACT)
     share = align(judge_ids, _places(len(judge_ids)), weights, ids, _places(len(ids)), align_method())
-    found.numbers("matched share", share.source_coverage, matched - added / len(judge_ids), rtol=rtol, atol=EXACT)
-    _check_added(judge_ids, weights, after[:added], target[:added], found)
+    matched = expected.number("matched_fraction_of_judge_tokens") - added / len(judge_ids)
+    comparison.numbers("matched share", share.source_coverage, matched, rtol=record.rtol, atol=EXACT)
+    _check_added(judge_ids, weights, after[:added], target[:added], comparison)
 
 
-def _added(ids: list[int], after: list[int], found: Comparison) -> int:
+def _added(ids: list[int], after: list[int], comparison: Comparison) -> int:
     """How many ids the reference put in front; the record is a variant when it did."""
     added = len(after) - len(ids)
     if after == ids:
         return 0
-    found.variant = EDITED
-    found.require(added > 0 and after[added:] == ids, f"training ids: expected {ids} with ids in front, got {after}")
+    comparison.variant = EDITED
+    comparison.require(
+        added > 0 and after[added:] == ids, f"training ids: expected {ids} with ids in front, got {after}"
+    )
     return max(0, added)
 
 
-def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: list[float], found: Comparison) -> None:
-    """Nothing; a problem unless what the reference put in front is the beginning of the judge's tokens and weights."""
+def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: Tensor, comparison: Comparison) -> None:
+    """Notes a problem unless what the reference put in front is the beginning of the judge's tokens and weights."""
     if ids:
-        found.same("ids put in front", ids, judge_ids[: len(ids)])
+        comparison.same("ids put in front", ids, judge_ids[: len(ids)])
         expected = weights[: len(ids)] * len(judge_ids)
-        found.numbers("weights put in front", target, expected, rtol=EXACT, atol=EXACT)
+        comparison.numbers("weights put in front", target, expected, rtol=EXACT, atol=EXACT)
 
 
 def moved(judge_ids: list[int], weights: Float[Tensor, "n"], ids: list[int]) -> Float[Tensor, "m"]:
     """Weights of judge tokens on training ids, times the judge's token count."""
     row = _row(judge_ids, weights)
     captured = PairWeights("golden", (Round(True, row, row),))
-    found = on_training_tokens(attention_source(sink_tokens=0), captured, {side: ids for side in SIDES}, (1,))
+    source = weight_source("attention", 0, layer=1).resolve(1)
+    aligned = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), (1,))
     # The source makes a distribution of its row; a record's weights are moved as they are.
-    return found.chosen * weights.sum() * found.lengths[0]
+    return aligned.chosen * weights.sum() * aligned.lengths[0]
 
 
 # --------------------------------------------------------------------------------------------- unit_cases.json
 
 
-def unit_items(cases: dict[str, list[dict[str, Any]]], prefix: str) -> Iterator[Item]:
+def unit_items(cases: Fields, prefix: str) -> Iterator[Item]:
     """One item per case of the sink rule and of the alignment."""
-    for index, case in enumerate(cases["sink_fix"]):
+    for index, case in enumerate(cases.each("sink_fix")):
         yield Check(f"{prefix}sink_fix", f"{index:02d}", partial(sink_case, case))
-    for index, case in enumerate(cases["alignment"]):
-        yield Check(f"{prefix}alignment", f"{index:02d} {case['name']}", partial(alignment_case, case))
+    for index, case in enumerate(cases.each("alignment")):
+        yield Check(f"{prefix}alignment", f"{index:02d} {case.text('name')}", partial(alignment_case, case))
 
 
-def sink_case(case: dict[str, Any], found: Comparison) -> None:
-    """Nothing; compares the sink rule (K = 1, K' = 5) on one row, or checks ours where the reference fails."""
-    weights = as_double(case["weights"])
-    postprocess = attention_source(sink_tokens=1, sink_min_length=5).postprocess
+def sink_case(case: Fields, comparison: Comparison) -> None:
+    """Compares the sink rule (K = 1, K' = 5) on one row, or checks ours where the reference fails."""
+    weights = case.tensor("weights")
+    postprocess = weight_source("attention", 1, layer=1).postprocess
     if postprocess is None:
-        found.mismatch("weights=attention has no postprocess")
+        comparison.mismatch("weights=attention has no postprocess")
         return
     fixed = postprocess([weights])
-    if case["reference_error"] is not None:
-        found.variant = ZERO_MASS
-        found.require(
-            case["fixed"] is None and not weights[1:].any(), "an error is expected for a row without mass only"
-        )
-        found.numbers("fixed", fixed, torch.full_like(weights, 1.0 / len(weights)), atol=EXACT)
+    if case.values.get("reference_error") is not None:
+        comparison.variant = ZERO_MASS
+        no_mass = case.values.get("fixed") is None and not weights[1:].any()
+        comparison.require(no_mass, "an error is expected for a row without mass only")
+        comparison.numbers("fixed", fixed, torch.full_like(weights, 1.0 / len(weights)), atol=EXACT)
         return
     # The source normalises first; the rule itself keeps the total.
-    found.numbers("fixed", fixed * weights.sum(), case["fixed"], rtol=EXACT, atol=EXACT)
+    comparison.numbers("fixed", fixed * weights.sum(), case.tensor("fixed"), rtol=EXACT, atol=EXACT)
 
 
-def alignment_case(case: dict[str, Any], found: Comparison) -> None:
+def alignment_case(case: Fields, comparison: Comparison) -> None:
     """Compares one alignment; where several are best, asks only that the reference's is one of them."""
-    ids, after = [*case["completion_ids"], case["eos_id"]], case["expected_completion_ids"]
-    judge_ids, weights, target = case["judge_ids"], as_double(case["weights"]), case["expected_weights"]
+    ids, after = [*case.ids("completion_ids"), case.integer("eos_id")], case.ids("expected_completion_ids")
+    judge_ids, weights, target = case.ids("judge_ids"), case.tensor("weights"), case.tensor("expected_weights")
     if len(weights) != len(judge_ids):
-        found.variant = BAD_LENGTHS
-        found.same("completion ids", ids, after)
-        found.numbers("weights of the reference", target, torch.zeros(len(ids)))
-        found.require(_refused(judge_ids, weights, ids), "weights that do not fit their tokens: expected a ValueError")
+        comparison.variant = BAD_LENGTHS
+        comparison.same("completion ids", ids, after)
+        comparison.numbers("weights of the reference", target, torch.zeros(len(ids)))
+        refused = _refused(judge_ids, weights, ids)
+        comparison.require(refused, "weights that do not fit their tokens: expected a ValueError")
         return
-    added = _added(ids, after, found)
-    found.same("ids_changed", added > 0, case["ids_changed"])
+    added = _added(ids, after, comparison)
+    comparison.same("ids_changed", added > 0, case.flag("ids_changed"))
     carried = moved(judge_ids, weights, ids)
-    if case["unique_alignment"] or not is_tied(carried, as_double(target)[added:], judge_ids, weights, ids):
-        found.numbers("aligned weights", carried, target[added:], rtol=EXACT, atol=EXACT)
-    _check_added(judge_ids, weights, after[:added], target[:added], found)
+    if case.flag("unique_alignment") or not is_tied(carried, target[added:], judge_ids, weights, ids):
+        comparison.numbers("aligned weights", carried, target[added:], rtol=EXACT, atol=EXACT)
+    _check_added(judge_ids, weights, after[:added], target[:added], comparison)
 
 
 def _refused(judge_ids: list[int], weights: Tensor, ids: list[int]) -> bool:

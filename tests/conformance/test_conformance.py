@@ -381,6 +381,65 @@ def test_paths_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture
         assert text in capsys.readouterr().err, name
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("hyperparameters", 3, "hyperparameters: expected an object, got 3"),
+        ("name", None, "a record's name: expected a text, got None"),
+        ("rtol", True, "0: rtol: expected a number, got True"),
+    ],
+)
+def test_a_record_of_another_type_is_refused(
+    contents: dict[str, Any],
+    tmp_path: Path,
+    key: str,
+    value: object,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "losses.json"
+    path.write_text(json.dumps({"records": [{**contents["losses.json"]["records"][0], key: value}]}))
+    assert main([str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert f"{path}: " in shown and expected in shown and "copy the golden files again" in shown
+
+
+def test_a_value_of_another_type_fails_its_record_under_its_key(
+    small: Callable[[dict[str, Any]], Path], contents: dict[str, Any]
+) -> None:
+    content = json.loads(json.dumps(contents["losses.json"]))
+    content["records"] = [r for r in content["records"] if r["name"] == "dpo"][:3]
+    content["records"][0]["inputs"]["chosen"]["mask"] = "all"
+    del content["records"][1]["inputs"]["rejected"]["policy_logps"]
+    content["records"][2]["expected"]["loss"] = [[1.0], 2.0]
+    notes = [outcome.note for outcome in verify([small({"losses.json": content})], ["dpo *"])]
+    assert "losses.json: dpo 0: inputs.chosen.mask: expected a number or lists of numbers" in notes[0]
+    assert "losses.json: dpo 1: inputs.rejected.policy_logps: expected" in notes[1] and "it is missing" in notes[1]
+    assert "losses.json: dpo 2: expected.loss: expected a number or lists" in notes[2] and "[[1.0], 2.0]" in notes[2]
+
+
+@pytest.mark.parametrize(
+    ("break_pairs", "expected"),
+    [
+        (lambda pairs: pairs[0]["rounds"]["rc"].pop("judge_ids"), "pairs[0].rounds.rc.judge_ids: expected a list of"),
+        (lambda pairs: pairs[1]["training"]["chosen"]["completion_ids"].append(1.5), "completion_ids: expected a list"),
+        (lambda pairs: pairs[2].update(index="16"), "pairs[2].index: expected a whole number, got 16"),
+    ],
+)
+def test_a_damaged_pair_is_refused_with_its_key(
+    small: Callable[[dict[str, Any]], Path],
+    contents: dict[str, Any],
+    break_pairs: Change,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pairs = json.loads(json.dumps(contents["pairs.json"]))
+    break_pairs(pairs["pairs"])
+    folder = small({"pairs.json": pairs}) / "extraction"
+    assert main([str(folder)]) == 2
+    assert f"{folder}/pairs.json." in (shown := capsys.readouterr().err) and expected in shown
+
+
 def test_several_paths_and_patterns(shared: Path) -> None:
     losses = shared / "golden/losses.json"
     found = list(verify([losses, shared / "golden/evaluation", losses], ["twdpo 0", "evaluation mt*"]))

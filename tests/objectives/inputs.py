@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnpo.conformance.losses import configured
+from attnpo.conformance.records import built
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import InputGradient, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
@@ -20,7 +20,7 @@ GARBAGE = (float("inf"), float("-inf"), float("nan"))
 @cache
 def objective_of(option: str, *values: tuple[str, Any]) -> PreferenceObjective:
     """The objective that training builds for ``objective=option``, with other values of some keys."""
-    objective: PreferenceObjective = configured(option, **dict(values))
+    objective: PreferenceObjective = built("objective", f"objective={option}", **dict(values))
     return objective
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.conformance.fields import Record
 from attnpo.conformance.records import Comparison
-from attnpo.conformance.unpaired import record as compare
+from attnpo.conformance.unpaired import recompute
 from attnpo.objectives.base import LengthFrom, PreferenceObjective, StepObjective
 from attnpo.objectives.kto import KTO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
@@ -222,14 +223,14 @@ def test_golden_records(shared: Path) -> None:
     records = [r for r in json.loads((shared / "golden/losses.json").read_text())["records"] if r["name"] == "kto"]
     assert len(records) == 4
     for record in records:
-        found = Comparison()
-        compare(record, found)
-        assert found.problems == [] and found.absolute > 0
+        comparison = Comparison()
+        recompute(Record.read(record), comparison)
+        assert comparison.problems == [] and comparison.absolute > 0
     for name in records[0]["expected"]:
         changed = {
             **records[0],
             "expected": {name: (torch.tensor(records[0]["expected"][name]).double() + 1e-6).tolist()},
         }
-        found = Comparison()
-        compare(changed, found)
-        assert len(found.problems) == 1 and found.problems[0].startswith(name), name
+        comparison = Comparison()
+        recompute(Record.read(changed), comparison)
+        assert len(comparison.problems) == 1 and comparison.problems[0].startswith(name), name

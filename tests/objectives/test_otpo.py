@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo.conformance.fields import Record
 from attnpo.conformance.records import Check, Status
-from attnpo.conformance.transport import record
+from attnpo.conformance.transport import recompute
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.schema import PreferenceBatch, RowGroup, TokenStats, UserError
@@ -91,7 +92,7 @@ def records(shared: Path) -> list[dict[str, Any]]:
 
 
 def statuses(records: list[dict[str, Any]]) -> list[Status]:
-    return [Check("otpo", str(item["case"]), partial(record, item)).run().status for item in records]
+    return [Check("otpo", str(item["case"]), partial(recompute, Record.read(item))).run().status for item in records]
 
 
 def test_the_golden_records_hold(records: list[dict[str, Any]]) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from attnpo.conformance import distributions
-from attnpo.conformance.records import Comparison
+from attnpo.conformance.fields import Record
+from attnpo.conformance.records import Comparison, compare_expected
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.tdpo import TDPO1, TDPO2, kl_of
@@ -87,20 +88,20 @@ def golden(shared: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_records_agree_to_the_gradient_of_the_logits(shared: Path, name: str) -> None:
     for record in golden(shared, name):
-        found = Comparison()
-        distributions.record(record, found)
-        assert not found.problems and not found.variant and 0 < found.absolute < 1e-13
+        comparison = Comparison()
+        distributions.recompute(Record.read(record), comparison)
+        assert not comparison.problems and not comparison.variant and 0 < comparison.absolute < 1e-13
 
 
 @pytest.mark.parametrize("way", list(distributions.WAYS))
 def test_only_the_gradients_tell_a_stop_gradient_apart(shared: Path, way: str) -> None:
     """TDPO1's formula with both K passing gradient is TDPO2's at alpha 1 in all but the chosen side's gradient."""
-    record = golden(shared, "tdpo2")[3]
-    assert record["hyperparameters"] == {"beta": 0.5, "alpha": 1.0}
-    results = distributions.evaluate(TDPO1(0.5), 0.5, record["inputs"], way)
-    found = Comparison()
-    distributions.compare(record, results, results, found, way)
-    assert [problem.partition(" ")[0] for problem in found.problems] == ["grad_chosen_policy_logits"]
+    record = Record.read(golden(shared, "tdpo2")[3])
+    assert record.hyperparameters.values == {"beta": 0.5, "alpha": 1.0}
+    results = distributions.evaluate(TDPO1(0.5), 0.5, record.inputs, way)
+    comparison = Comparison()
+    compare_expected(record, comparison, lambda filling: results, way)
+    assert [problem.partition(" ")[0] for problem in comparison.problems] == ["grad_chosen_policy_logits"]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +112,9 @@ def test_a_record_with_another_number_fails(shared: Path, quantity: str) -> None
     values = torch.tensor(record["expected"][quantity], dtype=torch.float64)
     values.view(-1)[0] += 1e-8
     record["expected"][quantity] = values.tolist()
-    found = Comparison()
-    distributions.record(record, found)
-    assert {problem.split("[")[0].partition(" ")[0] for problem in found.problems} == {quantity}
+    comparison = Comparison()
+    distributions.recompute(Record.read(record), comparison)
+    assert {problem.split("[")[0].partition(" ")[0] for problem in comparison.problems} == {quantity}
 
 
 # ------------------------------------------------------------------------------------------------ by hand
