@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from attnpo.display.output import tables_json
+from attnpo.display.page import Paragraph, Section, TableBlock
 from tests.runs.worlds import World, build_world
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -346,7 +348,7 @@ def test_generate_asks_for_model_and_prompts() -> None:
     [
         ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...` or folders"),
         (["study"], "report study: expected `weights`"),
-        (["weights", "outputs/run"], "report weights: expected GROUP=OPTION or KEY=VALUE behind it, got 'outputs/run'"),
+        (["weights", "outputs/run"], "report weights: expected GROUP=OPTION or KEY=VALUE after it, got 'outputs/run'"),
         (["weights", "layers=[1,1]"], "layers: expected each layer once, got 1 more than once"),
         (["weights", "layers=most"], "layers: expected all or a list"),
         (["weights", "printed=none.csv"], "printed=none.csv: expected a CSV file, there is none"),
@@ -364,7 +366,8 @@ def test_a_report_says_early_what_it_cannot_tell(words: list[str], message: str)
 def test_a_report_of_folders_prints_their_tables(tmp_path: Path) -> None:
     """By what the folder holds; a key that only weights read is said to have no effect."""
     (tmp_path / "s").mkdir()
-    (tmp_path / "s" / "table.md").write_text("| arm | n |\n| --- | ---: |\n| uniform | 0.25 |\n\n- one note\n")
+    sections = [Section("Arms", [TableBlock(["arm", "n"], [["uniform", 0.25]]), Paragraph("one note")])]
+    (tmp_path / "s" / "tables.json").write_text(tables_json(sections))
     done = start("attnpo.report", str(tmp_path / "s"), f"output={tmp_path}", "name=r", "min_count=3")
     assert done.returncode == 0
     assert "uniform" in done.stdout and "0.25" in done.stdout and "one note" in done.stdout

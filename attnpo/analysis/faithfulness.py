@@ -183,7 +183,7 @@ def remaining_text(text: str, offsets: Sequence[Range], kept: set[int]) -> str:
     """``text`` with the characters of the ``kept`` tokens alone, and the blanks between neighbours that both stay.
 
     Where tokens are gone, one run of blanks joins what is left if there was any blank: the run before the gap or the
-    one behind it, whichever breaks a line, else a single space; so words neither merge nor drift apart. Characters
+    one after it, whichever breaks a line, else a single space; so words neither merge nor drift apart. Characters
     that a removed token shares with its neighbour go. Blanks at both ends go, and so does what no token holds.
     """
     pieces: list[Range] = []

@@ -133,7 +133,7 @@ def freedom(
 
 
 def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row], list[Row]]:
-    """The same two lists as ``rows_of``, both models scoring the rows of ``group`` here, without gradients.
+    """The two lists of ``rows_of`` for rows that both models score here, without gradients.
 
     Raises:
         UserError: a model has no plain linear head to compare with.
@@ -172,7 +172,7 @@ def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:
 
 
 def _check(weights: Sequence[Row], kl: Mapping[str, Sequence[Row]], control: str | None, groups: int) -> None:
-    """Nothing; raises UserError for input that cannot be grouped."""
+    """Raises UserError for input that cannot be grouped."""
     if control is not None and control not in kl:
         raise UserError(f"freedom: expected the control among the policies {', '.join(kl)}, got {control}")
     if groups < 2 or sum(row.size for row in weights) < groups:
@@ -194,7 +194,7 @@ def _cells(
 
 
 def _over(top: np.ndarray, under: np.ndarray) -> np.ndarray:
-    """``top / under``, NaN where nothing was drawn or nothing moved."""
+    """``top / under``; NaN where ``under`` is 0: no token was drawn, or the policy did not move."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(under > 0, top / under, np.nan), dtype=np.float64)
 

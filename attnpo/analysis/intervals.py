@@ -44,11 +44,6 @@ class Interval:
     prompts: int
 
     @property
-    def half_width(self) -> float:
-        """Half of the interval's width."""
-        return (self.high - self.low) / 2
-
-    @property
     def excludes_zero(self) -> bool:
         """Whether 0 lies outside the interval; False where there is no interval."""
         return self.low > 0 or self.high < 0
@@ -105,16 +100,7 @@ def hierarchical_bootstrap(
     return Interval(mean, float(low), float(high), level, _method(seeds, width, expand), seeds, width)
 
 
-def paired_difference(
-    first: Scores,
-    second: Float[np.ndarray, "other_seeds other_prompts"],
-    *,
-    level: float = 0.95,
-    draws: int = 10_000,
-    seed: int = 0,
-    prompts: Prompts = Prompts.SHARED,
-    expand: bool = True,
-) -> Interval:
+def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds other_prompts"]) -> Interval:
     """The mean of ``first - second`` with the interval of ``hierarchical_bootstrap``, paired by seed and prompt.
 
     Row i of both is the same seed (base model, data, order), column j the same held-out prompt. UserError when the
@@ -126,7 +112,7 @@ def paired_difference(
             f"paired difference: expected both arms on the same seeds and prompts, got {one.shape[0]} seeds x "
             f"{one.shape[1]} prompts against {two.shape[0]} x {two.shape[1]}; keep the seeds and prompts both have"
         )
-    return hierarchical_bootstrap(one - two, level=level, draws=draws, seed=seed, prompts=prompts, expand=expand)
+    return hierarchical_bootstrap(one - two)
 
 
 def seed_interval(values: Scores, *, level: float = 0.95, draws: int = 10_000, seed: int = 0) -> Interval:
@@ -289,7 +275,7 @@ def _checked(values: Scores, name: str) -> Scores:
     if bad:
         raise UserError(
             f"{name}: expected finite scores, got {bad} of {scores.size} that are not; leave out the prompts (for "
-            "every arm alike) or repeat the runs behind them"
+            "every arm alike) or repeat their runs"
         )
     return scores
 

@@ -162,28 +162,20 @@ class TokenMean:
     count: int
 
 
-def token_means(rows: Iterable[WeightedRow], min_count: int = 1, *, by_relative: bool = True) -> list[TokenMean]:
-    """Every token id met at least ``min_count`` times over all responses, the most weighted first.
+def token_means(rows: Iterable[WeightedRow]) -> list[TokenMean]:
+    """Every token id over all responses by its mean weight, the largest first, as in the paper's table of top tokens.
 
-    ``by_relative`` orders by mean w * |y|, otherwise by mean weight as in the paper's table of top tokens (min_count
-    100; a token of short answers ranks high there for that reason alone). Each occurrence counts once, and ties go to
-    the smaller id. UserError when ids and weights of a row differ in number or ``min_count`` is below 1.
+    A token of short answers ranks high there for that reason alone. Each occurrence counts once, and ties go to the
+    smaller id. UserError when ids and weights of a row differ in number.
     """
-    if min_count < 1:
-        raise UserError(f"min_count: expected at least 1, got {min_count}")
     ids, weights, relative = _gather(rows)
     if ids.numel() == 0:
         return []
     tokens, group, counts = torch.unique(ids, return_inverse=True, return_counts=True)
     sums = torch.zeros(2, tokens.numel(), dtype=torch.float64)
     sums.index_add_(1, group, torch.stack([relative, weights]))
-    means = sums / counts
-    found = [
-        TokenMean(token, scaled, raw, count)
-        for token, scaled, raw, count in zip(tokens.tolist(), *means.tolist(), counts.tolist(), strict=True)
-        if count >= min_count
-    ]
-    return sorted(found, key=lambda one: (-(one.relative if by_relative else one.weight), one.token_id))
+    columns = zip(tokens.tolist(), *(sums / counts).tolist(), counts.tolist(), strict=True)
+    return sorted((TokenMean(*values) for values in columns), key=lambda one: (-one.weight, one.token_id))
 
 
 def token_rows(

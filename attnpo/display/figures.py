@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -31,7 +31,7 @@ def new_figure(width: Number, height: Number) -> Figure:
 
 
 def save(figure: Figure, path: Path | str) -> Path:
-    """The path of the written PNG; its folder is made, the figure is emptied afterwards."""
+    """Writes the figure as a PNG, makes its folder first, empties the figure, and returns the path."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, format="png", dpi=DPI)
@@ -82,7 +82,7 @@ PANELS = (
 
 
 def training_curves(csv_rows: Sequence[Mapping[str, Number]], path: Path | str, title: str = "") -> Path:
-    """The path of one PNG with loss, margins, accuracies, rewards, learning rate and gradient norm over steps.
+    """Draws loss, margins, accuracies, rewards, learning rate and gradient norm over steps; returns the PNG's path.
 
     ``csv_rows``: a mapping per step with what was logged then ("step", "train/loss", "val/loss", ...); a column may be
     missing everywhere or in any row. Values that are not finite are left out and counted in the panel's title. Dotted
@@ -167,7 +167,7 @@ def layer_curve(
     ylabel: str = "score",
     title: str = "",
 ) -> Path:
-    """The path of a PNG with the score per layer, intervals as bars, baselines as labelled level lines.
+    """Draws the score per layer, intervals as bars, baselines as labelled level lines; returns the PNG's path.
 
     Points and baselines that are not finite are left out.
     """
@@ -222,7 +222,7 @@ def frontier(
     title: str = "",
     ylabel: str = "reward",
 ) -> Path:
-    """The path of a PNG with reward against KL: a line per arm over its grid, in order of KL.
+    """Draws reward against KL, a line per arm over its grid in order of KL; returns the PNG's path.
 
     The best points are ringed, and named in the legend.
     KL has a root axis, on which rewards at a KL are interpolated; KL below 0 (an estimate's noise) is drawn at 0.
@@ -276,7 +276,7 @@ def _root(kl: Number) -> float:
 
 
 def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """The KL at the right end; puts round KL values and the limits on an axis that counts roots of KL."""
+    """Puts round KL values and the limits on an axis that counts roots of KL; returns the KL at its right end."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
@@ -291,11 +291,12 @@ def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
     return top
 
 
+Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
 INK, SOFT, GRID = "#33363c", "#9aa0aa", "#dfe2e7"
 
 
 def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
-    """``axes`` with titles, a light grid and two spines."""
+    """Gives ``axes`` titles, a light grid and two spines, and returns them."""
     axes.set_title(title, fontsize=10.5, color=INK, loc="left", parse_math=False)
     axes.set_xlabel(xlabel, fontsize=9, color=INK, parse_math=False)
     axes.set_ylabel(ylabel, fontsize=9, color=INK, parse_math=False)
@@ -309,8 +310,11 @@ def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
     return axes
 
 
-def legend(axes: Axes, **place: Any) -> None:
-    """Nothing; names the labelled lines of ``axes``, if there are any, as plain text."""
+def legend(
+    axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None, ncols: int = 1
+) -> None:
+    """Names the labelled lines of ``axes``, if there are any, as plain text."""
     if axes.get_legend_handles_labels()[0]:
-        for text in axes.legend(fontsize=8, frameon=False, **place).get_texts():
+        drawn = axes.legend(loc=loc, bbox_to_anchor=bbox_to_anchor, ncols=ncols, fontsize=8, frameon=False)
+        for text in drawn.get_texts():
             text.set_parse_math(False)

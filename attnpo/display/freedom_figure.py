@@ -12,7 +12,7 @@ from attnpo.display.figures import COLOURS, MARKERS, SOFT, legend, new_figure, p
 
 
 def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:
-    """The path of a PNG: relative KL per group and policy and, where there is a control, the ratio to it."""
+    """Draws relative KL per group and policy and, where there is a control, the ratio to it; returns the PNG's path."""
     panels = 2 if result.deciles[0].ratio else 1
     figure = new_figure(5.6 * panels, 4.2)
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -30,7 +30,7 @@ def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the ba
 
 
 def _lines(axes: Axes, groups: Sequence[Mapping[str, Estimate]], names: Sequence[str]) -> None:
-    """Nothing; draws a line with its interval for every policy that the groups hold."""
+    """Draws a line with its interval for every policy that the groups hold."""
     places = list(range(1, len(groups) + 1))
     for number, name in enumerate(names):
         if name not in groups[0]:

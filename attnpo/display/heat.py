@@ -41,7 +41,7 @@ class HeatSide:
     """One response. ``length`` is |y| as the weight source counts it (the number of tokens by default).
 
     ``coverage``: share of the tokens that got a partner, None when not known. ``cut``: characters of the response
-    behind its last training token.
+    after its last training token.
     """
 
     tokens: tuple[HeatToken, ...]

@@ -43,9 +43,9 @@ class _Piece:
 
 
 def heatmap_figure(row: HeatRow, path: Path | str, *, max_tokens: int = 1000) -> Path:
-    """The path of the written PNG of one pair, 12 inches wide and as high as the longer response needs.
+    """Draws one pair as a PNG, 12 inches wide and as high as the longer response needs, and returns its path.
 
-    Shows prompt (its first lines), verdicts, coverage, effective number of weights and legend. Tokens behind the first
+    Shows prompt (its first lines), verdicts, coverage, effective number of weights and legend. Tokens after the first
     ``max_tokens`` of a response are not drawn, which a line below it says.
     """
     sides = [(name, side, list(_pieces(side.tokens[:max_tokens]))) for name, side in row.sides]

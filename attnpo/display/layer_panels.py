@@ -18,7 +18,7 @@ class LayerPanel:
 
 
 def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
-    """The path of a PNG with the panels side by side."""
+    """Draws the panels side by side as a PNG and returns its path."""
     figure = new_figure(3.7 * max(1, len(panels)), 3.6)
     for place, shown in enumerate(panels, 1):
         axes = figure.add_subplot(1, max(1, len(panels)), place)
@@ -42,5 +42,5 @@ def layer_panels(panels: Sequence[LayerPanel], path: Path | str) -> Path:
 
 def _mean(values: Sequence[Number]) -> float:
     """The mean of what is finite; NaN when nothing is."""
-    found = [value for value in values if math.isfinite(value)]
-    return sum(found) / len(found) if found else math.nan
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else math.nan

@@ -7,7 +7,7 @@ printed. What one of the two lacks stays None in the rows, and is a dash where p
 
 import csv
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class KeyedTable:
     rows: tuple[Mapping[str, Cell], ...]
     keys: tuple[str, ...]
     group: str | None = None
-    digits: Mapping[str, int] | None = None
+    digits: Mapping[str, int] = field(default_factory=dict)
 
     def groups(self) -> list[Cell]:
         """The values of ``group`` in their order; [None] for a table without one."""
@@ -87,14 +87,14 @@ def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | Non
 
 def _numbers(texts: Sequence[str]) -> list[Cell] | None:
     """The cells as numbers (None for an empty one or a dash), or None when one of them is something else."""
-    found: list[Cell] = []
+    numbers: list[Cell] = []
     for text in texts:
         try:
-            found.append(None if text in ("", DASH) else int(text) if text.lstrip("+-").isdigit() else float(text))
+            numbers.append(None if text in ("", DASH) else int(text) if text.lstrip("+-").isdigit() else float(text))
         except ValueError:
             return None
-    whole = all(isinstance(number, int) for number in found if number is not None)
-    return found if whole else [None if number is None else float(number) for number in found]
+    whole = all(isinstance(number, int) for number in numbers if number is not None)
+    return numbers if whole else [None if number is None else float(number) for number in numbers]
 
 
 def counterpart(tables: Sequence[KeyedTable], printed: PrintedTable) -> int:
@@ -121,14 +121,14 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     values = [name for name in printed.columns if name not in keys and name in printed.digits]
     known = {name for name in values if name in table.columns}
     compared = {name for name in known if printed.digits[name]}
-    own = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
-    wide = [*own, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
+    only_ours = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
+    wide = [*only_ours, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
 
     def meeting(group: Cell, theirs: Mapping[str, Cell]) -> Sequence[Mapping[str, Cell] | None]:
         return [row for row in table.of(group) if meets(row, theirs, keys, fold=fold)] or [None]
 
     def joined(ours: Mapping[str, Cell] | None, theirs: Mapping[str, Cell], group: Cell) -> dict[str, Cell]:
-        row: dict[str, Cell] = {name: (ours or {}).get(name) for name in own} | dict(theirs)
+        row: dict[str, Cell] = {name: (ours or {}).get(name) for name in only_ours} | dict(theirs)
         if table.group is not None:
             row[table.group] = group
         row |= {key: ours[key] for key in keys} if ours is not None else {}
@@ -143,7 +143,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
         for theirs in printed.rows
         for ours in meeting(group, theirs)
     ]
-    digits = dict(table.digits or {})
+    digits = dict(table.digits)
     for name in values:
         digits[name] = max(digits.get(name, 0), printed.digits[name])
         digits |= {name + PRINTED: printed.digits[name], name + DIFFERENCE: digits[name]}

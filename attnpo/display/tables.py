@@ -1,7 +1,6 @@
 """Results as tables: plain text, rich, Markdown, CSV, HTML, all with the same numbers of the same number of digits."""
 
 import csv
-import html
 import io
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from attnpo.display.heat import readable
+from attnpo.display.templating import render
 from attnpo.schema import UserError
 
 Cell = str | float | int | bool | None
@@ -49,7 +49,7 @@ def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = 
         digits: decimals of floats, for all columns or by head (``DEFAULT_DIGITS`` where a head is not named).
         title: a line above the table.
     """
-    cells, right = _cells(columns, rows, digits)
+    cells, right = cell_texts(columns, rows, digits)
     cells = [[" ".join(cell.split()) for cell in line] for line in cells]
     heads = [" ".join(head.split()) for head in columns]
     widths = [max(cell_len(line[i]) for line in [heads, *cells]) for i in range(len(heads))]
@@ -61,11 +61,11 @@ def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = 
 def table_rich(
     columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = ""
 ) -> RichTable:
-    """The table for a rich console; cells are shown as they are, never read as markup."""
-    cells, right = _cells(columns, rows, digits)
+    """The table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
+    cells, right = cell_texts(columns, rows, digits)
     table = RichTable(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
-    for head, numeric in zip(columns, right, strict=True):
-        table.add_column(Text(head), justify="right" if numeric else "left")
+    for place, (head, numeric) in enumerate(zip(columns, right, strict=True)):
+        table.add_column(Text(head), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0)
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
     return table
@@ -73,17 +73,14 @@ def table_rich(
 
 def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS) -> str:
     """The table in GitHub's Markdown, without a trailing newline; bars and line breaks in cells are escaped."""
-    cells, right = _cells(columns, rows, digits)
+    cells, right = cell_texts(columns, rows, digits)
     lines = [list(columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def table_csv(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits | None = None) -> str:
-    """The table as CSV with a head line; floats in full (the shortest text that reads back equal) unless ``digits``."""
-    if digits is None:
-        cells = [["" if value is None else str(value) for value in line] for line in _values(columns, rows)]
-    else:
-        cells, _ = _cells(columns, rows, digits, as_stored=True)
+def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """The table as CSV with a head line; floats in full: the shortest text that reads back equal."""
+    cells = [["" if value is None else str(value) for value in line] for line in ordered_cells(columns, rows)]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows([list(columns), *cells])
     return out.getvalue()
@@ -93,23 +90,14 @@ def table_html(
     columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
 ) -> str:
     """The table as an HTML element without style; numeric columns carry the class "num"; everything is escaped."""
-    cells, right = _cells(columns, rows, digits)
-    marks = [' class="num"' if numeric else "" for numeric in right]
-    head = "".join(
-        f'<th scope="col"{mark}>{html.escape(readable(name))}</th>' for name, mark in zip(columns, marks, strict=True)
-    )
-    body = "\n".join(
-        "<tr>" + "".join(f"<td{mark}>{_html_cell(cell)}</td>" for cell, mark in zip(line, marks, strict=True)) + "</tr>"
-        for line in cells
-    )
-    above = f"<caption>{html.escape(readable(caption))}</caption>" if caption else ""
-    return f"<table>{above}<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>"
+    cells, numeric = cell_texts(columns, rows, digits, as_stored=True)
+    return render("table.html", columns=columns, cells=cells, numeric=numeric, caption=caption)
 
 
 # ------------------------------------------------------------------------------------------------ parts
 
 
-def _values(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
+def ordered_cells(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
     """The cells of every row in the order of the columns."""
     if not columns or len(set(columns)) != len(columns):
         raise UserError(f"table: expected at least one column and no name twice, got {list(columns)}")
@@ -127,14 +115,14 @@ def _values(columns: Sequence[str], rows: Sequence[Row]) -> list[list[Cell]]:
     return out
 
 
-def _cells(
+def cell_texts(
     columns: Sequence[str], rows: Sequence[Row], digits: Digits, as_stored: bool = False
 ) -> tuple[list[list[str]], list[bool]]:
     """Formatted cells, and for each column whether it holds numbers only (empty cells aside).
 
     Characters that would act on a terminal or a page are named instead, unless ``as_stored``.
     """
-    values = _values(columns, rows)
+    values = ordered_cells(columns, rows)
     wanted = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in columns]
     cells = [[format_cell(value, count) for value, count in zip(line, wanted, strict=True)] for line in values]
     cells = cells if as_stored else [[readable(cell) for cell in line] for line in cells]
@@ -157,7 +145,3 @@ def _padded(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -
 
 def _markdown_cell(cell: str) -> str:
     return " ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
-
-
-def _html_cell(cell: str) -> str:
-    return html.escape(cell).replace("\n", "<br>")

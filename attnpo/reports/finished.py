@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnpo.display.output import read_tables
+from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.printed import KeyedTable
-from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
-from attnpo.files import SEAL, changed, is_sealed
-from attnpo.runs.folders import STUDY_FILES
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, cell_texts, format_cell
+from attnpo.files import SEAL, changed, is_sealed, sealed
+from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.schema import UserError
 from attnpo.studies.study import BETA, LR, short
 
@@ -68,36 +69,53 @@ def nothing(folder: Path, expected: str) -> UserError:
 
 
 def read_study(folder: Path) -> StudyFolder:
-    """The study in a folder; one that was not finished gives a row for each point it has.
+    """The study in a folder; a row for each finished point where there is no tables.json: not finished, or older.
 
-    A point that is not as it was written is left out and named in a note. UserError when there is neither a table nor a
+    A point that is not as it was written is left out and named in a note. UserError when there are neither tables nor a
     finished point, and for files that are damaged.
     """
-    problem = changed(folder, only=STUDY_FILES) if is_sealed(folder) else None
+    older = is_older(folder)
+    expected = [name for name in STUDY_FILES if not (older and name == TABLES)]
+    problem = changed(folder, only=expected) if is_sealed(folder) else None
     if problem is not None:
         raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
     points = {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
-    results = [place / RESULT for place, found in points.items() if found is None]
-    finished = (folder / "table.md").is_file()
+    results = [place / RESULT for place, damage in points.items() if damage is None]
+    finished = (folder / TABLES).is_file()
     if finished:
-        tables, notes = read_tables(folder / "table.md")
+        tables, notes = printed_tables(folder / TABLES)
         notes += unchecked([folder])
     elif results:
         begun = sum(path.is_dir() for path in (folder / "points").iterdir())
-        title = f"not finished, {len(results)} of {begun} begun points have a result"
+        state = "of an older version" if older else "not finished"
+        title = f"{state}, {len(results)} of {begun} begun points have a result"
+        mend = "write it" if older else "finish it"
         tables = [replace(runs_table([run_row(path.parent) for path in results]), title=title)]
-        notes = [f"{title}, and there is no table.md: run the study's command again to finish it"]
+        notes = [f"{title}, and there is no {TABLES}: run the study's command again to {mend}"]
     else:
         raise nothing(folder, f"a finished study ({', '.join(STUDY_FILES)}, points/*/{RESULT})")
-    notes += [f"left out, {place.name}: {found}" for place, found in points.items() if found is not None]
+    notes += [f"left out, {place.name}: {damage}" for place, damage in points.items() if damage is not None]
     notes += unchecked([path.parent for path in results])
-    if not tables:
-        raise UserError(f"{folder / 'table.md'}: expected a table in Markdown, there is none; run the study again")
     runs = read_runs(folder / "results.csv") if finished else []
     if runs and len(results) < len(runs):
         notes.append(f"{len(runs) - len(results)} of {len(runs)} runs in results.csv have no {RESULT} under points/")
     setting = next(filter(None, (setting_in(path.parent) for path in results)), None)
     return StudyFolder(folder, folder.resolve().name, tuple(tables), tuple(notes), tuple(runs), setting, finished)
+
+
+def is_older(folder: Path) -> bool:
+    """Whether a study was finished by a version that kept its tables in Markdown alone."""
+    return not (folder / TABLES).exists() and (folder / "table.md").is_file() and TABLES not in sealed(folder)
+
+
+def printed_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
+    """The tables that a study printed, with the text around them line by line. UserError where there is none."""
+    sections = read_tables(path)
+    blocks = [(section.title, block) for section in sections for block in section.blocks]
+    tables = [keyed(block, block.caption or title) for title, block in blocks if isinstance(block, TableBlock)]
+    if not tables:
+        raise UserError(f"{path}: expected the tables of a study, there is none; run the study's command again")
+    return tables, [block.text for _, block in blocks if isinstance(block, Paragraph)]
 
 
 def read_runs(path: Path) -> list[dict[str, Cell]]:
@@ -108,59 +126,22 @@ def read_runs(path: Path) -> list[dict[str, Cell]]:
         with path.open(encoding="utf-8", newline="") as lines:
             return [{name: value_of(text or "") for name, text in row.items()} for row in csv.DictReader(lines)]
     except (ValueError, AttributeError, csv.Error) as problem:  # AttributeError: a row longer than the header
-        raise UserError(f"{path}: expected the table of a study's runs, but it reads as none ({problem})") from problem
+        raise UserError(f"{path}: expected the table of a study's runs, but it cannot be read ({problem})") from problem
 
 
-def read_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
-    """The tables of a Markdown file, each under the caption or heading above it, and its list items as notes."""
-    tables: list[KeyedTable] = []
-    notes: list[str] = []
-    block: list[list[str]] = []
-    heading = caption = ""
-    for line in [*text_of(path).splitlines(), ""]:
-        if line.startswith("|"):
-            block.append(cells_of(line))
-            continue
-        if len(block) > 1:
-            tables.append(keyed(block[0], block[1], block[2:], caption or heading))
-            caption = ""
-        block = []
-        if line.startswith("#"):
-            heading, caption = line.lstrip("#").strip(), ""
-        elif line.startswith("- "):
-            notes.append(line[2:])
-        elif line.strip():
-            caption = line.strip()
-    return tables, notes
-
-
-def text_of(path: Path) -> str:
-    """A file's text. UserError when it holds none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except ValueError as problem:
-        raise UserError(f"{path}: expected a text in UTF-8, but it reads as none ({problem})") from problem
-
-
-def cells_of(line: str) -> list[str]:
-    """The cells of one line of a Markdown table, escapes undone."""
-    parts = re.split(r"(?<!\\)(?:\\\\)*\|", line.strip())
-    return [re.sub(r"\\([|\\])", r"\1", part.strip()).replace("&lt;", "<") for part in parts[1:-1]]
-
-
-def keyed(columns: Sequence[str], rule: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> KeyedTable:
-    """A table of texts as one of numbers in the columns that ``rule`` sets to the right, with their decimals."""
-    rows: list[dict[str, Cell]] = [{} for _ in lines]
+def keyed(table: TableBlock, title: str) -> KeyedTable:
+    """A table of a study as it was printed: numbers with the decimals shown, in columns of numbers alone."""
+    texts, numeric = cell_texts(table.columns, table.rows, table.digits)
     digits = {}
-    for place, column in enumerate(columns):
-        texts = [line[place] for line in lines]
-        numeric = rule[place].endswith(":")
-        if numeric:
-            digits[column] = max((len(text.partition(".")[2]) for text in texts if "e" not in text), default=0)
-        for row, text in zip(rows, texts, strict=True):
-            row[column] = value_of(text) if numeric else text
-    keys = tuple(key for key in KEYS if key in columns) or (columns[0],)
-    return KeyedTable("arms", title, tuple(columns), tuple(rows), keys, None, digits)
+    for name, place in ((name, place) for place, name in enumerate(table.columns) if numeric[place]):
+        shown = [line[place] for line in texts]
+        digits[name] = max((len(text.partition(".")[2]) for text in shown if "e" not in text), default=0)
+    rows = [
+        {name: value_of(text) if name in digits else text for name, text in zip(table.columns, line, strict=True)}
+        for line in texts
+    ]
+    keys = tuple(key for key in KEYS if key in table.columns) or (table.columns[0],)
+    return KeyedTable("arms", title, tuple(table.columns), tuple(rows), keys, None, digits)
 
 
 def value_of(text: str) -> Cell:
@@ -175,7 +156,7 @@ def value_of(text: str) -> Cell:
 
 
 def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
-    """The column that tells a study's arms apart and its cells by the row's keys, with the interval behind it.
+    """The column that tells a study's arms apart and its cells by the row's keys, with the interval after it.
 
     The reward, else the validation accuracy, else the first column of numbers; "" for a table without one.
     """
@@ -192,7 +173,7 @@ def headline(table: KeyedTable) -> tuple[str, dict[tuple[Cell, ...], str]]:
     after = table.columns[table.columns.index(name) + 1 :][:1]
     cells = {}
     for row in table.rows:
-        text = format_cell(row[name], (table.digits or {}).get(name, DEFAULT_DIGITS))
+        text = format_cell(row[name], table.digits.get(name, DEFAULT_DIGITS))
         interval = str(row[after[0]]) if after and str(row[after[0]]).startswith("[") else ""
         cells[tuple(row[key] for key in table.keys)] = f"{text} {interval}".strip()
     return name, cells
@@ -202,7 +183,7 @@ def side_by_side(studies: Sequence[StudyFolder]) -> KeyedTable:
     """One table of several studies: a row per arm of any of them, a column per study with its headline number."""
     names = column_names([study.path for study in studies])
     keys = tuple(key for key in KEYS if any(key in study.tables[0].columns for study in studies)) or ("arm",)
-    found: dict[tuple[Cell, ...], dict[str, Cell]] = {}
+    by_key: dict[tuple[Cell, ...], dict[str, Cell]] = {}
     columns = list(keys)
     for study, name in zip(studies, names, strict=True):
         table = study.tables[0]
@@ -211,9 +192,9 @@ def side_by_side(studies: Sequence[StudyFolder]) -> KeyedTable:
         columns.append(column)
         for row_key, text in cells.items():
             given = dict(zip(table.keys if table.keys[0] in keys else ("arm",), row_key, strict=True))
-            row = found.setdefault(tuple(given.get(key) for key in keys), {key: given.get(key) for key in keys})
+            row = by_key.setdefault(tuple(given.get(key) for key in keys), {key: given.get(key) for key in keys})
             row[column] = text
-    rows = tuple({column: row.get(column) for column in columns} for row in found.values())
+    rows = tuple({column: row.get(column) for column in columns} for row in by_key.values())
     return KeyedTable("studies", "Studies side by side", tuple(columns), rows, keys, None, {})
 
 
@@ -236,9 +217,9 @@ def damage_of(folder: Path) -> str | None:
 
 def unchecked(folders: Sequence[Path]) -> list[str]:
     """A line that names the first of those folders that hold no digests to compare their files with, if any."""
-    found = [folder for folder in folders if not is_sealed(folder)]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return [f"{found[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if found else []
+    unsealed = [folder for folder in folders if not is_sealed(folder)]
+    more = f" (and {len(unsealed) - 1} more)" if len(unsealed) > 1 else ""
+    return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
 
 
 def run_row(folder: Path) -> dict[str, Cell]:
@@ -252,7 +233,7 @@ def run_row(folder: Path) -> dict[str, Cell]:
         result = json.loads(path.read_text(encoding="utf-8"))
         metrics, inputs, seconds = result["metrics"], result["inputs"]["train"], result["seconds"]["all"]
     except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: expected the result of a run, but it reads as none ({problem!r})") from problem
+        raise UserError(f"{path}: expected the result of a run, but it cannot be read ({problem!r})") from problem
     row: dict[str, Cell] = {
         "run": folder.resolve().name,
         **settings_in(folder / CONFIG),
@@ -284,38 +265,38 @@ def settings_in(path: Path) -> dict[str, Cell]:
         return {}
     choices = OmegaConf.select(cfg, "composed.choices") or {}
     weights = " ".join([str(choices.get("weights", "")), *rows_in(cfg)])
-    found = {
+    settings = {
         "weights": " + ".join([weights, *map(str, OmegaConf.select(cfg, "transforms") or {})]),
         "objective": choices.get("objective"),
         "beta": OmegaConf.select(cfg, BETA),
         "lr": OmegaConf.select(cfg, LR),
         **{short(key): OmegaConf.select(cfg, key) for key in objective_keys(cfg)},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def config_in(path: Path) -> Any:
-    """A saved configuration; None where there is none. UserError when the file reads as none."""
+def config_in(path: Path) -> DictConfig | None:
+    """A saved configuration; None where there is none. UserError for a file that holds none."""
     if not path.is_file():
         return None
     try:
         cfg = OmegaConf.load(path)
     except Exception as problem:  # YAML's errors, and those of a file that is no text
         words = " ".join(str(problem).split())[:120]
-        raise UserError(f"{path}: expected the configuration of a run, but it reads as none ({words})") from problem
+        raise UserError(f"{path}: expected the configuration of a run, but it cannot be read ({words})") from problem
     if not isinstance(cfg, DictConfig):
-        raise UserError(f"{path}: expected the configuration of a run, but it reads as none")
+        raise UserError(f"{path}: expected the configuration of a run, but it holds none")
     return cfg
 
 
-def objective_keys(cfg: Any) -> list[str]:
+def objective_keys(cfg: DictConfig) -> list[str]:
     """The keys of its objective that a saved configuration was given beside beta, such as a study's grid gives them."""
     given = [str(override) for override in OmegaConf.select(cfg, "composed.overrides") or []]
     keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in given)
     return [key for key in keys if key.startswith("objective.") and key != BETA]
 
 
-def rows_in(cfg: Any) -> list[str]:
+def rows_in(cfg: DictConfig) -> list[str]:
     """Which layers and heads of the judge a saved configuration weighs by, in words; none for weights without any."""
     layers, heads = (list(OmegaConf.select(cfg, f"weights.{name}") or []) for name in ("layers", "heads"))
     layers = layers or [layer for layer in [OmegaConf.select(cfg, "weights.layer")] if layer is not None]
@@ -325,8 +306,8 @@ def rows_in(cfg: Any) -> list[str]:
 def setting_in(folder: Path) -> str | None:
     """The setting that a run was composed with; None when its folder does not say."""
     cfg = config_in(folder / CONFIG)
-    found = None if cfg is None else OmegaConf.select(cfg, "composed.choices.setting")
-    return None if found is None else str(found)
+    setting = None if cfg is None else OmegaConf.select(cfg, "composed.choices.setting")
+    return None if setting is None else str(setting)
 
 
 def runs_table(rows: Sequence[Mapping[str, Cell]], name: str = "runs") -> KeyedTable:

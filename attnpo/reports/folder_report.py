@@ -39,7 +39,7 @@ class Ours:
 
 
 def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], output: Path, mark: str) -> None:
-    """Nothing; prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
+    """Prints the tables of finished folders and writes them, with the studies' figures, to ``output``.
 
     ``kind``: study or run; empty goes by what each folder holds. ``printed``: CSV files, of which each study has those
     rows that are of its setting, in a table below its own (the runs likewise). UserError for a folder that holds
@@ -58,9 +58,9 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     settings = [[study.setting] for study in studies] + [[setting_in(folder) for folder in runs]] * bool(runs)
     ours = [Ours(tables[0], frozenset(filter(None, of))) for tables, of in zip(told, settings, strict=True)]
     for path in printed:
-        found, lines = put_beside(ours, path)
+        joined, lines = put_beside(ours, path)
         notes += lines
-        for tables, table in zip(told, found, strict=True):
+        for tables, table in zip(told, joined, strict=True):
             tables[1:1] = [] if table is None else [table]
     finished = [study for study in studies if study.finished]
     together = [side_by_side(finished)] if len(finished) > 1 else []
@@ -172,11 +172,11 @@ def about_rows(
 def pictures(study: StudyFolder) -> list[Section]:
     """A finished study's own figures, and every one of its runs."""
     images = [Image(path, path.stem) for path in figures(study.path)] if study.finished else []
-    found = [Section(f"{study.title}: figures", images)] if images else []
+    sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.runs:
         columns = list(study.runs[0])
-        found.append(Section(f"{study.title}: every run", [TableBlock(columns, study.runs)]))
-    return found
+        sections.append(Section(f"{study.title}: every run", [TableBlock(columns, study.runs)]))
+    return sections
 
 
 def figures(folder: Path) -> list[Path]:

@@ -1,26 +1,23 @@
 """A report's tables for the terminal, as Markdown, CSV and one page, written into the report's folder."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import DictConfig
-from rich.columns import Columns
-from rich.console import Console
-from rich.table import Table as RichTable
 
-from attnpo.display.page import Block, Paragraph, Section, TableBlock, report_page
+from attnpo.display.output import markdown, print_sections, terminal
+from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
-from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv, table_markdown, table_rich
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
+from attnpo.files import write_whole
 from attnpo.reports.finished import RUNS
 from attnpo.reports.report_config import MARK, WEIGHTS, mark_of
 from attnpo.runs.folders import make_folder
 from attnpo.schema import UserError
 
 Rows = Sequence[Mapping[str, Cell]]
-WIDTH = 190  # of a terminal that has none
 
 
 def publish(
@@ -35,46 +32,47 @@ def publish(
     by: str | None = None,
     why: str = "",
 ) -> None:
-    """Nothing; prints the tables and notes, and writes STEM.md, STEM.csv and report.html with ``sections`` below.
+    """Prints the tables and notes, and writes STEM.md, STEM.csv and report.html with ``sections`` below.
 
     The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
     column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
     may have none of ours.
     """
     notes = [*dict.fromkeys(notes), *absent(tables, why)]
-    whole, tables = tables, [for_reading(table) for table in tables]
-    console = Console(width=None if Console().is_terminal else WIDTH)
-    for table in map(narrowed, tables):
-        for heading, parts in pieces(table, by):
-            drawn = [drawn_table(name, columns, rows, table.digits) for name, columns, rows in parts]
-            console.print(heading, highlight=False, markup=False, style="bold")
-            console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
-    for line in notes:
-        console.print(f"  {line}", highlight=False, markup=False)
-    text = "\n\n".join(
-        f"## {table.title}\n\n{table_markdown(table.columns, table.rows, digits=table.digits or 3)}" for table in tables
-    )
-    said = "\n".join(f"- {line}" for line in notes)
-    blocks: list[Section] = [
-        Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits or 3)]) for table in tables
-    ]
-    remarks: list[Block] = [Paragraph(line) for line in notes]
-    page = report_page(title, [*blocks, *([Section("Notes", remarks)] if remarks else []), *sections])
-    texts = {f"{stem}.md": f"# {title}\n\n{text}\n\n{said}\n", f"{stem}.csv": joined_csv(whole), "report.html": page}
+    below = [Section("Notes", [Paragraph(line) for line in notes])] if notes else []
+    read = [for_reading(table) for table in tables]
+    console = terminal()
+    print_sections(console, [*(section for table in read for section in on_terminal(table, by)), *below])
+    told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
+    texts = {
+        f"{stem}.md": markdown([*told, *below], title),
+        f"{stem}.csv": joined_csv(tables),
+        "report.html": report_page(title, [*told, *below, *sections]),
+    }
     write_files(folder, mark, texts)
     console.print(f"  {folder}/report.html, {stem}.md, {stem}.csv", highlight=False, markup=False)
 
 
-def drawn_table(title: str, columns: Sequence[str], rows: Rows, digits: Mapping[str, int] | None) -> RichTable:
-    """A table for the console; heads break between words, names of rows do not, and no cell is cut off."""
-    heads = {name: name.replace("_", " ") for name in columns}
-    told = [{heads[name]: row.get(name) for name in columns} for row in rows]
-    decimals = {heads.get(name, name): count for name, count in (digits or {}).items()}
-    table = table_rich(list(heads.values()), told, digits=decimals, title=title)
-    for column in table.columns:
-        column.overflow = "fold"
-    table.columns[0].no_wrap = True
-    return table
+def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
+    """What is printed of a table: heads break between words, and its parts stand beside each other."""
+    table = narrowed(table)
+    heads = {name: name.replace("_", " ") for name in table.columns}
+    digits = {heads.get(name, name): count for name, count in table.digits.items()}
+    return [
+        Section(
+            heading,
+            [
+                TableBlock(
+                    [heads[name] for name in columns],
+                    [[row.get(name) for name in columns] for row in rows],
+                    name,
+                    digits,
+                )
+                for name, columns, rows in parts
+            ],
+        )
+        for heading, parts in pieces(table, by)
+    ]
 
 
 def narrowed(table: KeyedTable) -> KeyedTable:
@@ -83,8 +81,7 @@ def narrowed(table: KeyedTable) -> KeyedTable:
         return table
     first = table.rows[0]
     same = [name for name in table.columns if all(row.get(name) == first.get(name) for row in table.rows)]
-    digits = table.digits or {}
-    told = ", ".join(f"{name} {format_cell(first.get(name), digits.get(name, DEFAULT_DIGITS))}" for name in same)
+    told = ", ".join(f"{name} {format_cell(first.get(name), table.digits.get(name, DEFAULT_DIGITS))}" for name in same)
     columns = tuple(name for name in table.columns if name not in same)
     return replace(table, columns=columns, title=f"{table.title} (the same in all: {told})" if told else table.title)
 
@@ -97,7 +94,7 @@ def absent(tables: Sequence[KeyedTable], why: str = "") -> list[str]:
 
 
 def joined_csv(tables: Sequence[KeyedTable]) -> str:
-    """All tables in one CSV with the union of their columns behind one that names the table; numbers in full."""
+    """All tables in one CSV with the union of their columns after one that names the table; numbers in full."""
     columns = ["table", *dict.fromkeys(name for table in tables for name in table.columns)]
     return table_csv(columns, [{"table": table.name, **row} for table in tables for row in table.rows])
 
@@ -110,18 +107,18 @@ def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str,
     """
     if by is None or by not in table.columns or table.keys[-1] == by or table.group is None:
         return [(table.title, [("", list(table.columns), table.rows)])]
-    found: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
+    by_heading: dict[str, dict[str, list[Mapping[str, Cell]]]] = {}
     outer = [name for name in table.keys if name not in (by, table.keys[-1])]
     for row in table.rows:
         heading = ", ".join(str(row[name]) for name in [table.group, *outer])
-        found.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
+        by_heading.setdefault(heading, {}).setdefault(str(row[by]), []).append(row)
     left = [name for name in table.columns if name not in (table.group, by, *outer)]
     return [
         (
             f"{table.title}: {heading}",
             [(name, left, [{key: row.get(key) for key in left} for row in part]) for name, part in parts.items()],
         )
-        for heading, parts in found.items()
+        for heading, parts in by_heading.items()
     ]
 
 
@@ -135,7 +132,7 @@ def report_folder(cfg: DictConfig, kind: str) -> Path:
 
 
 def check_free(folder: Path, mark: str) -> None:
-    """Nothing; UserError for a folder with anything but an earlier report of the same command."""
+    """Raises UserError for a folder with anything but an earlier report of the same command."""
     try:
         names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     except OSError as problem:
@@ -153,10 +150,7 @@ def check_free(folder: Path, mark: str) -> None:
 
 
 def write_files(folder: Path, mark: str, texts: dict[str, str]) -> None:
-    """Nothing; puts the files of a report into its folder, in the place of its earlier ones."""
+    """Writes the files of a report into its folder, in the place of its earlier ones."""
     make_folder(folder)
-    (folder / MARK).write_text(json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", encoding="utf-8")
-    for name, text in texts.items():
-        part = folder / f".{name}.part"
-        part.write_text(text, encoding="utf-8")
-        shutil.move(part, folder / name)
+    for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
+        write_whole(folder / name, text)

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def report(cfg: DictConfig) -> None:
-    """Nothing; prints the tables asked for and writes them into the report's folder. UserError for what cannot be."""
+    """Prints the tables asked for and writes them into the report's folder. UserError for what cannot be."""
     if world_size() > 1:
         raise UserError(f"report was started with {world_size()} processes; it works alone: start it without torchrun")
     kind = kind_of(cfg.what)

@@ -42,7 +42,7 @@ class ReportConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.what and kind_of(self.what) == WEIGHTS and self.what != (WEIGHTS,):
-            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE behind it, got {self.what[1]!r}")
+            raise UserError(f"report weights: expected GROUP=OPTION or KEY=VALUE after it, got {self.what[1]!r}")
         if isinstance(self.layers, str) and self.layers != "all":
             raise UserError(f"layers: expected all or a list such as [1,2,1/2,last], got {self.layers!r}")
         twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]

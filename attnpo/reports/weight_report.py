@@ -74,7 +74,7 @@ class Measured:
 
 
 def weight_report(cfg: DictConfig, folder: Path) -> None:
-    """Nothing; prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
+    """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
     """
@@ -171,7 +171,7 @@ def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1,
             for example in examples.examples
         ]
         sides[side] = summarize([response_statistics(row.weights, row.length) for row in rows])
-        means = token_means(rows, by_relative=False)
+        means = token_means(rows)
         tokens[side] = [mean for mean in means if mean.count >= min_count]
         most = max([most, *(mean.count for mean in means)])
     kept = {example.pair_id for example in examples.examples}

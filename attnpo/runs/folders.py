@@ -17,7 +17,8 @@ from attnpo.machine import launcher
 from attnpo.schema import UserError
 
 STAMP = "ATTNPO_STAMP"
-STUDY_FILES = ("study.json", "results.csv", "table.md")  # what a finished study has beside its page
+TABLES = "tables.json"  # what ``report`` reads of a finished study
+STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finished study has beside its page
 
 
 def store_root(cfg: DictConfig) -> Path:

@@ -19,6 +19,7 @@ from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.display.tables import Cell
+from attnpo.files import write_whole
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
@@ -105,12 +106,12 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             ],
         )
     )
-    (folder / REPORT).write_text(report_page(folder.name, blocks), encoding="utf-8")
+    write_whole(folder / REPORT, report_page(folder.name, blocks))
     log.info("report: %s", folder / REPORT)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Cell]]:
-    """Dotted names and values below a mapping."""
+def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Cell]]:
+    """The names and values below a mapping, a name with those of the mappings around it."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name} ")

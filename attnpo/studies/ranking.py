@@ -59,7 +59,7 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
             **origin,
             "reward": spot.truth("test", "reward"),
             "win rate": spot.truth("test", "win_rate"),
-            **{f"reward at KL {level:g}": _shown(found) for level, found in levels[arm.name].items()},
+            **{f"reward at KL {level:g}": _shown(place) for level, place in levels[arm.name].items()},
             "KL": spot.truth("test", "kl"),
             "length": spot.truth("test", "length"),
             RANK: ranks.get(arm.name, NONE),
@@ -71,13 +71,13 @@ def _at_levels(outcome: Outcome, spots: list[Spot]) -> dict[float, AtKL | None]:
 
 
 def _scores(spot: Spot, levels: Mapping[float, AtKL | None]) -> list[float]:
-    """What an arm is ranked by; NaN for what it has not."""
-    at = [math.nan if found is None else found.reward for found in levels.values()]
+    """The scores an arm is ranked by; NaN for one it lacks."""
+    at = [math.nan if place is None else place.reward for place in levels.values()]
     return [spot.truth("test", "reward"), spot.truth("test", "win_rate"), *at]
 
 
-def _shown(found: AtKL | None) -> str:
-    return NONE if found is None else f"{found.reward:.3f}{'' if found.reached else ENDS}"
+def _shown(place: AtKL | None) -> str:
+    return NONE if place is None else f"{place.reward:.3f}{'' if place.reached else ENDS}"
 
 
 def ranked(scores: Mapping[str, list[float]]) -> dict[str, float]:

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from rich.console import Console
 
 from attnpo.config import build, plain
 from attnpo.display.figures import FrontierPoint, LayerPoint, frontier, layer_curve
+from attnpo.display.output import markdown, print_sections, tables_json, terminal
 from attnpo.display.page import Image, Paragraph, Section, TableBlock, report_page
-from attnpo.display.sections import markdown, print_sections
 from attnpo.display.tables import Cell, table_csv
 from attnpo.files import changed, clean, is_sealed, seal, write_whole
-from attnpo.runs.folders import STUDY_FILES
+from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.ranking import ranking_table
@@ -86,7 +85,7 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
 
 
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
-    """The names of the study's figures, those in ``tables`` included; draws its own and writes its ``report.html``.
+    """Draws the study's figures, writes ``report.html``, and returns the figures' names, those in ``tables`` included.
 
     The page begins with ``tables``.
     """
@@ -103,7 +102,7 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
         Section("Chosen points", [TableBlock(heads, runs)]),
     ]
     title = outcome.study.title or outcome.study.name
-    (outcome.folder / REPORT).write_text(report_page(title, sections), encoding="utf-8")
+    write_whole(outcome.folder / REPORT, report_page(title, sections))
     drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
     return sorted({path.name for path in drawn if isinstance(path, Path) and path.parent == outcome.folder})
 
@@ -159,35 +158,39 @@ def arms_section(outcome: Outcome) -> Section:
 
 def analysis_sections(outcome: Outcome) -> list[Section]:
     """What the study's analyses show of what they have measured; one that cannot says so and keeps the tables."""
-    found: list[Section] = []
+    sections: list[Section] = []
     for name, analysis in outcome.study.analyses.items():
         if not outcome.measured.get(name):
             continue
         try:
-            found += analysis.sections(outcome, outcome.measured[name])
+            sections += analysis.sections(outcome, outcome.measured[name])
         except Exception as error:
             log.exception("analysis %s cannot be shown", name)
-            found.append(Section(name, [Paragraph(f"FAILED analysis {name} cannot be shown: {error}", warning=True)]))
-    return found
+            sections.append(
+                Section(name, [Paragraph(f"FAILED analysis {name} cannot be shown: {error}", warning=True)])
+            )
+    return sections
 
 
 def finish_study(outcome: Outcome) -> None:
-    """Prints the study's tables and writes table.md, results.csv, study.json, the figures and report.html."""
+    """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
-    sections = [arms_section(outcome), *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
-    console = Console(width=None if Console().is_terminal else 190)
-    print_sections(console, outcome.study.title or outcome.study.name, sections)
-    write_whole(folder / "table.md", "\n\n".join(markdown(sections)) + "\n")
+    arms = arms_section(outcome)
+    sections = [arms, *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
+    console = terminal()
+    print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
+    write_whole(folder / "table.md", markdown(sections))
+    write_whole(folder / TABLES, tables_json(sections))
     write_whole(folder / "results.csv", all_points(gather(outcome.points)))
     keep_record(outcome, write_study_report(outcome, sections))
     seal(folder, only=STUDY_FILES)
-    console.print(f"  {folder}/report.html, table.md, results.csv; {outcome.seconds:.0f} s", highlight=False)
+    console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
     for place in sorted(folder.glob("points/*/best")):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
 
 
 def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
-    """Writes study.json, and removes the figures of an earlier command in the folder that are none of these.
+    """Writes study.json, and removes figures that an earlier command left in the folder.
 
     ``figures``: the names of those that belong to this one.
     """

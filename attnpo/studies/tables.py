@@ -47,7 +47,7 @@ def truth_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The heads of the fullest row, in its order; others that only some rows have come behind."""
+    """The heads of the fullest row, in its order; others that only some rows have come after."""
     fullest = max(rows, key=len)
     return list(dict.fromkeys(name for row in (fullest, *rows) for name in row))
 
@@ -64,8 +64,8 @@ def uneven_training(outcome: Outcome) -> list[str]:
 
 def trained_on(spot: Spot) -> dict[str, int | float]:
     """How many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
-    found = {"pairs": spot.input("pairs"), "steps": spot.steps}
-    return {name: int(value) if value.is_integer() else value for name, value in found.items()}
+    means = {"pairs": spot.input("pairs"), "steps": spot.steps}
+    return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
 def _inputs_of(spot: Spot, uneven: Sequence[str]) -> Row:
@@ -111,8 +111,8 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator
 
 def origins(outcome: Outcome) -> dict[str, str]:
     """Where the grid values of every arm come from, by arm; nothing where no grid of the study says it."""
-    found = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
-    return found if any(found.values()) else {}
+    by_arm = {arm.name: (arm.grid or outcome.study.grid).origin for arm in outcome.arms}
+    return by_arm if any(by_arm.values()) else {}
 
 
 def lost_row(outcome: Outcome, arm: str, world: str) -> Row:
@@ -167,7 +167,7 @@ def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
 
 NONE = "-"
-ENDS = "<"  # behind a value: no point of the arm goes as far as the level
+ENDS = "<"  # after a value: no point of the arm goes as far as the level
 NOT_EQUAL = "not at equal KL"
 SUMMARY_LEVEL = 1.0  # nats: where worlds are compared, if the study has this level
 
@@ -198,28 +198,28 @@ def _few_seeds(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], "AtLe
     """The arms whose paths stand on fewer seeds than the study has, for the note; empty if there are none."""
     every = len(all_seeds(outcome))
     few = [
-        f"{f'{world}: ' if world else ''}{name} on {len(at.found.seeds)}"
+        f"{f'{world}: ' if world else ''}{name} on {len(at.place.seeds)}"
         for world, places in chosen.items()
         for (name, _), at in places.items()
-        if at.found is not None and len(at.found.seeds) < every
+        if at.place is not None and len(at.place.seeds) < every
     ]
     return f"; on fewer seeds than the study's {every}: {', '.join(dict.fromkeys(few))}" if few else ""
 
 
 @dataclass(frozen=True)
 class AtLevel:
-    """An arm at a KL level and its difference to the control there; each None where there is none.
+    """An arm at a KL level: its place on its path and its difference to the control; each None where there is none.
 
     ``equal``: both reach the level, so that the difference is one at equal KL.
     """
 
-    found: AtKL | None
+    place: AtKL | None
     versus: Interval | None
     equal: bool = False
 
     @property
     def difference(self) -> str:
-        """The difference in words, marked where it is none at equal KL."""
+        """The difference as text, marked where the arms are not at equal KL."""
         return NONE if self.versus is None else difference_text(self.versus) + ("" if self.equal else ENDS)
 
 
@@ -230,11 +230,11 @@ def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
     for level in outcome.study.kl_levels:
         places = {name: at_kl(mine, level) for name, mine in spots.items()}
         control = places.get(outcome.study.control or "")
-        for name, found in places.items():
-            if found is None or control is None or name == outcome.study.control:
-                out[name, level] = AtLevel(found, None)
+        for name, place in places.items():
+            if place is None or control is None or name == outcome.study.control:
+                out[name, level] = AtLevel(place, None)
             else:
-                out[name, level] = AtLevel(found, difference(found, control), found.reached and control.reached)
+                out[name, level] = AtLevel(place, difference(place, control), place.reached and control.reached)
     return out
 
 
@@ -243,16 +243,16 @@ def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], At
     for name, spots in by_arm(outcome, world).items():
         row: Row = {**({"world": world} if world else {}), "arm": name}
         for level in study.kl_levels:
-            found = chosen[name, level]
+            at = chosen[name, level]
             lost = str(lost_row(outcome, name, world)["point"]) if not spots else NONE
-            row[f"KL {level:g}"] = lost if found.found is None else _reward(found.found, level)
+            row[f"KL {level:g}"] = lost if at.place is None else _reward(at.place, level)
             if study.control is not None:
-                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else found.difference
+                row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else at.difference
         yield row
 
 
-def _reward(found: AtKL, level: float) -> str:
-    return f"{found.reward:.3f}{'' if found.reached else ENDS}{'' if found.kl == level else f' ({found.kl:.2f})'}"
+def _reward(place: AtKL, level: float) -> str:
+    return f"{place.reward:.3f}{'' if place.reached else ENDS}{'' if place.kl == level else f' ({place.kl:.2f})'}"
 
 
 def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
@@ -264,11 +264,11 @@ def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], At
     for name in dict.fromkeys(arm.name for arm in outcome.arms if arm.name != study.control):
         row: Row = {"arm": name}
         for world in outcome.worlds:
-            found = chosen[world].get((name, level))
-            if found is None or found.versus is None:
+            at = chosen[world].get((name, level))
+            if at is None or at.versus is None:
                 row[world] = NONE if results[world].get(name) else str(lost_row(outcome, name, world)["point"])
             else:
-                row[world] = f"{found.difference} {verdict(found.versus) if found.equal else NOT_EQUAL}"
+                row[world] = f"{at.difference} {verdict(at.versus) if at.equal else NOT_EQUAL}"
         rows.append(row)
     note = (
         f"difference to {study.control} of the same world at KL {level:g}; helps or harms: its 95 % interval excludes "

@@ -10,7 +10,7 @@ from attnpo.theory.tables import report_text
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0; prints the tables and writes ``theory.png`` into the folder named (``outputs/theory`` by default)."""
+    """Prints the tables and writes ``theory.png`` into the folder named (``outputs/theory`` by default); returns 0."""
     study = run_study()
     path = theory_figure(study, Path(arguments[0] if arguments else "outputs/theory") / "theory.png")
     sys.stdout.write(f"{report_text(study)}\n\nfigure: {path}\n")

@@ -16,7 +16,7 @@ FREEDOM = (COLOURS[2], COLOURS[6], COLOURS[3])
 
 
 def theory_figure(study: Study, path: Path | str) -> Path:
-    """The path of a PNG with four panels."""
+    """Draws the four panels as a PNG and returns its path."""
     figure = new_figure(10.4, 7.8)
     grid = figure.subplots(2, 2)
     _optimum(grid[0, 0], study.policies)
@@ -64,7 +64,7 @@ def _dpo(axes: Axes, rows: Sequence[PolicyRow]) -> None:
 
 
 def _logs(axes: Axes, deltas: Sequence[float]) -> None:
-    """Nothing; puts both axes on logarithms, up to a total variation of 1, above which a bound says nothing."""
+    """Puts both axes on logarithms, up to a total variation of 1: no bound above it is of use."""
     axes.set(xscale="log", yscale="log", ylim=(LEAST, 1.15))
     axes.axhline(1.0, color=SOFT, linewidth=0.9)
     axes.xaxis.set_major_locator(FixedLocator(sorted(set(deltas))))

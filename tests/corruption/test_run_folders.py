@@ -370,7 +370,7 @@ shared: [callbacks=none, reference=cached, trainer.max_steps=1]
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-@pytest.mark.parametrize("file", ["table.md", "results.csv", "study.json", "digests.json"])
+@pytest.mark.parametrize("file", ["table.md", "tables.json", "results.csv", "study.json", "digests.json"])
 def test_a_damaged_study_is_not_reported(
     study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, name: str
 ) -> None:
@@ -392,7 +392,7 @@ def test_a_damaged_point_is_left_out_and_named(
     point = sorted((folder / "points").iterdir())[0]
     empty(point / file)
     if not done:
-        for name in ("table.md", "results.csv", "study.json", "digests.json"):
+        for name in ("table.md", "tables.json", "results.csv", "study.json", "digests.json"):
             (folder / name).unlink()
     assert reported(folder, tmp_path) is None
     out = " ".join(capsys.readouterr().out.split())

@@ -148,7 +148,9 @@ def test_right_to_left_rows_start_at_the_right_edge(tmp_path: Path) -> None:
 def test_no_figure_stays_open_and_pyplot_is_never_imported() -> None:
     code = (
         "import sys, tempfile, pathlib\n"
-        "from attnpo.display import *\n"
+        "from attnpo.display.figures import FrontierPoint, LayerPoint, frontier, layer_curve, training_curves\n"
+        "from attnpo.display.heat import HeatRow, HeatSide, HeatToken\n"
+        "from attnpo.display.heat_figure import heatmap_figure\n"
         "path = pathlib.Path(tempfile.mkdtemp()) / 'x.png'\n"
         "side = HeatSide((HeatToken('x', 1.0),))\n"
         "training_curves([{'step': 0, 'val/loss': .7}], path); layer_curve([LayerPoint(1, .1)], path)\n"

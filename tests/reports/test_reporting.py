@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,9 +11,12 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import check, compose
+from attnpo.display.output import read_tables, tables_json
+from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
-from attnpo.display.tables import Cell, format_cell, table_markdown
-from attnpo.reports.finished import headline, kind_in, read_study, read_tables
+from attnpo.display.tables import Cell, format_cell
+from attnpo.files import seal
+from attnpo.reports.finished import headline, kind_in, printed_tables, read_study
 from attnpo.reports.folder_report import figures
 from attnpo.reports.report import report
 from attnpo.runs.inputs import make_inputs
@@ -179,7 +183,7 @@ def test_the_page_shows_tables_and_heat_maps(world: World, tmp_path: Path) -> No
     for text in ("uniform_percent", "Token weights of the first pairs: attention L2", 'class="heat', "Account: "):
         assert text in page
     text = (tmp_path / "r" / "weights.md").read_text(encoding="utf-8")
-    assert text.count("## ") == 3 and "| attention L1 | chosen |" in text
+    assert text.count("## ") == 4 and "## Notes" in text and "| attention L1 | chosen |" in text
 
 
 @pytest.mark.parametrize(
@@ -221,13 +225,14 @@ ARMS = ["arm", "point", "reward", "95 %", "KL"]
 
 def a_study(folder: Path, rewards: dict[str, float], setting: str = "toy_1") -> Path:
     """A finished study with one table, one run per arm."""
-    rows = [["base", "", -0.25, None, 0.0]]
+    rows: list[list[Cell]] = [["base", "", -0.25, None, 0.0]]
     rows += [
         [arm, "lr 5e-05 beta 0.1", reward, f"[{reward - 1:.3f}, {reward + 1:.3f}]", 1.5]
         for arm, reward in rewards.items()
     ]
     folder.mkdir(parents=True)
-    (folder / "table.md").write_text(table_markdown(ARMS, rows, digits={"KL": 2}) + "\n\n- seeds 0\n")
+    sections = [Section("Arms", [TableBlock(ARMS, rows, digits={"KL": 2}), Paragraph("seeds 0")])]
+    (folder / "tables.json").write_text(tables_json(sections))
     (folder / "study.json").write_text(json.dumps({"kl_limit": 2.0, "digest": "d"}))
     (folder / "results.csv").write_text("arm,seed,test/reward\n" + "".join(f"{a},0,{r}\n" for a, r in rewards.items()))
     for arm, reward in rewards.items():
@@ -285,7 +290,7 @@ def test_an_unfinished_study_is_said_to_be_and_has_no_headline(
     one = a_study(tmp_path / "one", {"uniform": 0.5})
     two = a_study(tmp_path / "two", {"uniform": 0.75})
     part = a_study(tmp_path / "part", {"uniform": 0.5})
-    (part / "table.md").unlink()
+    (part / "tables.json").unlink()
     (part / "frontier.png").write_bytes(PNG)
     (part / "points" / "begun").mkdir()
     folder, page = report_on(tmp_path, [str(one), str(part), str(two)])
@@ -295,7 +300,7 @@ def test_an_unfinished_study_is_said_to_be_and_has_no_headline(
     assert [row["run"] for row in rows if row["table"] == "part"] == ["uniform-seed0-00000000"]
     assert "part: not finished, 1 of 2 begun points have a result" in capsys.readouterr().out
     assert "<figure" not in page and "part: every run" not in page
-    (two / "table.md").unlink()
+    (two / "tables.json").unlink()
     folder, _ = report_on(tmp_path / "less", [str(one), str(part), str(two)])
     assert {row["table"] for row in rows_of(folder / "study.csv")} == {"one", "part", "two"}
 
@@ -339,7 +344,7 @@ def test_printed_rows_of_the_setting_stand_below_a_study(tmp_path: Path, capsys:
     printed.write_text(PRINTED)
     folder, page = report_on(tmp_path, ["study", str(study)], f"printed={printed}")
     out = capsys.readouterr().out
-    assert before[before.index("a\n") : before.index("seeds 0")].strip() in out
+    assert before[before.index("a: Arms\n") : before.index("Notes\n")].strip() in out
     rows = rows_of(folder / "study.csv")
     ours = [{name: row[name] for name in ("table", *ARMS)} for row in rows if row["table"] == "a"]
     assert ours == rows_of(plain_folder / "study.csv") and len(ours) == 3
@@ -419,23 +424,65 @@ def test_an_unfinished_study_gives_the_points_it_has(tmp_path: Path) -> None:
     assert [row["run"] for row in study.tables[0].rows] == ["uniform-seed0-0"]
     assert not study.finished
     assert study.notes == (
-        "not finished, 1 of 2 begun points have a result, and there is no table.md: run the study's command again to "
-        "finish it",
+        "not finished, 1 of 2 begun points have a result, and there is no tables.json: run the study's command again "
+        "to finish it",
         "uniform-seed0-0: it has no digests.json, so its files are not checked",
     )
 
 
-def test_several_tables_keep_their_headings(tmp_path: Path) -> None:
-    path = tmp_path / "table.md"
-    path.write_text(
-        "## one\n\n| arm | n |\n| --- | ---: |\n| a | 1.50 |\n\n- note\n\n## two\n\n| x |\n| --- |\n| b |\n"
+@pytest.mark.parametrize("points", [True, False])
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_study_of_an_older_version_is_read_from_its_points(tmp_path: Path, points: bool, sealed: bool) -> None:
+    """Its tables stand in Markdown alone, which is not parsed; without points there is nothing to read."""
+    study = a_study(tmp_path / "a", {"uniform": 0.5})
+    (study / "tables.json").unlink()
+    (study / "table.md").write_text("## Arms\n\n| arm | reward |\n| --- | ---: |\n| uniform | 0.500 |\n")
+    if sealed:
+        seal(study, only=("study.json", "results.csv", "table.md"))
+    if not points:
+        shutil.rmtree(study / "points")
+        with pytest.raises(UserError, match=r"expected the folder of a finished study \(.*tables\.json"):
+            read_study(study)
+        return
+    read = read_study(study)
+    assert not read.finished and [row["reward"] for row in read.tables[0].rows] == [0.5]
+    assert read.notes[0] == (
+        "of an older version, 1 of 1 begun points have a result, and there is no tables.json: run the study's command "
+        "again to write it"
     )
-    tables, notes = read_tables(path)
-    assert [(table.title, table.keys, table.digits) for table in tables] == [
-        ("one", ("arm",), {"n": 2}),
-        ("two", ("x",), {}),
+    (study / "table.md").write_text("| arm |")
+    if sealed:
+        with pytest.raises(UserError, match=r"table\.md is not as it was written"):
+            read_study(study)
+
+
+def test_tables_are_read_back_as_they_were_printed(tmp_path: Path) -> None:
+    """The file holds full numbers; a report shows what the study showed, text where a column is not all numbers."""
+    numbers: list[list[Cell]] = [["a", 1.501, 3, 2.0, math.nan], ["b", None, 4, "-", 5e-7]]
+    sections = [
+        Section("one", [TableBlock(["arm", "n", "k", "rank", "lr"], numbers, digits={"n": 2}), Paragraph("note")]),
+        Section("two", [TableBlock(["x"], [["|"]], caption="within")]),
     ]
-    assert tables[0].rows[0]["n"] == 1.5 and notes == ["note"]
+    path = tmp_path / "tables.json"
+    path.write_text(tables_json(sections))
+    read = read_tables(path)
+    assert tables_json(read) == path.read_text() and "1.501" in path.read_text()
+    tables, notes = printed_tables(path)
+    assert [(table.title, table.keys, table.digits) for table in tables] == [
+        ("one", ("arm",), {"n": 2, "k": 0, "lr": 0}),
+        ("within", ("x",), {}),
+    ]
+    one, two = tables[0].rows
+    assert (one["n"], one["k"], one["rank"]) == (1.5, 3, "2.000") and math.isnan(float(str(one["lr"])))
+    assert (two["n"], two["rank"], two["lr"], notes) == (None, "-", 5e-7, ["note"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"sections": [{"title": "t"}]}', '{"sections": []}'])
+def test_a_file_without_tables_is_refused(tmp_path: Path, text: str) -> None:
+    study = a_study(tmp_path / "a", {"uniform": 0.5})
+    (study / "tables.json").write_text(text)
+    with pytest.raises(UserError, match=r"tables\.json: expected the tables of a study"):
+        read_study(study)
 
 
 def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
@@ -450,7 +497,7 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "result.json").write_text("{")
     assert kind_in(tmp_path / "broken") == "run"
-    with pytest.raises(UserError, match="expected the result of a run, but it reads as none"):
+    with pytest.raises(UserError, match="expected the result of a run, but it cannot be read"):
         report_on(tmp_path, [str(tmp_path / "broken")])
     assert not (tmp_path / "r").exists()
 

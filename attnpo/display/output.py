@@ -1,0 +1,126 @@
+"""Sections as text: on a terminal, in Markdown, and as JSON that is read back; their page is ``page.report_page``."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console
+
+from attnpo.display.page import Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
+from attnpo.display.tables import DEFAULT_DIGITS, format_cell, ordered_cells, table_markdown, table_rich
+from attnpo.schema import UserError
+
+WIDTH = 190  # columns, where the output is no terminal
+
+
+def terminal() -> Console:
+    """The console that tables are printed to."""
+    return Console(width=None if Console().is_terminal else WIDTH)
+
+
+def print_sections(console: Console, sections: Sequence[Section]) -> None:
+    """Prints the sections as text: titles right above tables, figures as the names of their files.
+
+    Tables without text between them stand beside each other where the console is wide enough.
+    """
+    for section in sections:
+        parts, heading = list(_parts(section)), section.title
+        for tables, lines in parts:
+            if heading and (tables or not any(shown for shown, _ in parts)):
+                console.print(heading, highlight=False, markup=False, style="bold")
+                heading = ""
+            drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in tables]
+            if drawn:
+                console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
+            for line in lines:
+                console.print(f"  {line}", highlight=False, markup=False)
+
+
+def markdown(sections: Sequence[Section], title: str = "") -> str:
+    """The sections in Markdown, below ``title`` if there is one; text in lists."""
+    parts = [f"# {title}"] if title else []
+    for section in sections:
+        parts.append(f"## {section.title}")
+        for tables, lines in _parts(section):
+            for table in tables:
+                parts += [table.caption] if table.caption else []
+                parts.append(table_markdown(table.columns, table.rows, digits=table.digits))
+            parts += ["\n".join(f"- {line}" for line in lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
+    """The section's tables and lines of text in order: tables that follow each other, or the text between them."""
+    for _, group in groupby(section.blocks, lambda block: isinstance(block, TableBlock)):
+        blocks = list(group)
+        tables = [block for block in blocks if isinstance(block, TableBlock)]
+        yield tables, [line for block in blocks for line in _lines(block)]
+
+
+def _lines(block: Block) -> list[str]:
+    """A block as lines of text; none for tables and HTML."""
+    match block:
+        case Paragraph(text):
+            return [text]
+        case KeyValues(values, digits):
+            return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]
+        case Preformatted(text):
+            return text.splitlines()
+        case Image(source, caption) if not isinstance(source, bytes):
+            return [f"{caption}: {source}" if caption else str(source)]
+        case _:
+            return []
+
+
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def tables_json(sections: Sequence[Section]) -> str:
+    """The sections as JSON: of each its title, its tables with the numbers in full, its other text line by line."""
+    told = [
+        {
+            "title": section.title,
+            "tables": [_table_json(block) for block in section.blocks if isinstance(block, TableBlock)],
+            "notes": [line for block in section.blocks for line in _lines(block)],
+        }
+        for section in sections
+    ]
+    return json.dumps({"sections": told}, indent=1) + "\n"
+
+
+def _table_json(table: TableBlock) -> dict[str, object]:
+    digits = table.digits
+    decimals = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in table.columns]
+    rows = ordered_cells(table.columns, table.rows)
+    return {"caption": table.caption, "columns": list(table.columns), "decimals": decimals, "rows": rows}
+
+
+def read_tables(path: Path) -> list[Section]:
+    """The sections in a file that ``tables_json`` wrote, each with its tables and below them its lines of text.
+
+    UserError for a file that holds none.
+    """
+    try:
+        sections = [
+            Section(
+                str(section["title"]),
+                [
+                    *(
+                        TableBlock(
+                            table["columns"],
+                            table["rows"],
+                            table["caption"],
+                            dict(zip(table["columns"], table["decimals"], strict=True)),
+                        )
+                        for table in section["tables"]
+                    ),
+                    *(Paragraph(line) for line in section["notes"]),
+                ],
+            )
+            for section in json.loads(path.read_text(encoding="utf-8"))["sections"]
+        ]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(f"{path}: expected the tables of a study, but they cannot be read ({problem!r})") from problem
+    return sections
