@@ -1,6 +1,7 @@
 """Who may import whom: DESIGN section 2, read off the syntax trees."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,6 +122,20 @@ def broken_rule(where: str, room: str, dotted: str, lazy: bool, package: str) ->
     if top in HEAVY and room in LIGHT_FILES and not lazy:
         return f"{top} at the top of {where}, which has to start fast"
     return ""
+
+
+def test_the_map_names_every_room_and_files_that_are_there() -> None:
+    """docs/how_it_fits.md."""
+    text = (PACKAGE.parent / "docs/how_it_fits.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)?(?:\.py|/))`", text))
+    named -= {"attnpo/", "tests/test_layering.py"}
+    rooms = {
+        f"{path.name}/" if path.is_dir() else path.name for path in PACKAGE.glob("[a-z]*") if path.name != "py.typed"
+    }
+    assert [name for name in sorted(named) if not (PACKAGE / name).exists()] == []
+    assert rooms - named == set()
+    way = [line for line in text.splitlines() if re.match(r"\d\. ", line)]
+    assert len(way) == 8 and all(".py`" in line for line in way)
 
 
 def circles(package: Path) -> list[list[str]]:
