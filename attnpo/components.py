@@ -30,6 +30,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import is_user_error, missing_package
+from attnpo.files import Json
 
 ABSENT = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
@@ -55,6 +56,11 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
     """A remark with the name nearest to ``word``; empty if none is near."""
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def required(path: str) -> str:
+    """The problem of a value that the user must give."""
+    return f"{path}: required; give {path}=VALUE"
 
 
 def _describe(hint: Any) -> str:
@@ -197,6 +203,7 @@ class Reader:
         self.complete = complete  # a value that is still ??? is a problem
         self.problems: list[str] = []
         self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
+        self.missing: list[str] = []  # keys that are still ???
 
     def refuse(self, problem: str) -> Any:
         """ABSENT, with ``problem`` noted."""
@@ -208,8 +215,9 @@ class Reader:
         if value is ABSENT:
             return ABSENT
         if isinstance(value, str) and value == MISSING:
+            self.missing.append(path)
             if self.complete:
-                return self.refuse(f"{path}: required; give {path}=VALUE")
+                return self.refuse(required(path))
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         origin = get_origin(hint)
         container = origin or hint
@@ -270,6 +278,7 @@ class Reader:
             result = attempt.read(value, member, path)
             if not attempt.problems:
                 self.unread.update(attempt.unread)
+                self.missing += attempt.missing
                 return result
         return self.mismatch(value, _describe(hint), path)
 
@@ -292,7 +301,7 @@ class Reader:
         """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
-            return self.refuse(f"{key}: required; give {key}=VALUE")
+            return self.refuse(required(key))
         if not _may_import(dotted):
             return self.refuse(
                 f"{key}: expected a class of attnpo, got {dotted}; a configuration is code that is run: set the "
@@ -340,3 +349,26 @@ class Reader:
         if callable(unread):
             self.unread.update({join(path, key): reason for key, reason in unread().items()})
         return built
+
+
+def as_values(component: object) -> dict[str, Json]:
+    """A component as its configuration would say it: its keys with ``_target_``, enums by value."""
+    kind = type(component)
+    keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
+
+
+def _as_value(value: object) -> Json:
+    if dataclasses.is_dataclass(value):
+        return as_values(value)
+    if isinstance(value, Enum):
+        return _spelling(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_value(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _fields(component: object) -> tuple[dataclasses.Field[object], ...]:
+    return dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

@@ -10,7 +10,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+else:  # the tests' type checker (beartype) fails on an alias that refers to itself
+    Json = None | bool | int | float | str | list | dict
+"""What a JSON text can hold."""
 
 SEAL = "digests.json"
 RECORD = "digest"
