@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -30,7 +30,7 @@ from attnpo.components import MISSING as MISSING
 from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
 from attnpo.files import Json
 
-Composed = TypeVar("Composed", bound="Root")
+SomeRoot = TypeVar("SomeRoot", bound="Root")
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
@@ -204,17 +204,17 @@ class Root:
     composed: Composition = field(default_factory=Composition)
     values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def with_value(self, key: str, value: Json | tuple[Json, ...]) -> Self:
+    def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
         """The same with another value at the dotted ``key``, in its component and in ``values``."""
         names = key.split(".")
-        made: Self = _changed(self, names, value)
+        made: SomeRoot = _changed(self, names, value)
         plain_value = list(value) if isinstance(value, tuple) else value
         object.__setattr__(made, "values", _changed(self.values, names, plain_value))
         return made
 
-    def with_component(self, key: str, component: object) -> Self:
+    def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
         """The same with another component at the key ``key`` of the root."""
-        made: Self = _changed(self, [key], component)
+        made: SomeRoot = _changed(self, [key], component)
         object.__setattr__(made, "values", {**self.values, key: as_values(component)})
         return made
 
@@ -242,7 +242,12 @@ def check(cfg: DictConfig, *, complete: bool = True) -> None:
     _report(_read(cfg, complete)[1])
 
 
-def load(cfg: DictConfig, *, complete: bool = False) -> Any:
+def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
+    """The typed root of the configuration ``name`` with ``overrides`` applied: ``typed(compose(...))``."""
+    return typed(compose(name, overrides, config_dir))
+
+
+def typed(cfg: DictConfig, *, complete: bool = False) -> Any:
     """The typed root of ``cfg``, whose ``_target_`` says which ``Root`` it is, built once for all rooms.
 
     Raises UserError like ``check``. ``complete=False`` lets texts pass that are still ``???``; they stand for
@@ -358,14 +363,14 @@ def _shown(cfg: DictConfig, key: str) -> str:
 
 
 def run_entry(
-    main: Callable[[Composed], int | None],
+    main: Callable[[SomeRoot], int | None],
     config_name: str,
     argv: Sequence[str] | None,
     description: str,
     example: str,
     *,
     positional: str | None = None,
-    complete: Callable[[Composed], bool] = lambda cfg: False,
+    complete: Callable[[SomeRoot], bool] = lambda cfg: False,
 ) -> int:
     """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
@@ -387,12 +392,12 @@ def run_entry(
 
 
 def _run(
-    main: Callable[[Composed], int | None],
+    main: Callable[[SomeRoot], int | None],
     name: str,
     argv: list[str],
     parser: _Arguments,
     positional: str | None,
-    complete: Callable[[Composed], bool],
+    complete: Callable[[SomeRoot], bool],
 ) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
@@ -418,14 +423,14 @@ def _run(
             "start one group of processes per job without -m"
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
-    roots: list[tuple[Composed, dict[str, str]]] = [_whole(ready(job), complete) for job in jobs]
+    roots: list[tuple[SomeRoot, dict[str, str]]] = [_whole(ready(job), complete) for job in jobs]
     _note_idle([_idle(root.composed.overrides, unread) for root, unread in roots])
     if not options.multirun:
         return main(roots[0][0]) or 0
     return _each(main, [(" ".join(job), root) for job, (root, _) in zip(jobs, roots, strict=True)])
 
 
-def _whole(cfg: DictConfig, complete: Callable[[Composed], bool]) -> tuple[Composed, dict[str, str]]:
+def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> tuple[SomeRoot, dict[str, str]]:
     """The typed root of a job and its keys without effect; UserError also for values that ``complete`` asks for."""
     root, problems, reader = _read(cfg, complete=False)
     if not problems and reader.missing and (root is ABSENT or complete(root)):
@@ -452,7 +457,7 @@ def _note_idle(jobs: Sequence[Mapping[str, str]]) -> None:
             _log.warning("warning: %s has no effect: %s", key, why)
 
 
-def _each(main: Callable[[Composed], int | None], jobs: Sequence[tuple[str, Composed]]) -> int:
+def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, SomeRoot]]) -> int:
     failed = []
     for number, (job, cfg) in enumerate(jobs, start=1):
         _log.info("job %d of %d: %s", number, len(jobs), job)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import CONFIG_DIR, build, check, compose, groups
+from attnpo.config import CONFIG_DIR, check, groups, load
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config
 from attnpo.studies.study import Study, expand_arms
@@ -31,12 +31,12 @@ NO_TRANSFORM = {"faithfulness": "Controls: the measure brings its own"}
 @cache
 def composed(experiment: str, setting: str) -> DictConfig:
     """An experiment on a setting; composed once, so it must not be changed."""
-    return compose("fit", [f"experiment={experiment}", f"setting={setting}"])
+    return load("fit", [f"experiment={experiment}", f"setting={setting}"])
 
 
 @cache
 def study_of(experiment: str, setting: str) -> Study:
-    made = build(composed(experiment, setting).study)
+    made = composed(experiment, setting).study
     assert isinstance(made, Study)
     return made
 
@@ -202,16 +202,16 @@ def test_the_commands_of_the_header_are_sound(experiment: str) -> None:
         assert f"experiment={experiment}" in overrides
         if any(word in "".join(overrides) for word in ("SETTING", "FOLDER")):
             continue
-        cfg = compose("fit", overrides)
+        cfg = load("fit", overrides)
         check(cfg, complete=False)
         if any(word.startswith("study.") for word in overrides):  # the arms are composed from the same overrides
-            study = build(cfg.study)
+            study = cfg.study
             arm_config(cfg, study, next(iter(study.arms.values())))
 
 
 def test_keys_of_the_study_reach_its_points() -> None:
-    cfg = compose("fit", ["experiment=layer_sweep", "study.layers=[last]", "study.seeds=2", "seed=5"])
-    study = build(cfg.study)
+    cfg = load("fit", ["experiment=layer_sweep", "study.layers=[last]", "study.seeds=2", "seed=5"])
+    study = cfg.study
     assert (study.layers, study.seeds) == (("last",), 2)
     arms = [arm for arm in expand_arms(study, 4) if arm.layer is not None]
     assert [arm.name for arm in arms] == ["attention L4"]

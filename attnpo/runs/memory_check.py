@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PretrainedConfig
 
-from attnpo.config import compose, groups, load
+from attnpo.config import groups, load
 from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
@@ -91,7 +91,7 @@ def alternatives(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig) -> I
     folder = cfg.composed.config_dir
     for option in groups(folder).get("hardware", []):
         try:
-            other: RunConfig = load(compose("fit", [*given, f"hardware={option}"], folder))
+            other: RunConfig = load("fit", [*given, f"hardware={option}"], folder)
         except UserError:  # its keys contradict those given
             continue
         other = other.with_value("model.path", spec.path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import compose, load, plain
+from attnpo.config import compose, plain, typed
 from attnpo.files import Json, clean
 from attnpo.runs.identity import LAYERS, below, files_of, paths_of, result_of
 from attnpo.runs.settings import LAYER, is_auto
@@ -32,7 +32,7 @@ class Composed:
     @cached_property
     def config(self) -> FitConfig:
         """Its typed root. UserError when it cannot be built."""
-        root: FitConfig = load(self.raw)
+        root: FitConfig = typed(self.raw)
         return root
 
     def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":

@@ -10,7 +10,7 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from attnpo.config import compose, load
+from attnpo.config import load
 from attnpo.console import end_with_parent
 from attnpo.runs.identity import source_digest
 from attnpo.runs.inputs import forget, remembering
@@ -132,7 +132,7 @@ def run_point(
     level = root.level
     root.setLevel(logging.INFO)
     try:
-        cfg: RunConfig = load(compose("fit", list(overrides), config_dir))
+        cfg: RunConfig = load("fit", overrides, config_dir)
         if store is not None:
             cfg = cfg.with_value("store", store)
         cfg = cfg.with_value("resume", "auto")  # the folder is named by all that moves a number

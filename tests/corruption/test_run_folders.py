@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import files, fit, generate, report
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.files import file_digest
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.resume import RESULT
@@ -122,7 +122,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 @cache
 def composed(entry: str, *overrides: str) -> DictConfig:
-    return compose(entry, list(overrides))
+    return load(entry, list(overrides))
 
 
 def answer(command: Callable[[], object]) -> str | None:
@@ -412,9 +412,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answered(model: Path, prompts: Path, output: Path) -> str | None:
     more = ("sampling.max_new_tokens=2", "trainer.accelerator=cpu")
-    cfg = compose(
-        "generate", [f"model.path={model}", f"data.path={prompts}", f"output={output / 'answers.jsonl'}", *more]
-    )
+    cfg = load("generate", [f"model.path={model}", f"data.path={prompts}", f"output={output / 'answers.jsonl'}", *more])
     return answer(lambda: generate.main(cfg))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import check, compose
+from attnpo.config import check, load
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell, format_cell, table_markdown
 from attnpo.reports.finished import headline, kind_in, read_study, read_tables
@@ -30,7 +30,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def asked(what: list[str], *overrides: str) -> DictConfig:
     """A composed and checked report."""
-    cfg = compose("report", list(overrides))
+    cfg = load("report", list(overrides))
     OmegaConf.update(cfg, "what", what)
     check(cfg, complete=False)
     return cfg

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import build, compose, groups
+from attnpo.config import groups, load
 from attnpo.runs.identity import numbers_of, result_of
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config, check_distinct, check_user, counted, point_folder
@@ -23,7 +23,7 @@ DEPTH = 4  # layers of the testbed's base
 @cache
 def composed(*overrides: str) -> DictConfig:
     """A composed configuration, which must not be changed."""
-    return compose("fit", list(overrides))
+    return load("fit", list(overrides))
 
 
 def expanded(cfg: DictConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], DictConfig]]:
@@ -47,7 +47,7 @@ def expanded(cfg: DictConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, 
 def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     """In the first of its worlds; what the others set is set by no arm (tests/test_experiments.py)."""
     cfg = composed(f"study={name}", "setting=testbed")
-    whole: Study = build(cfg.study)
+    whole: Study = cfg.study
     study = replace(whole, worlds=dict(list(whole.worlds.items())[:1]))
     arms, made = expanded(cfg, study)
     check_user(cfg, study)
@@ -80,7 +80,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
     experiment, override = given.split()
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
-        check_user(cfg, build(cfg.study))
+        check_user(cfg, cfg.study)
     assert "study=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -98,7 +98,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
 )
 def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
     cfg = composed(*given.split())
-    check_user(cfg, build(cfg.study))
+    check_user(cfg, cfg.study)
 
 
 # ------------------------------------------------------------------------------------------------ equal arms

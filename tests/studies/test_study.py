@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import build, compose
+from attnpo.config import load
 from attnpo.runs.folders import run_folder
 from attnpo.schema import UserError
 from attnpo.studies import bases, workers
@@ -353,7 +353,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
 ) -> None:
     for known in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(known, raising=False)
-    cfg = compose("fit", ["experiment=layer_sweep", "seeds=1"])
+    cfg = load("fit", ["experiment=layer_sweep", "seeds=1"])
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     expected = f"started with 2 processes by {name}.*{re.escape(instead)} -m attnpo.fit experiment=layer_sweep seeds=1`"
@@ -361,7 +361,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
         run_folder(cfg)
     with pytest.raises(UserError, match=expected):
         run_study(cfg, tmp_path / "out")
-    single = compose("fit", ["experiment=layer_sweep", "study=none", "name=x"])
+    single = load("fit", ["experiment=layer_sweep", "study=none", "name=x"])
     assert run_folder(single).name == "x"
 
 
@@ -458,7 +458,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
         record.write_bytes(sound.replace(b"1.5", b"1.6"))
     else:
         DAMAGES[name](record)
-    basis = make_basis(cfg, build(cfg.study), 0, "short", folder=folder / "out")
+    basis = make_basis(cfg, cfg.study, 0, "short", folder=folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
     assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]
