@@ -148,7 +148,7 @@ def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeyp
     """The package's own digest does not see it."""
     monkeypatch.syspath_prepend(str(tmp_path))
     cfg = load("fit", ["setting=testbed", "study=none", "weights=uniform"])
-    OmegaConf.update(cfg, "transforms.mine", {"_target_": "my_transforms.Mine"}, force_add=True)
+    cfg.values["transforms"] = {"mine": {"_target_": "my_transforms.Mine"}}  # what is read alone; it is not built
     point = Point(Arm("arm", ()), (), 0)
     found = []
     for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):

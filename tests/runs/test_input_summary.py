@@ -93,12 +93,12 @@ def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch
     [([], 1), (["trainer.devices='3'"], 3), (["trainer.devices='0,1'", "trainer.num_nodes=2"], 4)],
 )
 def test_planned_processes(overrides: list[str], processes: int) -> None:
-    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *overrides])) == processes
+    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *overrides]).trainer) == processes
 
 
 def test_processes_already_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert planned_processes(load("fit")) == 8
+    assert planned_processes(load("fit").trainer) == 8
 
 
 def test_sizes_are_for_readers() -> None:

@@ -87,7 +87,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     cfg = inputs.context.cfg
     settings = cfg.callbacks
     result = {**RESULT, "inputs": example_statistics(inputs)}
-    logger = build(make_config(inputs, *TRACKED).logger)
+    logger = make_config(inputs, *TRACKED).logger
     with open_loggers(logger, folder, {}) as loggers:
         loggers[-1].log_metrics({"train/loss": 0.6}, step=2)
         publish_run(loggers, inputs, result, settings, folder)

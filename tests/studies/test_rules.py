@@ -35,9 +35,9 @@ def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, ca
     study = cfg.study
     check_user(cfg, study)
     with caplog.at_level("INFO"):
-        configs = {name: arm_config(cfg, study, overrides)[0] for name, overrides in study.arms.items()}
+        configs = {name: arm_config(cfg, study, overrides).config for name, overrides in study.arms.items()}
     assert configs["AttentionPO"].weights.layer == 2
-    assert "layer" not in configs["uniform (DPO)"].weights
+    assert not hasattr(configs["uniform (DPO)"].weights, "layer")
     assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
 
 
@@ -57,7 +57,7 @@ def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
 
 def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
-    _, overrides = arm_config(cfg, cfg.study, ["weights=uniform"])
+    overrides = arm_config(cfg, cfg.study, ["weights=uniform"]).overrides
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 

@@ -244,7 +244,8 @@ def test_a_point_is_what_its_overrides_say(
     """Shared overrides, then the user's, then the point's own; its folder is named after it."""
     cfg, _, folder = study
     point, result = outcome[0].points[1]
-    config, overrides = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    made = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    config, overrides = made.config, made.overrides
     assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
     assert "study=tiny" not in overrides and "weights=attention" in overrides
@@ -259,13 +260,14 @@ def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
     cfg, _, folder = study
     point = outcome[0].points[1][0]
     arm = arm_config(cfg, outcome[0].study, point.arm.overrides)
-    config, _ = point_config(arm, point)
-    other, _ = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0))
+    config = point_config(arm, point).config
+    other = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0)).config
     place = point_folder(folder, point, config, {"model": "m"})
     assert point_folder(folder, point, other, {"model": "m"}) != place
     assert point_folder(folder, point, config, {"model": "n"}) != place
-    moved = config.copy()
-    moved.model.path, moved.data.path, moved.store, moved.output = "a", "b", "c", "d"
+    moved = config
+    for key, value in (("model.path", "a"), ("data.path", "b"), ("store", "c"), ("output", "d")):
+        moved = moved.with_value(key, value)
     assert point_folder(folder, point, moved, {"model": "m"}) == place
 
 

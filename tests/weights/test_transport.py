@@ -223,7 +223,7 @@ def test_the_config_builds_an_online_source_of_factors() -> None:
     assert (source.kind, source.signed, source.tokens) == (Kind.FACTOR, False, "train")
     assert source.statistics == {"hidden"} and not source.requires and not is_neutral(source)
     assert source.resolve(3) == source
-    unread = build(cfg).unread()
+    unread = cfg.unread()
     assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
     assert not any(key.startswith(("weights", "objective")) for key in unread)
 
