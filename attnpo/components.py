@@ -32,6 +32,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import is_user_error, missing_package
+from attnpo.files import Json
 
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
@@ -57,6 +58,11 @@ def did_you_mean(word: str, names: Sequence[str], prefix: str = "") -> str:
     """A remark with the name nearest to ``word``; empty if none is near."""
     close = difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def required(path: str) -> str:
+    """The problem of a value that the user must give."""
+    return f"{path}: required; give {path}=VALUE"
 
 
 def _describe(hint: object) -> str:
@@ -126,7 +132,7 @@ def _parameters(target: type) -> dict[str, bool]:
     """Each field of a dataclass with whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        for field in dataclasses.fields(target)
+        for field in sorted(dataclasses.fields(target), key=lambda field: bool(field.kw_only))  # a base's own come last
         if field.init
     }
 
@@ -230,8 +236,8 @@ class Reader:
     def __init__(self, *, complete: bool = True) -> None:
         self.complete = complete  # a value that is still ??? is a problem
         self.problems: list[str] = []
-        self.missing: list[str] = []  # values that are still ??? and cannot stand for themselves
         self.unread: dict[str, str] = {}  # keys without effect in this combination, with the reason
+        self.missing: list[str] = []  # keys that are still ???
 
     def refuse(self, problem: str) -> object:
         """Notes ``problem`` and returns ABSENT."""
@@ -243,13 +249,10 @@ class Reader:
         if value is ABSENT:
             return ABSENT
         if isinstance(value, str) and value == MISSING:
-            required = f"{path}: required; give {path}=VALUE"
+            self.missing.append(path)
             if self.complete:
-                return self.refuse(required)
-            if hint is str:
-                return MISSING  # text can stand for itself until the value is known
-            self.missing.append(required)
-            return ABSENT
+                return self.refuse(required(path))
+            return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
         origin = get_origin(hint)
         container = origin or hint
         if inspect.isclass(hint) and hint in _ACCEPTED:
@@ -316,6 +319,7 @@ class Reader:
             result = attempt.read(value, member, path)
             if not attempt.problems:
                 self.unread.update(attempt.unread)
+                self.missing += attempt.missing
                 return result
         return self.mismatch(value, _describe(hint), path)
 
@@ -338,7 +342,7 @@ class Reader:
         """The component that a node with ``_target_`` names; its package and its role are checked before it is made."""
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
-            return self.refuse(f"{key}: required; give {key}=VALUE")
+            return self.refuse(required(key))
         if not _may_import(dotted):
             return self.refuse(
                 f"{key}: expected a class of attnpo, got {dotted}; a configuration is code that is run: set the "
@@ -386,3 +390,26 @@ class Reader:
         if callable(unread):
             self.unread.update({join(path, key): reason for key, reason in unread().items()})
         return built
+
+
+def as_values(component: object) -> dict[str, Json]:
+    """A component as its configuration would say it: its keys with ``_target_``, enums by value."""
+    kind = type(component)
+    keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
+    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
+
+
+def _as_value(value: object) -> Json:
+    if dataclasses.is_dataclass(value):
+        return as_values(value)
+    if isinstance(value, Enum):
+        return _spelling(value)
+    if isinstance(value, Mapping):
+        return {str(key): _as_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_value(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _fields(component: object) -> tuple[dataclasses.Field[object], ...]:
+    return dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

@@ -11,10 +11,11 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,14 +25,17 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, join, resolve
+from attnpo.components import ABSENT, Reader, as_values, at_their_origin, did_you_mean, join, required, resolve
+from attnpo.components import MISSING as MISSING
 from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
+from attnpo.files import Json
+
+SomeRoot = TypeVar("SomeRoot", bound="Root")
 
 CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 # --------------------------------------------------------------------------------------------- paths
@@ -181,22 +185,97 @@ def _report(problems: list[str]) -> None:
         raise user_error(f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems))
 
 
-def check(cfg: DictConfig, *, complete: bool = True) -> None:
-    """Checks that every component of ``cfg`` can be built as it stands.
+@dataclass(frozen=True)
+class Composition:
+    """What a configuration was composed of: overrides, the user's own folder, the option chosen of every group."""
 
-    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). Raises one UserError with all
-    problems, each under the key the user types. ``complete=False`` lets values that are still ``???`` pass.
+    overrides: tuple[str, ...] = ()
+    config_dir: Path | None = None
+    choices: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """The typed root of a configuration, which every room takes its components from.
+
+    ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
     """
-    _report(_read(cfg, complete)[0])
+
+    composed: Composition = field(default_factory=Composition)
+    values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:
+        """The same with another value at the dotted ``key``, in its component and in ``values``."""
+        names = key.split(".")
+        made: SomeRoot = _changed(self, names, value)
+        plain_value = list(value) if isinstance(value, tuple) else value
+        object.__setattr__(made, "values", _changed(self.values, names, plain_value))
+        return made
+
+    def with_component(self: SomeRoot, key: str, component: object) -> SomeRoot:
+        """The same with another component at the key ``key`` of the root."""
+        made: SomeRoot = _changed(self, [key], component)
+        object.__setattr__(made, "values", {**self.values, key: as_values(component)})
+        return made
+
+    def below(self, key: str) -> dict[str, Json]:
+        """The plain values of the node ``key``."""
+        node = self.values[key]
+        return dict(node) if isinstance(node, dict) else {}
 
 
-def _read(cfg: DictConfig, complete: bool) -> tuple[list[str], dict[str, str]]:
-    """The problems of a configuration, and its keys that have no effect with the reasons."""
+def _changed(node: Any, names: Sequence[str], value: object) -> Any:
+    """A copy of a dataclass or mapping with another value at the end of ``names``."""
+    if not names:
+        return value
+    if isinstance(node, Mapping):
+        return {**node, names[0]: _changed(node.get(names[0], {}), names[1:], value)}
+    return replace(node, **{names[0]: _changed(getattr(node, names[0]), names[1:], value)})
+
+
+def check(cfg: DictConfig, *, complete: bool = True) -> None:
+    """Raises one UserError with all problems of ``cfg``, each under the key the user types.
+
+    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). ``complete=False`` lets values
+    that are still ``???`` pass.
+    """
+    _report(_read(cfg, complete)[1])
+
+
+def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
+    """The typed root of the configuration ``name`` with ``overrides`` applied: ``typed(compose(...), ITS_CLASS)``."""
+    return typed(compose(name, overrides, config_dir), Root)
+
+
+def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+    """``cfg`` as its typed root of the class ``kind``, built once for all rooms.
+
+    Texts that are still ``???`` stand for themselves; any other such value, and whatever ``check`` reports, is a
+    UserError.
+    """
+    root, problems, reader = _read(cfg, complete=False)
+    _report(problems or [required(path) for path in reader.missing if root is ABSENT])
+    return _of_kind(root, kind)
+
+
+def _of_kind(root: object, kind: type[SomeRoot]) -> SomeRoot:
+    if not isinstance(root, kind):
+        raise user_error(
+            f"configuration: expected a {kind.__name__} as _target_ of its root, got {type(root).__name__}"
+        )
+    return root
+
+
+def _read(cfg: DictConfig, complete: bool) -> tuple[object, list[str], Reader]:
+    """The typed root of a configuration (ABSENT where it cannot be built), its problems, and what read it."""
     _register_resolvers()
     reader = Reader(complete=complete)
     origins: dict[str, str] = {}
-    reader.read(resolve(cfg, "", reader.problems, origins), Any, "")
-    return at_their_origin(reader.problems, origins), reader.unread
+    values = cast(dict[str, Json], resolve(cfg, "", reader.problems, origins))
+    root = reader.read(values, Any, "")
+    if isinstance(root, Root):
+        object.__setattr__(root, "values", values)
+    return root, at_their_origin(reader.problems, origins), reader
 
 
 def idle_overrides(cfg: DictConfig) -> dict[str, str]:
@@ -204,9 +283,12 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
 
     What reads a key is known to the components: see ``unread`` in ``attnpo.components``.
     """
-    unread = _read(cfg, complete=False)[1]
+    return _idle(cfg.get("composed", {}).get("overrides", []), _read(cfg, complete=False)[2].unread)
+
+
+def _idle(overrides: Iterable[str], unread: Mapping[str, str]) -> dict[str, str]:
     idle = {}
-    for override in cfg.get("composed", {}).get("overrides", []):
+    for override in overrides:
         key = override.partition("=")[0].lstrip("+~")
         reason = next((why for path, why in unread.items() if key == path or key.startswith(f"{path}.")), None)
         if reason is not None:
@@ -214,43 +296,34 @@ def idle_overrides(cfg: DictConfig) -> dict[str, str]:
     return idle
 
 
-@overload
-def build(node: DictConfig, kind: type[_T], *, complete: bool = True) -> _T: ...
-@overload
-def build(node: object) -> Any: ...
-def build(node: object, kind: object = Any, *, complete: bool = True) -> object:
+def build(node: object) -> Any:
     """The component of one ``_target_`` node of a composed configuration, nested components included.
 
-    ``kind`` is the class it must be of: ``build(cfg, RunConfig)`` is the whole configuration as one typed component.
-    ``complete=False`` keeps text that is still ``???``. Raises UserError like ``check``.
+    Raises UserError like ``check``.
     """
     _register_resolvers()
-    reader = Reader(complete=complete)
+    reader = Reader()
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
-    origins: dict[str, str] | None = None if path else {}
-    value = resolve(node, path, reader.problems, origins)
+    value = resolve(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
-    built = reader.component(value, kind, path)
-    problems = reader.problems or (reader.missing if built is ABSENT else [])
-    _report(at_their_origin(problems, origins or {}))
+    built = reader.component(value, Any, path)
+    _report(reader.problems)
     return built
 
 
-def plain(cfg: DictConfig) -> dict[str, Any]:
+def plain(cfg: DictConfig) -> dict[str, Json]:
     """``cfg`` as resolved dicts and lists, ``???`` kept. Raises UserError for interpolations that lead nowhere."""
     _register_resolvers()
     problems: list[str] = []
-    values = cast(dict[object, Any], resolve(cfg, "", problems))
+    values = cast(dict[str, Json], resolve(cfg, "", problems))
     _report(problems)
-    return {str(key): value for key, value in values.items()}
+    return values
 
 
-def save(cfg: DictConfig, path: Path) -> None:
-    """Writes ``cfg``, resolved, to the YAML file ``path``, making its folder."""
-    text = OmegaConf.to_yaml(OmegaConf.create(plain(cfg)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def as_yaml(values: Mapping[str, Json]) -> str:
+    """Plain values as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
 # --------------------------------------------------------------------------------------------- command line
@@ -298,21 +371,21 @@ def _shown(cfg: DictConfig, key: str) -> str:
 
 
 def run_entry(
-    main: Callable[[DictConfig], int | None],
+    main: Callable[[SomeRoot], int | None],
     config_name: str,
     argv: Sequence[str] | None,
     description: str,
     example: str,
     *,
     positional: str | None = None,
-    complete: Callable[[DictConfig], bool] = lambda cfg: False,
+    complete: Callable[[SomeRoot], bool] = lambda cfg: False,
 ) -> int:
     """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
-    Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), checks it and calls ``main``.
-    ``positional`` names a key that takes the arguments which are no overrides, as a list. ``complete`` says whether
-    nothing may be ``???`` any more before ``main`` (by default main may still fill values in). An exception with an
-    ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
+    Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), reads it as its typed root and
+    calls ``main`` with that. ``positional`` names a key that takes the arguments which are no overrides, as a list.
+    ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
+    An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
     parser = _arguments(config_name, description, example, positional)
 
@@ -327,12 +400,12 @@ def run_entry(
 
 
 def _run(
-    main: Callable[[DictConfig], int | None],
+    main: Callable[[SomeRoot], int | None],
     name: str,
     argv: list[str],
     parser: _Arguments,
     positional: str | None,
-    complete: Callable[[DictConfig], bool],
+    complete: Callable[[SomeRoot], bool],
 ) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
@@ -353,32 +426,45 @@ def _run(
     if options.cfg:
         sys.stdout.write(_shown(ready(overrides), options.cfg))
         return 0
-    if not options.multirun:
-        cfg = ready(overrides)
-        check(cfg, complete=complete(cfg))
-        _note_idle([cfg])
-        return main(cfg) or 0
-    if world_size() > 1:
+    if options.multirun and world_size() > 1:
         raise user_error(
             f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
             "start one group of processes per job without -m"
         )
-    jobs = [(" ".join(job), ready(job)) for job in expand(overrides, options.config_dir)]
-    for _, cfg in jobs:
-        check(cfg, complete=complete(cfg))
-    _note_idle([cfg for _, cfg in jobs])
-    return _each(main, jobs)
+    jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
+    roots: list[tuple[SomeRoot, dict[str, str]]] = [_whole(ready(job), complete) for job in jobs]
+    _note_idle([_idle(root.composed.overrides, unread) for root, unread in roots])
+    if not options.multirun:
+        return main(roots[0][0]) or 0
+    return _each(main, [(" ".join(job), root) for job, (root, _) in zip(jobs, roots, strict=True)])
 
 
-def _note_idle(configs: Sequence[DictConfig]) -> None:
+def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> tuple[SomeRoot, dict[str, str]]:
+    """The typed root of a job and its keys without effect; UserError also for values that ``complete`` asks for."""
+    root, problems, reader = _read(cfg, complete=False)
+    if not problems and reader.missing and (root is ABSENT or complete(cast(SomeRoot, root))):
+        problems = [required(path) for path in reader.missing]
+    _report(problems)
+    return cast(SomeRoot, _of_kind(root, Root)), reader.unread  # the entry point's own class, as its _target_ says
+
+
+def _is_path(word: str) -> bool:
+    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
+    try:
+        return Path(word).exists()
+    except OSError:
+        return False
+
+
+def _note_idle(jobs: Sequence[Mapping[str, str]]) -> None:
     """Warns once of every key given on the command line that has an effect in none of the jobs."""
-    idle = [{override.partition("=")[0]: why for override, why in idle_overrides(cfg).items()} for cfg in configs]
+    idle = [{override.partition("=")[0]: why for override, why in job.items()} for job in jobs]
     for key, why in idle[0].items():
         if all(key in other for other in idle):
             _log.warning("warning: %s has no effect: %s", key, why)
 
 
-def _each(main: Callable[[DictConfig], int | None], jobs: Sequence[tuple[str, DictConfig]]) -> int:
+def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, SomeRoot]]) -> int:
     failed = []
     for number, (job, cfg) in enumerate(jobs, start=1):
         _log.info("job %d of %d: %s", number, len(jobs), job)

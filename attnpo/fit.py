@@ -7,13 +7,13 @@ from attnpo.console import hear_signals, leads, leave
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from omegaconf import DictConfig
+    from attnpo.studies.fit_config import FitConfig
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
 
 
-def main(cfg: "DictConfig") -> int:
+def main(cfg: "FitConfig") -> int:
     """0 when everything ran; 1 when a point, a world or an analysis of a study failed.
 
     Raises:
@@ -23,12 +23,14 @@ def main(cfg: "DictConfig") -> int:
     from attnpo.locks import locked
     from attnpo.runs.folders import make_folder, run_folder
     from attnpo.runs.startup import announce
+    from attnpo.studies.fit_config import require_one_process
 
+    require_one_process(cfg)
     folder = run_folder(cfg)
     announce("fit", cfg, folder)
     if leads():
         make_folder(folder)
-    with locked(folder, float(cfg.lock_timeout), leading=leads()):
+    with locked(folder, cfg.lock_timeout, leading=leads()):
         try:
             return _work(cfg, folder)
         finally:
@@ -43,7 +45,7 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _work(cfg: "DictConfig", folder: "Path") -> int:
+def _work(cfg: "FitConfig", folder: "Path") -> int:
     from attnpo.runs.resume import refuse_taken
     from attnpo.runs.run import run
     from attnpo.studies.report import finish_study, publish_study

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from attnpo.answers.answering import AnswerConfig
 
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/ or last/, a hub name) into a JSONL file; resumable."
 EXAMPLE = "python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl sampling.temperature=0"
 
 
-def main(cfg: "DictConfig") -> int:
+def main(cfg: "AnswerConfig") -> int:
     """0; the path of the answers is printed."""
     from attnpo.answers.answering import answer_prompts
 

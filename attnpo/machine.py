@@ -13,10 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from attnpo import __version__
-from attnpo.config import build
 from attnpo.console import launched, local_rank
 from attnpo.schema import UserError
 from attnpo.training.settings import TrainerSettings
@@ -29,10 +26,10 @@ if TYPE_CHECKING:
 EVERY = ("auto", "-1")
 
 
-def planned_processes(cfg: DictConfig) -> int:
+def planned_processes(settings: TrainerSettings) -> int:
     """How many processes will train: those that were started, else what trainer.devices and num_nodes ask for."""
     started = launched()
-    return wanted_processes(build(cfg.trainer)) if started is None else started[0]
+    return wanted_processes(settings) if started is None else started[0]
 
 
 def wanted_processes(settings: TrainerSettings) -> int:
@@ -155,11 +152,11 @@ def launcher() -> tuple[str, str]:
     return "a launcher that sets WORLD_SIZE", "env -u WORLD_SIZE -u RANK "
 
 
-def device_of(cfg: DictConfig) -> "torch.device":
+def device_of(accelerator: str) -> "torch.device":
     """Where models that are not trained run: the GPU of this process if ``trainer.accelerator`` allows one."""
     import torch
 
-    if cfg.trainer.accelerator == "cpu" or not torch.cuda.is_available():
+    if accelerator == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
@@ -202,14 +199,14 @@ def version_line() -> str:
     return f"versions: attnpo {own} " + " ".join(f"{name} {version}" for name, version in found.items())
 
 
-def machine_line(cfg: DictConfig) -> str:
+def machine_line(settings: TrainerSettings, seed: int) -> str:
     """Devices, processes, threads and seed."""
     import torch
 
-    processes = planned_processes(cfg)
-    threads = cfg.trainer.threads or torch.get_num_threads()
+    processes = planned_processes(settings)
+    threads = settings.threads or torch.get_num_threads()
     names = ["cpu"]
-    if cfg.trainer.accelerator != "cpu" and torch.cuda.is_available():
+    if settings.accelerator != "cpu" and torch.cuda.is_available():
         names = [torch.cuda.get_device_name(place) for place in range(torch.cuda.device_count())]
     devices = ", ".join(dict.fromkeys(f"{names.count(name)} x {name}" if len(names) > 1 else name for name in names))
-    return f"devices: {devices}; processes {processes}; CPU threads per process {threads}; seed {cfg.seed}"
+    return f"devices: {devices}; processes {processes}; CPU threads per process {threads}; seed {seed}"

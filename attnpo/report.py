@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from attnpo.reports.report_config import ReportConfig
 
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts a paper's numbers of the same model below ours.
@@ -18,7 +18,7 @@ Tables from the store and from finished folders; printed=FILE.csv puts a paper's
 EXAMPLE = "python -m attnpo.report weights layers=[1,2,3,4]"
 
 
-def main(cfg: "DictConfig") -> int:
+def main(cfg: "ReportConfig") -> int:
     """0; tables are printed, and written into a folder under ``output``."""
     from attnpo.reports.report import report
 
@@ -26,7 +26,7 @@ def main(cfg: "DictConfig") -> int:
     return 0
 
 
-def complete(cfg: "DictConfig") -> bool:
+def complete(cfg: "ReportConfig") -> bool:
     """Whether nothing may be open any more: statistics of weights need a model and data."""
     return list(cfg.what[:1]) == ["weights"] and cfg.prepare is None
 

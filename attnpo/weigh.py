@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from attnpo.runs.run_config import RunConfig
 
 DESCRIPTION = "Capture judge weights (and with reference=cached the reference's log-probs) into the store; resumable."
 EXAMPLE = "torchrun --nproc-per-node 2 -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS"
 
 
-def main(cfg: "DictConfig") -> int:
+def main(cfg: "RunConfig") -> int:
     """0; what was found and what was computed is logged."""
     from attnpo.runs.startup import announce
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library
 
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
@@ -380,7 +380,7 @@ TINY_PIPELINE = [*TINY, "--vocab", "256", "--pairs", "4", "--step", "2", "--micr
 def in_process(command: list[str]) -> str:
     """A run of ours without the process around it."""
     assert command[:3] == [sys.executable, "-m", "attnpo.fit"]
-    cfg = compose("fit", command[3:])
+    cfg = load("fit", command[3:])
     run(cfg, Path(cfg.output) / cfg.name)
     return ""
 

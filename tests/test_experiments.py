@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import CONFIG_DIR, build, check, compose, groups
+from attnpo.config import CONFIG_DIR, groups, load
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config
 from attnpo.studies.study import Study, expand_arms
@@ -31,12 +31,12 @@ NO_TRANSFORM = {"faithfulness": "Controls: the measure brings its own"}
 @cache
 def composed(experiment: str, setting: str) -> DictConfig:
     """An experiment on a setting; composed once, so it must not be changed."""
-    return compose("fit", [f"experiment={experiment}", f"setting={setting}"])
+    return load("fit", [f"experiment={experiment}", f"setting={setting}"])
 
 
 @cache
 def study_of(experiment: str, setting: str) -> Study:
-    made = build(composed(experiment, setting).study)
+    made = composed(experiment, setting).study
     assert isinstance(made, Study)
     return made
 
@@ -69,7 +69,7 @@ def test_every_study_of_the_paper_is_here() -> None:
 
 @pytest.mark.parametrize(("experiment", "setting"), on(*SETTINGS))
 def test_an_experiment_composes_and_checks(experiment: str, setting: str) -> None:
-    check(composed(experiment, setting), complete=False)
+    assert composed(experiment, setting).study is not None
 
 
 @pytest.mark.parametrize("setting", ["testbed", *PAPER])
@@ -90,9 +90,8 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
                 if given in seen:
                     continue
                 seen.add(given)
-                made, _ = arm_config(cfg, study, arm.overrides, world)
                 try:
-                    check(made, complete=False)
+                    made = arm_config(cfg, study, arm.overrides, world).config
                 except UserError as error:
                     raise AssertionError(f"{experiment}, {world}, {arm.name}: {error}") from error
                 assert made.study is None
@@ -106,7 +105,7 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
 @pytest.mark.parametrize("setting", PAPER)
 def test_a_study_of_the_testbeds_knobs_is_refused_elsewhere(experiment: str, setting: str) -> None:
     with pytest.raises(UserError, match=rf"study {experiment}: .*worlds.*prepare"):
-        check(composed(experiment, setting), complete=False)
+        composed(experiment, setting)
 
 
 @pytest.mark.parametrize("setting", PAPER)
@@ -202,22 +201,22 @@ def test_the_commands_of_the_header_are_sound(experiment: str) -> None:
         assert f"experiment={experiment}" in overrides
         if any(word in "".join(overrides) for word in ("SETTING", "FOLDER")):
             continue
-        cfg = compose("fit", overrides)
-        check(cfg, complete=False)
+        cfg = load("fit", overrides)
         if any(word.startswith("study.") for word in overrides):  # the arms are composed from the same overrides
-            study = build(cfg.study)
+            study = cfg.study
             arm_config(cfg, study, next(iter(study.arms.values())))
 
 
 def test_keys_of_the_study_reach_its_points() -> None:
-    cfg = compose("fit", ["experiment=layer_sweep", "study.layers=[last]", "study.seeds=2", "seed=5"])
-    study = build(cfg.study)
+    cfg = load("fit", ["experiment=layer_sweep", "study.layers=[last]", "study.seeds=2", "seed=5"])
+    study = cfg.study
     assert (study.layers, study.seeds) == (("last",), 2)
     arms = [arm for arm in expand_arms(study, 4) if arm.layer is not None]
     assert [arm.name for arm in arms] == ["attention L4"]
-    made, overrides = arm_config(cfg, study, arms[0].overrides)
+    arm = arm_config(cfg, study, arms[0].overrides)
+    made = arm.config
     assert (made.study, made.weights.layer, made.seed) == (None, 4, 5)
-    assert not any(word.startswith("study.") for word in overrides)
+    assert not any(word.startswith("study.") for word in arm.overrides)
 
 
 METHODS = [
@@ -268,7 +267,7 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
     for name, overrides in study.worlds.items():
         keys = {item.partition("=")[0] for item in overrides}
         assert bool(keys) == (name != "plain") and not keys & own
-        made, _ = arm_config(cfg, study, ["weights=uniform"], name)
+        made = arm_config(cfg, study, ["weights=uniform"], name).config
         steps[name] = made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs
         assert made.seed == cfg.seed
     assert steps == {**dict.fromkeys(study.worlds, 96), "few pairs": 72, "style words": 72}

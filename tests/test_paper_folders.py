@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import build, check, compose
+from attnpo.config import check, load
 from attnpo.reports.folder_report import letters
 from attnpo.studies.study import expand_arms
 
@@ -84,7 +84,7 @@ def test_the_commands_are_sound(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         made.add(keys.get("name", ""))
         if "setting" in keys or entry == "fit":
             settings.add(keys.get("setting", "testbed"))
-        cfg = compose(entry, overrides)
+        cfg = load(entry, overrides)
         if entry == "report":
             cfg.what = [word for word in words if "=" not in word]
         check(cfg, complete=False)
@@ -121,8 +121,8 @@ def test_printed_rows_name_arms_of_the_studies_under_their_setting(name: str) ->
     for setting in {row["setting"] for row in rows}:
         arms = {"base"}
         for words in studies:
-            cfg = compose("fit", [f"setting={setting}" if word.startswith("setting=") else word for word in words])
-            arms |= set() if cfg.study is None else {arm.name for arm in expand_arms(build(cfg.study), LAYERS)}
+            cfg = load("fit", [f"setting={setting}" if word.startswith("setting=") else word for word in words])
+            arms |= set() if cfg.study is None else {arm.name for arm in expand_arms(cfg.study, LAYERS)}
         assert {row["arm"] for row in rows if row["setting"] == setting} <= arms
     assert all(letters(row["base_model"]) == letters(row["setting"]) for row in rows)
     said = {method: arm for method, arm in re.findall(r"^\| (.+?) \| (.+) \|$", text_of(name), re.MULTILINE)}

@@ -7,12 +7,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from attnpo.config import build, check, compose, expand
+from attnpo.config import expand, load
 from attnpo.runs import settings
-from attnpo.runs.identity import numbers_of
+from attnpo.runs.identity import flat, numbers_of
 from attnpo.studies.arms import yaml_value
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import Study
 
 FOLDER = Path(__file__).resolve().parents[1] / "experiments" / "sweeps"
@@ -72,8 +73,7 @@ def test_every_run_is_a_sound_command(path: Path, monkeypatch: pytest.MonkeyPatc
     commands = expanded(path)
     assert len(commands) == len({tuple(command) for command in commands}) > 1
     for command in [commands[0], commands[-1]] if path.stem in METHODS else commands:
-        cfg = compose("fit", command)
-        check(cfg, complete=False)
+        cfg = load("fit", command)
         assert cfg.study is None and cfg.logger.wandb is not None
 
 
@@ -92,9 +92,8 @@ def test_a_sweep_runs_locally_as_the_same_grid(path: Path) -> None:
 def test_a_sweep_names_the_study_of_the_same_axes(path: Path) -> None:
     """The study's arms hold every layer and weight source of the sweep, its grids every beta."""
     _, overrides = said(path)
-    cfg = compose("fit", overrides)
-    check(cfg, complete=False)
-    study = build(cfg.study)
+    cfg = load("fit", overrides)
+    study = cfg.study
     betas = {beta for grid in (study.grid, *study.grids.values()) for beta in grid.beta}
     choices = {override for arm in study.arms.values() for override in arm}
     layers = {f"weights.layer={layer}" for layer in study.layers}
@@ -114,7 +113,7 @@ def test_a_sweep_names_the_study_of_the_same_axes(path: Path) -> None:
 @cache
 def main_results(setting: str) -> Study:
     """The study of all methods on a setting."""
-    made = build(compose("fit", ["experiment=main_results", f"setting={setting}"]).study)
+    made = load("fit", ["experiment=main_results", f"setting={setting}"]).study
     assert isinstance(made, Study)
     return made
 
@@ -126,18 +125,18 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
     assert study.grid_of(METHODS[name]) == other.grid_of(METHODS[name])
     (values,) = study.grid_of(METHODS[name]).overrides()
     shared = ["study=none", *(word for word in study.shared if not word.startswith("trainer."))]
-    row = compose("fit", [f"setting={LLAMAS[0]}", *shared, *study.arms[METHODS[name]], *values])
+    row = load("fit", [f"setting={LLAMAS[0]}", *shared, *study.arms[METHODS[name]], *values])
     found = [run for run in expanded(FOLDER / f"{name}.yaml") if all(_set(row, word) for word in run if "." in word)]
     assert len(found) == 1
     machine = ("setting=", "hardware=", "optimizer=adamw8bit")  # what lets it run somewhere
     words = [word for word in found[0] if word != ACCOUNT and not word.startswith(machine)]
-    assert numbers_of(compose("fit", [f"setting={LLAMAS[0]}", *words])) == numbers_of(row)
+    assert numbers_of(load("fit", [f"setting={LLAMAS[0]}", *words])) == numbers_of(row)
 
 
-def _set(cfg: DictConfig, word: str) -> bool:
+def _set(cfg: FitConfig, word: str) -> bool:
     """Whether a configuration has what an override sets."""
     key, _, text = word.partition("=")
-    return bool(OmegaConf.select(cfg, key) == yaml_value(text))
+    return bool(flat(cfg.values).get(key) == yaml_value(text))
 
 
 @pytest.mark.parametrize("setting", LLAMAS)

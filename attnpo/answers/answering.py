@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
-from attnpo.config import RUNS_ROOT, build
+from attnpo.config import RUNS_ROOT, Root
 from attnpo.data.prompts import Prompt, PromptSet, PromptSource
 from attnpo.locks import locked
 from attnpo.models.spec import ModelSpec
@@ -57,8 +55,8 @@ class AnswerRules:
 
 
 @dataclass(frozen=True)
-class AnswerConfig:
-    """The whole of what ``attnpo.generate`` composes; built only to check keys and types before anything is loaded."""
+class AnswerConfig(Root):
+    """The whole of what ``attnpo.generate`` composes."""
 
     model: ModelSpec
     data: PromptSource
@@ -123,7 +121,7 @@ def chat_generator(model: "PreTrainedModel", chat: "ChatFormat", rules: AnswerRu
 # ------------------------------------------------------------------------------------------------ the command
 
 
-def answer_prompts(cfg: DictConfig) -> Path:
+def answer_prompts(cfg: AnswerConfig) -> Path:
     """The file with the answers that a config of ``attnpo.generate`` asks for; computes those it lacks.
 
     In a job of several processes each answers its share into a part; the last one merges them.
@@ -134,9 +132,7 @@ def answer_prompts(cfg: DictConfig) -> Path:
     """
     from attnpo.console import process
 
-    rules: AnswerRules = build(cfg.answers)
-    sampling: Sampling = build(cfg.sampling)
-    source: PromptSource = build(cfg.data)
+    rules, sampling, source = cfg.answers, cfg.sampling, cfg.data
     if rules.per_prompt > 1 and sampling.temperature == 0:
         raise UserError(
             f"answers.per_prompt={rules.per_prompt} with sampling.temperature=0 gives one answer {rules.per_prompt} "
@@ -147,7 +143,7 @@ def answer_prompts(cfg: DictConfig) -> Path:
         return _answer(cfg, rules, sampling, source, file)
 
 
-def _answer(cfg: DictConfig, rules: AnswerRules, sampling: Sampling, source: PromptSource, file: AnswerFile) -> Path:
+def _answer(cfg: AnswerConfig, rules: AnswerRules, sampling: Sampling, source: PromptSource, file: AnswerFile) -> Path:
     from attnpo.models.generate import Request
 
     model, chat = _open_model(cfg)
@@ -177,20 +173,20 @@ def _answer(cfg: DictConfig, rules: AnswerRules, sampling: Sampling, source: Pro
     return file.path
 
 
-def output_path(cfg: DictConfig) -> Path:
+def output_path(cfg: AnswerConfig) -> Path:
     """``output``, or a file in a folder named after the model and the prompts."""
     if cfg.output is not None:
-        return Path(str(cfg.output)).expanduser()
-    model, data = Path(str(cfg.model.path)), Path(str(cfg.data.path))
+        return Path(cfg.output).expanduser()
+    model, data = Path(cfg.model.path), Path(cfg.data.path)
     # RUN/best and organisation/model: the last part alone does not say which.
     parts = [*(part for part in model.parts[-2:] if part.strip("./~")), data.name.partition(".")[0]]
     if not data.suffix:  # a folder or a hub name, which hold several splits
-        parts.append(str(cfg.data.split))
-    named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", str(cfg.data.rows))])])
+        parts.append(cfg.data.split)
+    named = "-".join([*parts, *([] if cfg.data.rows is None else [re.sub(r"[^0-9%]+", "_", cfg.data.rows)])])
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
-def _open_model(cfg: DictConfig) -> tuple[ModelSpec, "ChatFormat"]:
+def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, "ChatFormat"]:
     """The model's description and chat format; no weights are read."""
     from transformers.utils import logging as quiet
 
@@ -199,9 +195,9 @@ def _open_model(cfg: DictConfig) -> tuple[ModelSpec, "ChatFormat"]:
     from attnpo.text.chat import ChatFormat
 
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if cfg.model.get("lora") is not None:
+    if cfg.model.lora is not None:
         raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
-    model: ModelSpec = build(cfg.model)
+    model = cfg.model
     folder = Path(model.path).expanduser()
     inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
     if inside and not (folder / "config.json").is_file():
@@ -244,14 +240,14 @@ def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, 
     }
 
 
-def _load(cfg: DictConfig, model: ModelSpec) -> "PreTrainedModel":
+def _load(cfg: AnswerConfig, model: ModelSpec) -> "PreTrainedModel":
     from attnpo.machine import device_of
     from attnpo.models.loading import load_model
 
     loaded = load_model(
         model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
     )
-    loaded.to(device_of(cfg))  # type: ignore[arg-type]
+    loaded.to(device_of(cfg.trainer.get("accelerator", "auto")))  # type: ignore[arg-type]
     return loaded
 
 

@@ -5,15 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
 from attnpo.files import write_whole
 from attnpo.reports.finished import RUNS
-from attnpo.reports.report_config import MARK, WEIGHTS, mark_of
+from attnpo.reports.report_config import MARK, WEIGHTS, ReportConfig, mark_of
 from attnpo.runs.folders import make_folder
 from attnpo.schema import UserError
 
@@ -122,12 +120,12 @@ def pieces(table: KeyedTable, by: str | None) -> list[tuple[str, list[tuple[str,
     ]
 
 
-def report_folder(cfg: DictConfig, kind: str) -> Path:
+def report_folder(cfg: ReportConfig, kind: str) -> Path:
     """The folder of a report under ``output``: ``name``, else its kind, the setting and a digest of the command."""
-    output = Path(str(cfg.output))
+    output = Path(cfg.output)
     if cfg.name is not None:
-        return output / str(cfg.name)
-    setting = f"-{cfg.composed.get('choices', {}).get('setting', 'setting')}" if kind == WEIGHTS else ""
+        return output / cfg.name
+    setting = f"-{cfg.composed.choices.get('setting', 'setting')}" if kind == WEIGHTS else ""
     return output / f"{kind or 'report'}{setting}-{mark_of(cfg)[:8]}"
 
 

@@ -4,23 +4,21 @@ import logging
 import shlex
 from pathlib import Path
 
-from omegaconf import DictConfig
-
 from attnpo.console import world_size
 from attnpo.locks import locked
 from attnpo.reports.output import check_free, report_folder
-from attnpo.reports.report_config import WEIGHTS, files, kind_of, mark_of
+from attnpo.reports.report_config import WEIGHTS, ReportConfig, files, kind_of, mark_of
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 
 
-def report(cfg: DictConfig) -> None:
+def report(cfg: ReportConfig) -> None:
     """Prints the tables asked for and writes them into the report's folder. UserError for what cannot be."""
     if world_size() > 1:
         raise UserError(f"report was started with {world_size()} processes; it works alone: start it without torchrun")
     kind = kind_of(cfg.what)
-    given = [*cfg.what, *cfg.composed.get("overrides", [])]
+    given = [*cfg.what, *cfg.composed.overrides]
     log.info("%s", shlex.join(["python", "-m", "attnpo.report", *map(str, given)]))
     folder = report_folder(cfg, kind)
     with locked(folder, float(cfg.lock_timeout)):
@@ -28,7 +26,7 @@ def report(cfg: DictConfig) -> None:
         _write_report(cfg, kind, folder)
 
 
-def _write_report(cfg: DictConfig, kind: str, folder: Path) -> None:
+def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
     if kind == WEIGHTS:
         from attnpo.reports.weight_report import weight_report
 

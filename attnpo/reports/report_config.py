@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from attnpo.config import plain
 from attnpo.schema import UserError, digest
-from attnpo.studies.fit_config import RunConfig
+from attnpo.studies.fit_config import FitConfig
 
 WEIGHTS, STUDY, RUN = "weights", "study", "run"
 KINDS = (WEIGHTS, STUDY, RUN)
@@ -28,7 +25,7 @@ OF_FOLDERS = ("what", "printed", "name", "output", "lock_timeout", "composed")
 
 
 @dataclass(frozen=True)
-class ReportConfig(RunConfig):
+class ReportConfig(FitConfig):
     """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
 
     what: tuple[str, ...] = ()
@@ -59,7 +56,7 @@ class ReportConfig(RunConfig):
         if not self.what:
             return {}
         if kind_of(self.what) != WEIGHTS:
-            names = [item.name for item in fields(self) if item.name not in OF_FOLDERS]
+            names = [item.name for item in fields(self) if item.init and item.name not in OF_FOLDERS]
             return dict.fromkeys(names, "finished folders are read as they are")
         return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing")}
 
@@ -83,6 +80,6 @@ def files(printed: Sequence[str] | str) -> list[Path]:
 # ------------------------------------------------------------------------------------------------ folder
 
 
-def mark_of(cfg: DictConfig) -> str:
+def mark_of(cfg: ReportConfig) -> str:
     """Digest of everything a command asks for: what tells its folder from those of others."""
-    return digest({key: value for key, value in plain(cfg).items() if key not in PLACES})[:16]
+    return digest({key: value for key, value in cfg.values.items() if key not in PLACES})[:16]

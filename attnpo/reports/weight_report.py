@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from attnpo.analysis.weight_stats import (
     ResponseStats,
@@ -25,7 +24,7 @@ from attnpo.analysis.weight_stats import (
     token_means,
     token_rows,
 )
-from attnpo.config import build, plain
+from attnpo.config import as_yaml
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
@@ -36,7 +35,7 @@ from attnpo.display.printed import KeyedTable, PrintedTable, beside, counterpart
 from attnpo.display.tables import Cell
 from attnpo.machine import versions
 from attnpo.reports.output import publish
-from attnpo.reports.report_config import files, mark_of
+from attnpo.reports.report_config import ReportConfig, files, mark_of
 from attnpo.runs.auto_layer import at_layers, settle_layer
 from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.inputs import Inputs, encode, read_pairs
@@ -73,7 +72,7 @@ class Measured:
     heat: list[HeatRow]
 
 
-def weight_report(cfg: DictConfig, folder: Path) -> None:
+def weight_report(cfg: ReportConfig, folder: Path) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
@@ -86,17 +85,16 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
         for made in each_weights(context, pairs, encoded, asked_layers(context, cfg.layers))
     ]
     piece = context.tokenizer.convert_ids_to_tokens
-    tables = weight_tables(
-        measured, model_label(context), lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top
-    )
+    model = model_label(context, cfg.label)
+    tables = weight_tables(measured, model, lambda token: str(piece(token)), min_count=cfg.min_count, top=cfg.top)
     notes = notes_on(context, measured, cfg)
     below: list[list[KeyedTable]] = [[] for _ in tables]
-    for path in files(plain(cfg)["printed"]):
+    for path in files(cfg.printed):
         printed = read_printed(path, KEYS)
         place = counterpart(tables, printed)
-        mine = rows_on(printed, model_label(context))
+        mine = rows_on(printed, model)
         below[place] += [beside(tables[place], mine)] if mine.rows else []
-        notes += left_out(printed, mine, model_label(context))
+        notes += left_out(printed, mine, model)
     tables[1] = shortened(tables[1], cfg.top)
     shown = [one for table, joined in zip(tables, below, strict=True) for one in (table, *joined)]
     sections = [
@@ -108,10 +106,10 @@ def weight_report(cfg: DictConfig, folder: Path) -> None:
         *(Section(f"Account: {one.label}", [KeyValues(one.account)]) for one in measured),
         Section(
             "Versions and configuration",
-            [KeyValues(versions()), Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(context.cfg))))],
+            [KeyValues(versions()), Preformatted(as_yaml(context.cfg.values))],
         ),
     ]
-    heading = f"Token weights: {model_label(context)}"
+    heading = f"Token weights: {model}"
     publish(heading, shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
 
 
@@ -125,8 +123,8 @@ def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list
     """
     if not layers:
         return [None]
-    name = context.cfg.composed.get("choices", {}).get("weights")
-    if "layer" not in context.cfg.weights:
+    name = context.cfg.composed.choices.get("weights")
+    if not hasattr(context.cfg.weights, "layer"):
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
     depth = run_judge(context).num_layers
     return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
@@ -138,7 +136,7 @@ def each_weights(
     """The weights of each layer on the training examples, one after the other; the judge is asked at most once."""
     chosen = [layer for layer in layers if layer is not None]
     if len(chosen) > 1:
-        source: WeightSource = build(context.cfg.weights)
+        source: WeightSource = context.cfg.weights
         if not set(chosen) <= set(source.capture_layers(run_judge(context).num_layers)):
             weigh(at_layers(context, chosen[0], chosen), encoded)  # store_layers: selected would judge once per layer
     for layer in layers:
@@ -149,8 +147,8 @@ def each_weights(
 
 def examples_of(context: RunContext, encoded: EncodedSet, weighed: Weighed) -> ExampleSet:
     """The training examples of a run with these weights."""
-    transforms = [build(node) for node in context.cfg.transforms.values()]
-    align: AlignRules = build(context.cfg.align)
+    transforms = list(context.cfg.transforms.values())
+    align: AlignRules = context.cfg.align
     fitted = fit_transforms(transforms, encoded, weighed.source, weighed.captured, weighed.layers, align)
     return prepare_examples(encoded, weighed.source, weighed.captured, align, weighed.layers, fitted)
 
@@ -259,24 +257,24 @@ def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, 
 
 def weights_label(context: RunContext, weighed: Weighed) -> str:
     """What the tables call these weights: the option, its layer, the transforms."""
-    name = str(context.cfg.composed.get("choices", {}).get("weights", type(weighed.source).__name__))
-    if "layer" in context.cfg.weights:
+    name = str(context.cfg.composed.choices.get("weights", type(weighed.source).__name__))
+    if hasattr(context.cfg.weights, "layer"):
         rows = weighed.source.wanted()
         name += " " + "+".join(f"L{row.layer}H{row.head}" if isinstance(row, HeadRow) else f"L{row}" for row in rows)
     return " + ".join([name, *map(str, context.cfg.transforms)])
 
 
-def model_label(context: RunContext) -> str:
+def model_label(context: RunContext, label: str | None) -> str:
     """What the tables call the model whose weights these are: ``label``, else the judge's own name, else the setting's.
 
     A model that ``prepare`` built has no name of its own.
     """
     cfg = context.cfg
-    if cfg.label is not None:
-        return str(cfg.label)
+    if label is not None:
+        return label
     if cfg.judge.path is None and context.prepared:
-        return str(cfg.composed.get("choices", {}).get("setting", "prepared"))
-    return Path(str(cfg.judge.path or context.model.path)).name
+        return cfg.composed.choices.get("setting", "prepared")
+    return Path(cfg.judge.path or context.model.path).name
 
 
 def rows_on(printed: PrintedTable, model: str) -> PrintedTable:
@@ -300,7 +298,7 @@ def left_out(printed: PrintedTable, mine: PrintedTable, model: str) -> list[str]
     ]
 
 
-def notes_on(context: RunContext, measured: Sequence[Measured], cfg: DictConfig) -> list[str]:
+def notes_on(context: RunContext, measured: Sequence[Measured], cfg: ReportConfig) -> list[str]:
     """What a reader must know under the tables."""
     cell = measured[0].account
     lines = [

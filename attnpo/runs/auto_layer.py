@@ -10,10 +10,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
-from omegaconf import DictConfig
-
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
-from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
@@ -106,17 +103,16 @@ def settle_layer(context: RunContext, encoded: Mapping[str, EncodedSet]) -> RunC
     Logs the choice, and warns when the sample does not carry it. The record is taken from the store where it is known;
     otherwise the sample is judged, which is refused in a job of several processes (UserError).
     """
-    if not wants_auto(context.cfg):
+    if not wants_auto(context.cfg.weights):
         return context
     choice = find_layer(context, encoded["train"])
-    cfg = context.cfg.copy()
-    cfg.weights.layer = choice.layer
+    cfg = context.cfg.with_value("weights.layer", choice.layer)
     return replace(context, cfg=cfg, prepared={**context.prepared, CHOICE: choice.numbers()})
 
 
 def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     """The layer for these training pairs, from the store or computed and stored."""
-    rules: AutoLayer = build(context.cfg.auto_layer)
+    rules = context.cfg.auto_layer
     sample = calibration_pairs(train.pairs, rules.pairs)
     judge = run_judge(context)
     key = {
@@ -124,7 +120,7 @@ def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
         "capture": CAPTURE_VERSION,
         "pairs": [pair.pair_id for pair in sample],
         "rules": asdict(rules),
-        "weights": {name: value for name, value in _plain(context.cfg.weights).items() if name != "store_layers"},
+        "weights": {name: value for name, value in context.cfg.below("weights").items() if name != "store_layers"},
         "judge": judge.fingerprint(),
         "prompts": judge.prompts.fingerprint(),
     }
@@ -165,7 +161,7 @@ def _score(
         len(sample),
         2 * len(sample) + len(sample) * len(ranked) * len(rules.shares) * (2 + rules.draws),
     )
-    tools = judge.tools(device_of(context.cfg))
+    tools = judge.tools(device_of(context.cfg.trainer.accelerator))
     assert tools.judge is not None and tools.prompts is not None
     removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
     found = measure(
@@ -212,9 +208,7 @@ def layer_rankings(
     every = sorted({resolve_layer(layer, depth) for layer in layers or attending(depth)})
     weighed = weigh(at_layers(context, 1, every), sample_of(encoded, sample))
     return {
-        layer: rankings(
-            build(at_layers(context, layer, []).cfg.weights).resolve(depth), weighed.captured, weighed.layers
-        )
+        layer: rankings(at_layers(context, layer, []).cfg.weights.resolve(depth), weighed.captured, weighed.layers)
         for layer in every
     }
 
@@ -229,18 +223,8 @@ def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, En
 
 def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
     """The same context with weights that read ``layer``, or ``layers`` when there are any."""
-    from omegaconf import OmegaConf
-
-    cfg = context.cfg.copy()
-    OmegaConf.update(cfg, "weights.layer", layer, force_add=True)
-    OmegaConf.update(cfg, "weights.layers", layers, force_add=True)
+    cfg = context.cfg.with_value("weights.layer", layer).with_value("weights.layers", tuple(layers))
     return replace(context, cfg=cfg)
-
-
-def _plain(node: DictConfig) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    return dict(OmegaConf.to_container(node, resolve=True))  # type: ignore[arg-type]
 
 
 def _progress(done: int, total: int) -> None:

@@ -3,13 +3,12 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
-from attnpo.config import build
+from attnpo.config import MISSING
 from attnpo.config_files import read_template
 from attnpo.files import in_bytes
 from attnpo.models.compiled import require_backend
@@ -23,25 +22,28 @@ from attnpo.models.loading import (
     weights_fingerprint,
 )
 from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import LengthFrom
 from attnpo.runs.folders import store_root
 from attnpo.runs.judges import RunJudge, RunVerbalizer
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import JudgePreparer, require_reader, wants_auto
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.training.memory import count_parameters
-from attnpo.weights.base import WeightSource
 from attnpo.weights.cache import Store
 
 log = logging.getLogger(__name__)
+
+Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(frozen=True)
 class RunContext:
     """What every later step stands on: a settled config and the objects that read text."""
 
-    cfg: DictConfig
+    cfg: RunConfig
     store: Store
     model: ModelSpec
     tokenizer: PreTrainedTokenizerBase
@@ -49,50 +51,53 @@ class RunContext:
     prepared: dict[str, Any]
 
 
-def settle(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+def settle(cfg: Config) -> tuple[Config, dict[str, Any]]:
     """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
 
     A path given by hand is kept. UserError when a path is still missing.
     """
-    cfg = cfg.copy()
     report: dict[str, Any] = {}
     if cfg.prepare is not None:
-        prepared = build(cfg.prepare).prepare(store_root(cfg) / "prepared")
+        prepared = cfg.prepare.prepare(store_root(cfg) / "prepared")
         report = {**prepared.report, "reused": prepared.reused}
-        for node, path in (("model", prepared.model_path), ("data", prepared.data_path)):
-            if OmegaConf.is_missing(cfg[node], "path"):
-                cfg[node].path = str(path)
-    lacking = [f"{node}.path" for node in ("model", "data") if OmegaConf.is_missing(cfg[node], "path")]
+        for key, path in (("model.path", prepared.model_path), ("data.path", prepared.data_path)):
+            if key in open_paths(cfg):
+                cfg = cfg.with_value(key, str(path))
+    lacking = open_paths(cfg)
     if lacking:
         raise UserError(f"{' and '.join(lacking)} must be given, as in {lacking[0]}=FOLDER_OR_HUB_NAME")
     cfg, judge = settle_judge(cfg)
     return cfg, {**report, "second": judge} if judge else report
 
 
-def settle_judge(cfg: DictConfig) -> tuple[DictConfig, dict[str, Any]]:
+def open_paths(cfg: RunConfig) -> list[str]:
+    """The keys of the paths of model and data that are still to be given."""
+    paths = {"model.path": cfg.model.path, "data.path": getattr(cfg.data, "path", None)}
+    return [key for key, path in paths.items() if path == MISSING]
+
+
+def settle_judge(cfg: Config) -> tuple[Config, dict[str, Any]]:
     """The config with the path of a judge that is another model, and what ``prepare`` reports of one it built for it.
 
     Nothing is built (and the report is empty) for weights without a judge, for the own model and for a path that is
     given. UserError when another model is meant, none is named and ``prepare`` has none.
     """
-    if not cfg.judge.get("other", False) or cfg.judge.path is not None or "judge" not in build(cfg.weights).requires:
+    if not cfg.judge.other or cfg.judge.path is not None or "judge" not in cfg.weights.requires:
         return cfg, {}
-    preparer = None if cfg.prepare is None else build(cfg.prepare)
-    if not isinstance(preparer, JudgePreparer):
+    if not isinstance(cfg.prepare, JudgePreparer):
         raise UserError(
             "judge=other reads another model, and other_judge.path is null: set other_judge.path=FOLDER_OR_HUB_NAME "
             "(setting=testbed builds one of its own)"
         )
     try:
-        made = preparer.prepare_judge(store_root(cfg) / "prepared")
+        made = cfg.prepare.prepare_judge(store_root(cfg) / "prepared")
     except UserError as error:
         raise UserError(f"judge=other, and other_judge.path is null: {error}, or set other_judge.path") from error
-    cfg = cfg.copy()
-    cfg.other_judge.path = cfg.judge.path = str(made.path)
+    cfg = cfg.with_value("other_judge.path", str(made.path)).with_value("judge.path", str(made.path))
     return cfg, {**made.report, "reused": made.reused}
 
 
-def make_context(cfg: DictConfig) -> RunContext:
+def make_context(cfg: RunConfig) -> RunContext:
     """The settled config with store, model description, tokenizer and chat format.
 
     Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
@@ -101,26 +106,24 @@ def make_context(cfg: DictConfig) -> RunContext:
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     cfg, prepared = settle(cfg)
-    model: ModelSpec = build(cfg.model)
-    model = replace(model, chat_template=read_template(model.chat_template))
+    model = replace(cfg.model, chat_template=read_template(cfg.model.chat_template))
     if model.compile is not None:
         require_backend(model.compile)
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
     context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
-    source: WeightSource = build(cfg.weights)
-    require_reader(source, build(cfg.objective))
-    if "generator" in source.requires:
+    require_reader(cfg.weights, cfg.objective)
+    if "generator" in cfg.weights.requires:
         run_verbalizer(context)
-    if "judge" in source.requires:
+    if "judge" in cfg.weights.requires:
         judge = run_judge(context)
         depth = judge.num_layers
         if len(depth.attending) < depth:
             layers = ", ".join(map(str, depth.attending))
             log_once([f"judge: {judge.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
-        if not wants_auto(cfg):
-            source.resolve(depth)
+        if not wants_auto(cfg.weights):
+            cfg.weights.resolve(depth)
     return context
 
 
@@ -140,7 +143,7 @@ def log_model(spec: ModelSpec) -> None:
 
 def run_judge(context: RunContext) -> RunJudge:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
-    judge = RunJudge(build(settle_judge(context.cfg)[0].judge), context.model, context.chat)
+    judge = RunJudge(settle_judge(context.cfg)[0].judge, context.model, context.chat)
     require_exact(text_config(judge.path, judge.revision), judge.path, "judge.max_length", judge.settings.max_length)
     check_tokenizers(context, judge)
     return judge
@@ -148,19 +151,19 @@ def run_judge(context: RunContext) -> RunJudge:
 
 def run_verbalizer(context: RunContext) -> RunVerbalizer:
     """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
-    return RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
+    return RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
 
 
 def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
     """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
     if judge.settings.path is None or judge.tokenizer.get_vocab() == context.tokenizer.get_vocab():
         return
-    if build(context.cfg.align).method is AlignMethod.LEVENSHTEIN:
+    if context.cfg.align.method is AlignMethod.LEVENSHTEIN:
         raise UserError(
             f"judge.path={judge.path} has another vocabulary than {context.model.path}: token ids cannot be matched; "
             "set align.method=characters (and objective.length_from=train)"
         )
-    if context.cfg.objective.get("length_from") == "source":
+    if getattr(context.cfg.objective, "length_from", None) is LengthFrom.SOURCE:
         _warn_of_lengths(judge.path, context.model.path)
 
 

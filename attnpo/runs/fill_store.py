@@ -2,9 +2,6 @@
 
 import logging
 
-from omegaconf import DictConfig
-
-from attnpo.config import build
 from attnpo.console import process
 from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
@@ -14,13 +11,14 @@ from attnpo.runs.input_summary import answer_lines, log_verdicts
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.memory_check import log_memory
 from attnpo.runs.models import fill_reference, load_start
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import weigh
 from attnpo.weights.sources.uniform import Uniform
 
 log = logging.getLogger(__name__)
 
 
-def fill_store(cfg: DictConfig) -> None:
+def fill_store(cfg: RunConfig) -> None:
     """Puts this process's share of captured weights and reference log-probabilities into the store."""
     context = make_context(cfg)
     log_memory(context)
@@ -30,17 +28,16 @@ def fill_store(cfg: DictConfig) -> None:
         for line in found.tally.lines():
             log.warning("%s: %s", split, line)
     shard = process()
-    if build(cfg.weights).requires:
+    if cfg.weights.requires:
         weighed = weigh(settle_layer(context, encoded), encoded, shard=shard)
         log_verdicts(weighed.verdicts)
         if weighed.answers is not None:
             for line in answer_lines(weighed.answers):
                 log.info("%s", line)
     else:
-        log.info("%s needs no judge: no weights to store", cfg.weights._target_.rpartition(".")[2])
+        log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
     if cfg.reference != "cached":
         return
     # Reference log-probs depend on training ids alone: any weights give the same ones.
-    align = build(cfg.align)
-    sets = {split: prepare_examples(found, Uniform(), {}, align) for split, found in encoded.items()}
+    sets = {split: prepare_examples(found, Uniform(), {}, cfg.align) for split, found in encoded.items()}
     fill_reference(context, sets, ScoredLM(load_start(context)), shard)

@@ -4,16 +4,13 @@ And where the store is, which all runs share. Light: known before anything heavy
 """
 
 import os
-import shlex
 import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from omegaconf import DictConfig
-
 from attnpo.config import cache_root
 from attnpo.console import world_size
-from attnpo.machine import launcher
+from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
 
 STAMP = "ATTNPO_STAMP"
@@ -21,37 +18,24 @@ TABLES = "tables.json"  # what ``report`` reads of a finished study
 STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finished study has beside its page
 
 
-def store_root(cfg: DictConfig) -> Path:
+def store_root(cfg: RunConfig) -> Path:
     """The folder of stored weights, reference log-probabilities and testbed bases."""
-    return Path(str(cfg.store)).expanduser() if cfg.store is not None else cache_root()
+    return Path(cfg.store).expanduser() if cfg.store is not None else cache_root()
 
 
-def run_folder(cfg: DictConfig) -> Path:
+def run_folder(cfg: RunConfig) -> Path:
     """The folder of a run or study: ``name`` if given; else study and setting; for what starts anew, a time stamp.
 
     Raises:
         UserError: a study under several processes; ``resume=auto`` or a job of several processes without a name, which
             would not meet in one folder; a path that cannot be.
     """
-    require_one_process(cfg)
     folder = _named(cfg)
     try:
         folder.exists()
     except OSError as problem:  # a name that is too long, a folder that may not be looked into
         raise _unusable(folder, problem) from problem
     return folder
-
-
-def require_one_process(cfg: DictConfig) -> None:
-    """Raises UserError for a study in a job of several processes, naming what started them and what to do."""
-    if cfg.study is None or world_size() == 1:
-        return
-    name, instead = launcher()
-    given = shlex.join(str(override) for override in cfg.composed.get("overrides", []))
-    raise UserError(
-        f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
-        f"it as one process (`{instead}python -m attnpo.fit {given}`), or a single run under {name} with study=none"
-    )
 
 
 def make_folder(folder: Path) -> None:
@@ -71,16 +55,14 @@ def _unusable(folder: Path, problem: OSError) -> UserError:
     )
 
 
-def _named(cfg: DictConfig) -> Path:
-    output = Path(str(cfg.output))
+def _named(cfg: RunConfig) -> Path:
+    output = Path(cfg.output)
     if cfg.name is not None:
-        return output / str(cfg.name)
+        return output / cfg.name
     if cfg.resume == "auto":
         raise UserError("resume=auto continues the run of a folder, so it needs name=NAME (the folder under `output`)")
-    if cfg.study is not None and not cfg.study.get("restart"):
-        setting = cfg.composed.get("choices", {}).get("setting", "setting")
-        return output / f"{cfg.study.name}-{setting}"
-    return stamped(output, "run" if cfg.study is None else str(cfg.study.name))
+    kept = cfg.kept_folder()
+    return stamped(output, cfg.title()) if kept is None else output / kept
 
 
 def stamped(output: Path, prefix: str) -> Path:

@@ -5,19 +5,20 @@ The one notion of it, for resuming a run, for finding a study's finished points 
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.config import CONFIG_DIR, build, plain
-from attnpo.files import file_digest
+from attnpo.files import Json, file_digest
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import LAYER
 from attnpo.schema import UserError
 from attnpo.training.settings import CallbackSettings, direction
+from attnpo.weights.base import WeightSource
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -40,6 +41,10 @@ KEPT = (MONITOR, MODE)
 # Parts that only a weight source reads which requires this.
 NEEDED = {"judge": "judge", "auto_layer": "judge", "verbalizer": "generator"}
 LAYERS = "weights.layers"
+# Nodes that touch neither the pairs nor their weights; any other may. Of the objective only its class is looked at,
+# which must read weights.
+APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
+         "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
 # What only reference spans read.
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
@@ -54,27 +59,47 @@ SHOWING = (
 )
 
 
-def numbers_of(cfg: DictConfig) -> dict[str, Any]:
+def numbers_of(cfg: RunConfig) -> dict[str, Json]:
     """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
-    idle = (*BOOKKEEPING, *PATHS, *BESIDE, *_unread(cfg))
-    return {key: value for key, value in _values(cfg).items() if key in KEPT or not below(key, idle)}
+    return _numbers(cfg.values, cfg.weights)
 
 
-def result_of(cfg: DictConfig) -> dict[str, Any]:
+def saved_numbers(path: Path) -> dict[str, Json]:
+    """The same of the config that a run has saved at ``path``."""
+    values = plain(DictConfig(OmegaConf.load(path)))
+    try:
+        source = build(values["weights"])
+    except UserError:
+        source = None  # of a version with other components: all of them are compared
+    return _numbers(values, source)
+
+
+def _numbers(values: Mapping[str, Json], source: WeightSource | None) -> dict[str, Json]:
+    idle = (*BOOKKEEPING, *PATHS, *BESIDE, *_unread(values, source))
+    return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
+
+
+def result_of(cfg: RunConfig) -> dict[str, Json]:
     """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
-    idle = (*BOOKKEEPING, *PATHS, *_unread(cfg))
-    return {key: value for key, value in _values(cfg).items() if not below(key, idle)}
+    idle = (*BOOKKEEPING, *PATHS, *_unread(cfg.values, cfg.weights))
+    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
-def settings_of(cfg: DictConfig) -> dict[str, Any]:
+def settings_of(cfg: RunConfig) -> dict[str, Json]:
     """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
     idle = (*BOOKKEEPING, "model.path", "data.path")
-    return {key: value for key, value in _flat(plain(cfg), "") if not below(key, idle)}
+    return {key: value for key, value in flat(cfg.values).items() if not below(key, idle)}
 
 
-def paths_of(cfg: DictConfig) -> dict[str, Any]:
+def paths_of(cfg: RunConfig) -> dict[str, Json]:
     """The paths that stand for their contents, as far as the weights need them."""
-    return {key: value for key, value in _flat(plain(cfg), "") if key in PATHS and not below(key, _unread(cfg))}
+    unread = _unread(cfg.values, cfg.weights)
+    return {key: value for key, value in flat(cfg.values).items() if key in PATHS and not below(key, unread)}
+
+
+def inputs_of(cfg: RunConfig) -> dict[str, Json]:
+    """The nodes of a config that can touch its pairs or their weights, by name."""
+    return {name: node for name, node in cfg.values.items() if name not in APART}
 
 
 def component(value: object) -> object:
@@ -93,37 +118,37 @@ def below(key: str, parents: Sequence[str]) -> bool:
     return any(key == parent or key.startswith(f"{parent}.") for parent in parents)
 
 
-def _unread(cfg: DictConfig) -> list[str]:
-    """Parts that the weights do not read; none of them where the weights cannot be built, which is told elsewhere."""
-    try:
-        requires = build(cfg.weights).requires
-    except UserError:
+def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str]:
+    """Parts that the weights ``source`` does not read; none of them where it is not known."""
+    if source is None:
         return []
-    replaced = [LAYER] if cfg.weights.get("layers") else []
-    spans = [] if str(OmegaConf.select(cfg, "judge.span")).lower() == "reference" else SPANS
-    return [*(part for part, needed in NEEDED.items() if needed not in requires), *replaced, *spans]
+    read = flat(values)
+    replaced = [LAYER] if read.get(LAYERS) else []
+    spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS
+    return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans]
 
 
-def _values(cfg: DictConfig) -> dict[str, Any]:
+def _values(values: Mapping[str, Json]) -> dict[str, Json]:
     """Every key with its value; a mode that follows from the metric as what it stands for."""
-    values = dict(_flat(plain(cfg), ""))
-    if values.get(MODE, "") is None:
-        values[MODE] = direction(str(values.get(MONITOR, CallbackSettings.monitor)))
-    return values
+    every = flat(values)
+    if every.get(MODE, "") is None:
+        every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
+    return every
 
 
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value
+def flat(values: Mapping[str, Json], path: str = "") -> dict[str, Json]:
+    """Nested values by their dotted keys; an empty mapping stays as it is."""
+    found: dict[str, Json] = {}
+    for key, item in values.items():
+        name = f"{path}.{key}" if path else str(key)
+        found |= flat(item, name) if isinstance(item, Mapping) and item else {name: item}
+    return found
 
 
 # ------------------------------------------------------------------------------------------------ contents
 
 
-def files_of(values: Mapping[str, Any]) -> dict[str, str]:
+def files_of(values: Mapping[str, Json]) -> dict[str, str]:
     """Digests of the files that flat settings name, and of the modules of components outside the package, by key."""
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
     found = {key: _module(text) if key.endswith("_target_") else _file(text) for key, text in texts.items()}

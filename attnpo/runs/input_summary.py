@@ -7,19 +7,16 @@ from typing import Any
 import torch
 
 from attnpo.analysis.weight_stats import effective_number
-from attnpo.config import build
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import require_room
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
-from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import steps_in
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE
 from attnpo.runs.weighing import SPLITS
 from attnpo.schema import UserError
-from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.trainer import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
@@ -111,10 +108,8 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
 def plan_lines(inputs: Inputs) -> Iterator[str]:
     """How the pairs become optimiser steps, and when the run is validated and saved."""
     cfg = inputs.context.cfg
-    plan: BatchPlan = build(cfg.batch)
-    settings: TrainerSettings = build(cfg.trainer)
-    kept: CallbackSettings = build(cfg.callbacks)
-    processes = planned_processes(cfg)
+    plan, settings, kept = cfg.batch, cfg.trainer, cfg.callbacks
+    processes = planned_processes(cfg.trainer)
     accumulation = plan.accumulation(processes)
     cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
     if plan.tokens is not None:
@@ -178,7 +173,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
-    pairs, processes = len(made.examples), planned_processes(inputs.context.cfg)
+    pairs, processes = len(made.examples), planned_processes(inputs.context.cfg.trainer)
     if 0 < pairs < processes:
         raise UserError(
             f"{split}: {pairs} {'pair' if pairs == 1 else 'pairs'} for {processes} processes, and each needs one: give "
@@ -190,8 +185,9 @@ def _require_budgets(inputs: Inputs) -> None:
     """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
     cfg = inputs.context.cfg
     cost = COSTS.get(cfg.layout, SHARED_PREFIX)
-    for split, key in (("train", "tokens"), ("val", "eval_tokens")):
-        require_room(inputs.examples[split].examples, cost, cfg.batch[key], f"batch.{key}")
+    budgets = {"train": ("tokens", cfg.batch.tokens), "val": ("eval_tokens", cfg.batch.eval_tokens)}
+    for split, (key, budget) in budgets.items():
+        require_room(inputs.examples[split].examples, cost, budget, f"batch.{key}")
 
 
 def answer_lines(answers: AnswerStatistics) -> Iterator[str]:

@@ -6,15 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig
-
-from attnpo.config import build, plain
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
-from attnpo.data.rules import BatchPlan
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
+from attnpo.runs.identity import inputs_of
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import SPLITS, Weighed, weigh
 from attnpo.schema import UserError, digest
 
@@ -38,13 +36,13 @@ class Inputs:
 
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits."""
-    source = build(context.cfg.data)
+    source = context.cfg.data
     return {split: source.load(split) for split in SPLITS}
 
 
 def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
-    rules = build(context.cfg.lengths)
+    rules = context.cfg.lengths
     encoded = {}
     for split, found in pairs.items():
         try:
@@ -54,15 +52,14 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
     return encoded
 
 
-def make_inputs(cfg: DictConfig) -> Inputs:
+def make_inputs(cfg: RunConfig) -> Inputs:
     """Everything before the policy: pairs, weights (from the store or computed), training examples."""
     return inputs_on(make_context(cfg))
 
 
 def inputs_on(context: RunContext) -> Inputs:
     """The same in a context that is made already."""
-    plan: BatchPlan = build(context.cfg.batch)
-    plan.accumulation(planned_processes(context.cfg))  # refuses what cannot be split evenly
+    context.cfg.batch.accumulation(planned_processes(context.cfg.trainer))  # refuses what cannot be split evenly
     pairs, encoded = _memory.recall(lambda: _of_texts(context), lambda: _read(context))
     context = settle_layer(context, encoded)
     weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded))
@@ -76,9 +73,9 @@ def _read(context: RunContext) -> EncodedPairs:
 
 def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExamples:
     weighed = weigh(context, encoded)
-    align = build(context.cfg.align)
+    align = context.cfg.align
     source, captured, layers = weighed.source, weighed.captured, weighed.layers
-    chosen = [build(node) for node in context.cfg.transforms.values()]
+    chosen = list(context.cfg.transforms.values())
     transforms = fit_transforms(chosen, encoded["train"], source, captured, layers, align)
     examples = {
         split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
@@ -88,10 +85,6 @@ def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExampl
 
 # ------------------------------------------------------------------------------------------------ memory
 
-# What touches neither the pairs nor their weights; any other key of a config may. Of the objective only its class is
-# looked at, which must read weights.
-APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
-         "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
 KEPT = 32  # more than a study has arms
 ROOM = 4096  # sets with more pairs than a laptop's study are not kept
 
@@ -145,11 +138,8 @@ def _size(made: Any) -> int:
 
 
 def _of_texts(context: RunContext) -> dict[str, Any]:
-    values = plain(context.cfg)
-    return {"what": "pairs", **{name: values[name] for name in ("data", "model", "lengths")}}
+    return {"what": "pairs", **{name: context.cfg.values[name] for name in ("data", "model", "lengths")}}
 
 
 def _of_weights(context: RunContext) -> dict[str, Any]:
-    values = plain(context.cfg)
-    kept = {name: value for name, value in values.items() if name not in APART}
-    return {"what": "weights", **kept, "objective": values["objective"]["_target_"]}
+    return {"what": "weights", **inputs_of(context.cfg), "objective": type(context.cfg.objective).__name__}

@@ -3,18 +3,16 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 from transformers import PretrainedConfig
 
-from attnpo.config import build, compose, groups
-from attnpo.data.rules import BatchPlan
+from attnpo.config import groups, load
 from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import RunContext
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
@@ -41,12 +39,12 @@ def log_memory(context: RunContext) -> None:
         if capacity is not None and not found.fits(capacity):
             others = dict(alternatives(cfg, spec, config))
         log_once(found.lines(capacity, others))
-    if "judge" in build(cfg.weights).requires:
-        judge = build(cfg.judge)
-        own = judge.path is None
-        of = config if own else load_config(judge.path, judge.revision)
+    if "judge" in cfg.weights.requires:
+        judge = cfg.judge
+        path = spec.path if judge.path is None else judge.path
+        of = config if judge.path is None else load_config(path, judge.revision)
         tokens = max(judge.token_budget, judge.max_length)
-        with _estimating(spec.path if own else judge.path):
+        with _estimating(path):
             log_once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
 
 
@@ -62,24 +60,24 @@ def _estimating(path: str) -> Iterator[None]:
         log.warning("memory is not estimated: the config of %s cannot be read for it (%s)", path, words)
 
 
-def capacity_of(cfg: DictConfig) -> int | None:
+def capacity_of(cfg: RunConfig) -> int | None:
     """Bytes of the device this process will use; None without a GPU."""
-    device = device_of(cfg)
+    device = device_of(cfg.trainer.accelerator)
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
+def training_estimate(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
     """What training this configuration needs on each device."""
-    plan: BatchPlan = build(cfg.batch)
+    plan = cfg.batch
     return estimate_training(
         config,
         spec,
-        build(cfg.optimizer),
+        cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
-        reference=cfg.reference if "reference" in build(cfg.objective).requires else None,
+        reference=cfg.reference if "reference" in cfg.objective.requires else None,
         strategy=cfg.trainer.strategy,
-        devices=planned_processes(cfg),
+        devices=planned_processes(cfg.trainer),
         micro=plan.per_forward,
         eval_micro=plan.eval_per_forward,
         tokens=plan.tokens,
@@ -87,15 +85,15 @@ def training_estimate(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig
     )
 
 
-def alternatives(cfg: DictConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
+def alternatives(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
     """The same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
-    folder = None if cfg.composed.get("config_dir") is None else Path(cfg.composed.config_dir)
+    folder = cfg.composed.config_dir
     for option in groups(folder).get("hardware", []):
         try:
-            other = compose("fit", [*given, f"hardware={option}"], folder)
+            other: RunConfig = load("fit", [*given, f"hardware={option}"], folder)
         except UserError:  # its keys contradict those given
             continue
-        other.model.path = spec.path
-        if planned_processes(other) <= max(1, torch.cuda.device_count()):
-            yield f"hardware={option}", training_estimate(other, build(other.model), config)
+        other = other.with_value("model.path", spec.path)
+        if planned_processes(other.trainer) <= max(1, torch.cuda.device_count()):
+            yield f"hardware={option}", training_estimate(other, other.model, config)

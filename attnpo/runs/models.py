@@ -10,14 +10,11 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from omegaconf import DictConfig
 from transformers import PreTrainedModel
 
-from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
-from attnpo.data.rules import LengthRules
 from attnpo.machine import device_of
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import Layout, choose, padded
@@ -25,6 +22,7 @@ from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
+from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError
 from attnpo.training.module import frozen
 from attnpo.training.reference_cache import KeptReference
@@ -61,8 +59,8 @@ def fill_reference(
         )
     pad_id = int(context.tokenizer.pad_token_id or 0)
     if lacking:
-        model.to(device_of(context.cfg))
-    layout = choose(context.cfg.layout, [model], (), device_of(context.cfg)) if lacking else padded
+        model.to(device_of(context.cfg.trainer.accelerator))
+    layout = choose(context.cfg.layout, [model], (), device_of(context.cfg.trainer.accelerator)) if lacking else padded
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = lacking[start : start + PAIRS_PER_SHARD]
@@ -76,7 +74,7 @@ def fill_reference(
 
 def reference_table(context: RunContext) -> Table:
     """The store's table of this run's reference log-probabilities."""
-    rules: LengthRules = build(context.cfg.lengths)
+    rules = context.cfg.lengths
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(reference_fingerprint(context), context.chat, *limits, keep=rules.keep.value)
     return context.store.table(REFERENCE, key)
@@ -102,9 +100,9 @@ def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference
     return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
 
-def autocast(cfg: DictConfig) -> torch.autocast:
+def autocast(cfg: RunConfig) -> torch.autocast:
     """The number formats the policy will run in, so that stored and live log-probabilities come the same way."""
-    device = device_of(cfg).type
+    device = device_of(cfg.trainer.accelerator).type
     return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
 
 
@@ -158,7 +156,7 @@ def load_start(context: RunContext) -> PreTrainedModel:
         attn_implementation=model.attn_implementation,
         revision=model.revision,
         quantize=model.quantize,
-        device=device_of(context.cfg),
+        device=device_of(context.cfg.trainer.accelerator),
     )
 
 
@@ -181,7 +179,8 @@ def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> Non
     backend = context.model.compile
     if backend is not None:
         autocast = context.cfg.trainer.precision == "bf16-mixed"
-        require_same_numbers(policy.model, backend, layout, device_of(context.cfg), autocast=autocast)
+        device = device_of(context.cfg.trainer.accelerator)
+        require_same_numbers(policy.model, backend, layout, device, autocast=autocast)
         compile_blocks(policy.model, backend)
 
 

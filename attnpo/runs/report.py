@@ -5,25 +5,24 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
-from omegaconf import OmegaConf
 
-from attnpo.config import plain
+from attnpo.components import as_values
+from attnpo.config import Composition, as_yaml
 from attnpo.display.figures import training_curves
 from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.display.tables import Cell
-from attnpo.files import write_whole
+from attnpo.files import Json, write_whole
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.runs.folders import store_root
+from attnpo.runs.identity import flat
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.weighing import SPLITS
@@ -102,7 +101,7 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             "Versions and configuration",
             [
                 KeyValues(result["versions"]),
-                Preformatted(OmegaConf.to_yaml(OmegaConf.create(plain(inputs.context.cfg)))),
+                Preformatted(as_yaml(inputs.context.cfg.values)),
             ],
         )
     )
@@ -223,18 +222,18 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
-    cfg = plain(inputs.context.cfg)
+    cfg = inputs.context.cfg
     statistics = example_statistics(inputs)
     return {
         "base": _base_facts(inputs),
         "data": _data_facts(inputs, statistics),
         "method": {
-            "objective": {"name": _class_name(cfg["objective"]), "settings": settings_of(cfg["objective"])},
+            "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
             "weights": {
                 "name": type(inputs.weighed.source).__name__,
-                "settings": dict(_flat(as_plain(inputs.weighed.source))),
+                "settings": settings_of(as_values(inputs.weighed.source)),
             },
-            "judge": _judge_facts(inputs, cfg["judge"]),
+            "judge": _judge_facts(inputs, cfg.below("judge")),
             "verdicts": statistics.get("judge"),
         },
         "statistics": {split: {name: statistics[split].get(name) for name in WEIGHT_NUMBERS} for split in SPLITS},
@@ -242,56 +241,37 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
             **{
                 f"{node}.{name}": value
                 for node in ("optimizer", "batch", "lengths", "align")
-                for name, value in settings_of(cfg[node]).items()
+                for name, value in settings_of(cfg.below(node)).items()
             },
-            **{f"trainer.{name}": cfg["trainer"][name] for name in TRAINER_KEYS},
-            **{f"model.{name}": value for name, value in settings_of(cfg["model"]).items() if name not in OWN_WORDS},
-            "reference": cfg["reference"],
-            "seed": cfg["seed"],
+            **{f"trainer.{name}": getattr(cfg.trainer, name) for name in TRAINER_KEYS},
+            **{
+                f"model.{name}": value
+                for name, value in settings_of(cfg.below("model")).items()
+                if name not in OWN_WORDS
+            },
+            "reference": cfg.reference,
+            "seed": cfg.seed,
         },
         "versions": versions(),
-        "command": command(cfg["composed"]),
+        "command": command(cfg.composed),
     }
 
 
-def command(composed: Mapping[str, Any]) -> list[str]:
+def command(composed: Composition) -> list[str]:
     """The command that composes a run's config, without the overrides that only say where things lie."""
     kept = [
         override
-        for override in composed.get("overrides", [])
+        for override in composed.overrides
         if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
     ]
-    given = composed.get("config_dir")
+    given = composed.config_dir
     return ["python", "-m", "attnpo.fit", *kept, *([] if given is None else ["--config-dir", str(given)])]
 
 
-def settings_of(node: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(node: Mapping[str, Json]) -> dict[str, Json]:
     """The settings of a component's config node, nested ones under dotted names."""
-    return dict(_flat(node))
-
-
-def as_plain(value: Any) -> Any:
-    """A component as its config would say it: dataclasses as dicts, enums by value."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {item.name: as_plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, list | tuple):
-        return [as_plain(item) for item in value]
-    return value
-
-
-def _flat(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        where = f"{path}.{name}" if path else str(name)
-        if isinstance(value, Mapping):
-            yield from _flat(value, where)
-        elif name != "_target_":
-            yield where, value
-
-
-def _class_name(node: Mapping[str, Any]) -> str:
-    return str(node["_target_"]).rpartition(".")[2]
+    every = flat(node).items()
+    return {key: value for key, value in every if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
 def _base_facts(inputs: Inputs) -> dict[str, Any]:
@@ -304,7 +284,7 @@ def _base_facts(inputs: Inputs) -> dict[str, Any]:
 
 
 def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    data = inputs.context.cfg.data
+    data = inputs.context.cfg.below("data")
     splits = {}
     for split in SPLITS:
         pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
@@ -315,7 +295,12 @@ def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]
             "dropped": {**pairs.counts, **lost},
             "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
         }
-    return {**_place(inputs, str(data.path)), "revision": data.revision, "subset": data.subset, "splits": splits}
+    return {
+        **_place(inputs, str(data["path"])),
+        "revision": data["revision"],
+        "subset": data["subset"],
+        "splits": splits,
+    }
 
 
 def _judge_facts(inputs: Inputs, node: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from attnpo.config import save as save_config
-from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to_disk
+from attnpo.config import as_yaml
+from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to_disk, write_whole
 from attnpo.models.loading import weights_fingerprint
-from attnpo.runs.identity import LATER, component, may_lack, numbers_of
+from attnpo.runs.identity import LATER, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
@@ -61,7 +62,7 @@ def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path)
             )
 
 
-def find_resume(cfg: DictConfig, folder: Path, point: bool = False) -> Path | None:
+def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | None:
     """The checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 
     What is read of it is compared with the digests taken when it was written. ``point``: the run is one of a study's,
@@ -91,7 +92,7 @@ def find_resume(cfg: DictConfig, folder: Path, point: bool = False) -> Path | No
     return _chosen(path)
 
 
-def _newest_sound(cfg: DictConfig, folder: Path, point: bool) -> Path | None:
+def _newest_sound(cfg: RunConfig, folder: Path, point: bool) -> Path | None:
     last, best = (whole(folder / name) for name in ("last", "best"))
     if not last.is_dir() and not best.is_dir():
         log.info("resume=auto: no checkpoint at %s, starting from the beginning", last / STATE)
@@ -125,7 +126,7 @@ def _unchecked(place: Path) -> str | None:
     return f"it has no {SEAL} (an earlier version wrote none); resume={place} takes it unchecked"
 
 
-def _problem(cfg: DictConfig, place: Path) -> str | None:
+def _problem(cfg: RunConfig, place: Path) -> str | None:
     """What is damaged in a checkpoint folder of what a run goes on with, or None; UserError when it is another run's.
 
     A folder without digests is asked whether its state has the form of one.
@@ -147,7 +148,7 @@ def _problem_of_best(folder: Path, resume: Path) -> str | None:
     return None if found is None else f"beside it {best}: {found}; move that folder away to go on without it"
 
 
-def _damaged(cfg: DictConfig, path: Path, problem: str) -> UserError:
+def _damaged(cfg: RunConfig, path: Path, problem: str) -> UserError:
     best = whole(path.parent.parent / "best")
     other = best != path.parent and is_sealed(best) and changed(best, only=(ACCOUNT, "*.csv", STATE)) is None
     advice = f"go on from resume={best}" if other else "give resume= another checkpoint"
@@ -197,7 +198,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     return json.loads((folder / RESULT).read_text(encoding="utf-8")), None
 
 
-def finished(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any] | None:
+def finished(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any] | None:
     """The result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
     One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
@@ -217,9 +218,8 @@ def finished(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, An
         log.warning("resume=auto: the run in %s counts as not finished: %s", folder, problem)
     if result is None:
         return None
-    before: Any = OmegaConf.load(folder / CONFIG)
-    check_same(numbers_of(before), numbers_of(cfg), folder / CONFIG)
-    if is_auto(OmegaConf.select(cfg, LAYER)) and CHOICE not in result["inputs"]:
+    check_same(saved_numbers(folder / CONFIG), numbers_of(cfg), folder / CONFIG)
+    if is_auto(getattr(cfg.weights, "layer", None)) and CHOICE not in result["inputs"]:
         raise UserError(
             f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "
             "the layer again, or another name"
@@ -228,7 +228,7 @@ def finished(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, An
     return result
 
 
-def refuse_taken(cfg: DictConfig, folder: Path) -> None:
+def refuse_taken(cfg: RunConfig, folder: Path) -> None:
     """Raises UserError when a run that starts anew would overwrite checkpoints or result of another."""
     if cfg.resume is None and (taken := _held(folder)) is not None:
         raise UserError(f"{folder} holds {taken}: go on with it (resume=auto), or give another name")
@@ -279,14 +279,13 @@ def _is_config(path: Path) -> bool:
         return False
 
 
-def write_config(cfg: DictConfig, folder: Path) -> None:
+def write_config(cfg: RunConfig, folder: Path) -> None:
     """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest."""
-    save_config(cfg, folder / f"{CONFIG}.part")
-    (folder / f"{CONFIG}.part").replace(folder / CONFIG)
+    write_whole(folder / CONFIG, as_yaml(cfg.values))
     seal(folder, only=(CONFIG,))
 
 
-def write_result(cfg: DictConfig, part: Path) -> None:
+def write_result(cfg: RunConfig, part: Path) -> None:
     """Puts the file ``part`` in its folder as the run's result, the last of all: a run that has it is finished.
 
     The config is written once more, so that what is sealed is what ran.

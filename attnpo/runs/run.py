@@ -12,12 +12,10 @@ import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
-from omegaconf import DictConfig
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
-from attnpo.config import build, plain
 from attnpo.console import training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
@@ -62,6 +60,7 @@ from attnpo.runs.resume import (
     write_config,
     write_result,
 )
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import require_parts
 from attnpo.schema import Sampling
 from attnpo.training.gather import WholePolicy
@@ -98,11 +97,9 @@ class Trained:
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
-    settings = as_launched(build(cfg.trainer))
-    callbacks: CallbackSettings = build(cfg.callbacks)
-    plan: BatchPlan = build(cfg.batch)
-    objective: PreferenceObjective = build(cfg.objective)
-    require_parts(cfg.reference, inputs.context.model, build(cfg.optimizer))
+    settings = as_launched(cfg.trainer)
+    callbacks, plan, objective = cfg.callbacks, cfg.batch, cfg.objective
+    require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -120,11 +117,11 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         else:
             reference = load_reference(inputs.context, policy)
-    source = build(cfg.weights)
+    source = cfg.weights
     online = source if isinstance(source, OnlineSource) else None
     reads = objective.requires | (online.statistics if online is not None else frozenset())
     models = [model for model in (policy, reference) if model is not None]
-    layout = choose(cfg.layout, models, reads, device_of(cfg))
+    layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
     compile_policy(inputs.context, policy, layout)
     data = _datamodule(inputs, examples, plan, objective, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
@@ -143,7 +140,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs, objective)
-    module = PreferenceModule(policy, reference, objective, build(cfg.optimizer), steps, online, makers, kept)
+    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
@@ -200,7 +197,7 @@ def _datamodule(
         plan,
         cfg.seed,
         ahead=ahead,
-        max_length=build(cfg.lengths).max_length,
+        max_length=cfg.lengths.max_length,
         cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
         epochs=settings.max_epochs,
         max_steps=settings.max_steps,
@@ -233,7 +230,7 @@ def _metrics(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}
 
 
-def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
+def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     """The result of one run as plain data, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
@@ -246,12 +243,12 @@ def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
         UserError: settings, inputs or the state to resume from are not as they must be.
     """
     began = time.perf_counter()
-    as_launched(build(cfg.trainer))  # refuses before anything is loaded
+    as_launched(cfg.trainer)  # refuses before anything is loaded
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
     before = finished(cfg, folder, point)
     if before is not None:
         return before if leads else {}
-    check_tracker(build(cfg.logger))
+    check_tracker(cfg.logger)
     resume = find_resume(cfg, folder, point)
     check_folder(folder, resume)
     if leads:
@@ -266,16 +263,16 @@ def run(cfg: DictConfig, folder: Path, point: bool = False) -> dict[str, Any]:
         prepare_folder(folder, resume)
         write_config(cfg, folder)
     log_inputs(inputs)
-    with open_loggers(build(cfg.logger), folder, plain(cfg)) as loggers:
+    with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
         if not leads:
             return {}
         merge_metrics(folder)
         tidy_checkpoints(folder)
-        callbacks: CallbackSettings = build(cfg.callbacks)
+        callbacks = cfg.callbacks
         if callbacks.checkpoints:
             keep_last(folder, resume)
-        trained.policy.to(device_of(cfg))  # Lightning's teardown leaves it on the CPU
+        trained.policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
         attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
         result: dict[str, Any] = {
             "seed": cfg.seed,
@@ -303,7 +300,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     cfg = inputs.context.cfg
     if cfg.truth is None:
         return None
-    scorer = build(cfg.truth)
+    scorer = cfg.truth
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores, of_base = {}, {}

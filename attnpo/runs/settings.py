@@ -22,7 +22,6 @@ from attnpo.training.settings import TrainerSettings
 from attnpo.weights.base import WeightSource, is_neutral
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -58,14 +57,15 @@ def is_auto(layer: object) -> bool:
     return isinstance(layer, str) and layer.strip().lower() == AUTO
 
 
-def wants_auto(cfg: "DictConfig") -> bool:
+def wants_auto(source: WeightSource) -> bool:
     """Whether the layer of the weights is yet to be found. UserError when it would not be read."""
-    if not is_auto(cfg.weights.get("layer")):
+    if not is_auto(getattr(source, "layer", None)):
         return False
-    if cfg.weights.get("layers"):
+    layers = getattr(source, "layers", ())
+    if layers:
         raise UserError(
-            f"weights.layer=auto finds one layer, and weights.layers={list(cfg.weights.layers)} names those to read: "
-            "leave one of them out"
+            f"weights.layer=auto finds one layer, and weights.layers={list(layers)} names those to read: leave one of "
+            "them out"
         )
     return True
 
@@ -159,6 +159,10 @@ class Truth(Protocol):
 
     def score(self, *arguments: Any, **named: Any) -> Any:
         """The scores."""
+        ...
+
+    def base_answers(self, *arguments: Any, **named: Any) -> Any:
+        """The base's answers to the prompts of a split, to be sampled once for several scores."""
         ...
 
 

@@ -9,34 +9,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from attnpo.config import plain
 from attnpo.files import folder_size, in_bytes
 from attnpo.machine import machine_line, version_line
 from attnpo.runs.folders import store_root
+from attnpo.runs.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 
-def announce(command: str, cfg: DictConfig, folder: Path | None) -> None:
+def announce(command: str, cfg: RunConfig, folder: Path | None) -> None:
     """Logs the lines of ``opening``."""
     for line in opening(command, cfg, folder):
         log.info("%s", line)
 
 
-def opening(command: str, cfg: DictConfig, folder: Path | None) -> Iterator[str]:
+def opening(command: str, cfg: RunConfig, folder: Path | None) -> Iterator[str]:
     """The first lines of ``command`` (fit, weigh), which writes into ``folder`` if there is one."""
-    given = [str(override) for override in cfg.composed.get("overrides", [])]
-    yield shlex.join(["python", "-m", f"attnpo.{command}", *given])
+    yield shlex.join(["python", "-m", f"attnpo.{command}", *cfg.composed.overrides])
     if folder is not None:
         state = ", which exists" if folder.exists() else ""
         yield f"run folder: {folder}{state}; the full configuration will be in its config.yaml"
     store = store_root(cfg)
     yield f"store: {store} ({in_bytes(folder_size(store))})"
-    yield from config_lines(plain(cfg))
+    yield from config_lines(cfg.values)
     yield version_line()
-    yield machine_line(cfg)
+    yield machine_line(cfg.trainer, cfg.seed)
 
 
 # --------------------------------------------------------------------------------------------- configuration

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attnpo.config import build
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.machine import device_of
@@ -94,7 +93,7 @@ def _judge(context: RunContext) -> CaptureMethod:
         verdict=verdict,
         model=judge.fingerprint(),
         prompts=judge.prompts.fingerprint(),
-        tools=lambda: judge.tools(device_of(context.cfg)),
+        tools=lambda: judge.tools(device_of(context.cfg.trainer.accelerator)),
         verdicts=lambda captured: (
             judge_statistics(list(captured.values()), judge.prompts.label_ids) if verdict else None
         ),
@@ -114,7 +113,7 @@ def _verbalizer(context: RunContext) -> CaptureMethod:
         verdict=False,
         model=verbalizer.fingerprint(),
         prompts=verbalizer.questions.fingerprint(),
-        tools=lambda: verbalizer.tools(device_of(context.cfg)),
+        tools=lambda: verbalizer.tools(device_of(context.cfg.trainer.accelerator)),
         verdicts=lambda captured: None,
         answers=verbalizer.statistics,
     )
@@ -144,8 +143,8 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
     that the model cannot be shown. ``weights.layer=auto`` must be settled already
     (``settle_layer``). UserError when the model can be shown none of them, whichever process stored that.
     """
-    require_reader(build(context.cfg.weights), build(context.cfg.objective))
-    source: WeightSource = build(context.cfg.weights)
+    require_reader(context.cfg.weights, context.cfg.objective)
+    source = context.cfg.weights
     method = capture_method(context, source)
     if method is None:
         return Weighed(source.resolve(1), {}, None, None, (), 0, {})

@@ -3,23 +3,45 @@
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import compose
-from attnpo.files import clean
+from attnpo.config import compose, plain, typed
+from attnpo.files import Json, clean
 from attnpo.runs.identity import LAYERS, below, files_of, paths_of, result_of
 from attnpo.runs.settings import LAYER, is_auto
 from attnpo.schema import UserError, digest
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.weights.layers import resolve_layer
 
 log = logging.getLogger(__name__)
 
 
-Composed = tuple[DictConfig, list[str]]  # a config, and the overrides that give it on the command line
+@dataclass(frozen=True)
+class Composed:
+    """The config of an arm or a point as Hydra composed it, and the overrides that give it on the command line."""
+
+    raw: DictConfig
+    overrides: list[str]
+
+    @cached_property
+    def config(self) -> FitConfig:
+        """Its typed root. UserError when it cannot be built."""
+        return typed(self.raw, FitConfig)
+
+    def changed(self, values: Mapping[str, Json], overrides: Sequence[str] = ()) -> "Composed":
+        """A copy with other values by key, which those that are read from them (``${seed}``) follow."""
+        raw, given = self.raw.copy(), layered(self.overrides, overrides)
+        for key, value in values.items():
+            OmegaConf.update(raw, key, value)
+        raw.composed.overrides = [override.replace("${", "\\${") for override in given]
+        return Composed(raw, given)
+
 
 # What only a study has: its own keys, and the grids that its file brings along.
 OF_STUDY = ("study.", "grids.", "methods@")
@@ -42,12 +64,12 @@ def layered(*layers: Sequence[str]) -> list[str]:
     return list(merged.values())
 
 
-def of_points(cfg: DictConfig) -> list[str]:
+def of_points(cfg: FitConfig) -> list[str]:
     """The user's overrides that reach the points: all but those of the study's own keys and named grids."""
-    return [override for override in cfg.composed.get("overrides", []) if not key_of(override).startswith(OF_STUDY)]
+    return [override for override in cfg.composed.overrides if not key_of(override).startswith(OF_STUDY)]
 
 
-def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
+def arm_config(cfg: FitConfig, study: Study, overrides: Sequence[str], world: str = ONLY) -> Composed:
     """The composed config of one arm in one world, and the overrides that give it on the command line.
 
     The user's overrides come first, then the world's, the arm's win. A user's ``weights.layer=2`` goes to the arms that
@@ -58,7 +80,7 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
     chosen = [*study.worlds.get(world, []), *overrides]
     try:
         merged = layered(study.shared, user, chosen, single)
-        return compose("fit", merged, config_dir(cfg)), merged
+        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
     except UserError:
         groups = {key_of(override) for override in chosen if "." not in key_of(override)}
         foreign = [
@@ -68,10 +90,10 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
             raise
         log.info("arm %s: %s does not apply and is left out", " ".join(overrides), " ".join(foreign))
         merged = layered(study.shared, [override for override in user if override not in foreign], chosen, single)
-        return compose("fit", merged, config_dir(cfg)), merged
+        return Composed(compose("fit", merged, cfg.composed.config_dir), merged)
 
 
-def check_user(cfg: DictConfig, study: Study) -> None:
+def check_user(cfg: FitConfig, study: Study) -> None:
     """Refuses overrides that would be lost to the study's choices or make its arms others than they are named.
 
     UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
@@ -89,12 +111,12 @@ def check_user(cfg: DictConfig, study: Study) -> None:
     for override in user:
         group, dot, _ = key_of(override).partition(".")
         if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
-            compose("fit", layered([override], arms[0], ["study=none"]), config_dir(cfg))
+            compose("fit", layered([override], arms[0], ["study=none"]), cfg.composed.config_dir)
 
 
-def _mislabelled(cfg: DictConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
+def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
     """What is wrong with overrides that reach every arm and that some arms are told apart by."""
-    written: Any = OmegaConf.to_container(cfg.study, resolve=False)
+    written = as_written(cfg)
     arms = study.arms_with(cfg.truth is not None)
     sets = [item for name in arms for item in {**written["arms"], **(written.get("truth_arms") or {})}[name]]
     literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
@@ -118,7 +140,7 @@ def _mislabelled(cfg: DictConfig, study: Study, user: Sequence[str], chosen: set
             )
 
 
-def _lost_to_grids(cfg: DictConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
+def _lost_to_grids(cfg: FitConfig, study: Study, user: Sequence[str]) -> Iterator[str]:
     """What is wrong with overrides whose key is an axis of a grid of the study."""
     grids = list(_grids(cfg, study))
     for override in user:
@@ -128,10 +150,10 @@ def _lost_to_grids(cfg: DictConfig, study: Study, user: Sequence[str]) -> Iterat
             yield f"{override} would be lost, the study's grid sets it: {' '.join(sets)}"
 
 
-def _grids(cfg: DictConfig, study: Study) -> Iterator[tuple[str, Grid]]:
+def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
     """The grids that the study's arms get, each with the key that it is overridden by."""
     arms = list(study.arms_with(cfg.truth is not None))
-    node: Any = OmegaConf.to_container(cfg.study, resolve=False)
+    node = as_written(cfg)
     named = {"study.grid": (node.get("grid"), study.grid)} if any(name not in study.grids for name in arms) else {}
     own = node.get("grids") or {}
     named |= {f"study.grids.{name}": (own.get(name), study.grids[name]) for name in arms if name in study.grids}
@@ -140,6 +162,13 @@ def _grids(cfg: DictConfig, study: Study) -> Iterator[tuple[str, Grid]]:
         origin = re.fullmatch(r"\$\{([\w.]+)\}", str(text))
         seen.setdefault(key if origin is None else origin[1], grid)
     yield from seen.items()
+
+
+def as_written(cfg: FitConfig) -> dict[str, Any]:
+    """The study's node with its interpolations as they stand in its file."""
+    raw = compose("fit", cfg.composed.overrides, cfg.composed.config_dir)
+    written: dict[str, Any] = OmegaConf.to_container(raw.study, resolve=False)  # type: ignore[assignment]
+    return written
 
 
 def _axis(key: str, value: str) -> str:
@@ -163,7 +192,7 @@ def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> No
 def check_distinct(
     study: Study,
     arms: Sequence[Arm],
-    configs: Mapping[tuple[str, str], DictConfig],
+    configs: Mapping[tuple[str, str], FitConfig],
     depths: Mapping[tuple[str, str], int] | None = None,
 ) -> None:
     """Raises UserError naming two arms of a world that would train the very same points.
@@ -182,18 +211,19 @@ def check_distinct(
             )
 
 
-def _trained(cfg: DictConfig, grid: Grid, depth: int) -> dict[str, Any]:
+def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, Any]:
     """All that an arm's points are made of, but the seed."""
     values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
-    if depth and LAYER in values and not is_auto(values[LAYER]):
-        values[LAYER] = resolve_layer(values[LAYER], depth)
+    layer = values.get(LAYER)
+    if depth and isinstance(layer, int | str) and not is_auto(layer):
+        values[LAYER] = resolve_layer(layer, depth)
     return {"config": values, "paths": paths_of(cfg), "grid": grid.overrides()}
 
 
-def applies(cfg: DictConfig, override: str, arm: Sequence[str]) -> bool:
+def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
     """Whether an arm's config has the key of ``override``."""
     try:
-        compose("fit", layered([override], arm, ["study=none"]), config_dir(cfg))
+        compose("fit", layered([override], arm, ["study=none"]), cfg.composed.config_dir)
     except UserError:
         return False
     return True
@@ -201,30 +231,17 @@ def applies(cfg: DictConfig, override: str, arm: Sequence[str]) -> bool:
 
 def point_config(arm: Composed, point: Point) -> Composed:
     """A point's own config and overrides, from those of its arm."""
-    cfg, overrides = arm[0].copy(), layered(arm[1], [*point.values, f"seed={point.seed}"])
-    for key, value in (override.split("=", 1) for override in (*point.values, f"seed={point.seed}")):
-        OmegaConf.update(cfg, key, yaml_value(value))
-    cfg.composed.overrides = overrides
-    return cfg, overrides
+    own = [*point.values, f"seed={point.seed}"]
+    return arm.changed({key: yaml_value(value) for key, _, value in (item.partition("=") for item in own)}, own)
 
 
-def yaml_value(text: str) -> Any:
+def yaml_value(text: str) -> Json:
     """The value an override's text stands for."""
-    return OmegaConf.create(f"value: {text}").value
+    value: Json = plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
+    return value
 
 
-def config_dir(cfg: DictConfig) -> Path | None:
-    """The user's own config folder this config was composed with, if any."""
-    given = cfg.composed.get("config_dir")
-    return None if given is None else Path(given)
-
-
-def plain_store(cfg: DictConfig) -> str | None:
-    """The store given in the config, to be handed to every point."""
-    return None if cfg.store is None else str(cfg.store)
-
-
-def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str, Any]) -> Path:
+def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, Any]) -> Path:
     """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
 
     That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
@@ -237,7 +254,7 @@ def point_folder(folder: Path, point: Point, cfg: DictConfig, facts: Mapping[str
     return folder / "points" / f"{clean(name)}-seed{point.seed}-{found}"
 
 
-def counted(cfg: DictConfig) -> dict[str, Any]:
+def counted(cfg: FitConfig) -> dict[str, Json]:
     """What can change a number of an arm, without the seed, which differs between its points."""
     return {key: value for key, value in result_of(cfg).items() if key not in ("seed", "prepare.seed")}
 
@@ -245,10 +262,10 @@ def counted(cfg: DictConfig) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ tracker
 
 
-def study_overrides(cfg: DictConfig, study: str) -> list[str]:
+def study_overrides(cfg: FitConfig, study: str) -> list[str]:
     """Overrides that put the points of a study into one W&B group, unless the user has named a group."""
-    chosen = cfg.logger.get("wandb")
-    if chosen is None or chosen.get("group") is not None:
+    chosen = cfg.logger.wandb
+    if chosen is None or chosen.group is not None:
         return []
     quoted = study.replace("\\", "\\\\").replace("'", "\\'")
     return [f"logger.wandb.group='{quoted}'"]

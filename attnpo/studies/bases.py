@@ -8,20 +8,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from attnpo.config import plain
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import clean, file_digest, read_record, write_record
 from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.auto_layer import settle_layer
-from attnpo.runs.context import RunContext, make_context, settle, settle_judge
-from attnpo.runs.identity import files_of, settings_of, source_digest
-from attnpo.runs.inputs import APART, encode, read_pairs
+from attnpo.runs.context import RunContext, make_context, open_paths, settle, settle_judge
+from attnpo.runs.identity import APART, below, files_of, flat, inputs_of, settings_of, source_digest
+from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import digest
 from attnpo.studies.arms import Composed, arm_config
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import ONLY, Arm, Cost, Study, error_text, last_line
 
 log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Basis:
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 
 
-def compose_arms(cfg: DictConfig, study: Study) -> dict[tuple[str, str], Composed]:
+def compose_arms(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
     """The configs of the study's arms by world and name, layers not yet told apart."""
     worlds = list(study.worlds) or [ONLY]
     arms = study.arms_with(cfg.truth is not None)
@@ -81,7 +80,7 @@ def compose_arms(cfg: DictConfig, study: Study) -> dict[tuple[str, str], Compose
 
 
 def make_basis(
-    cfg: DictConfig,
+    cfg: FitConfig,
     study: Study,
     seed: int,
     world: str = ONLY,
@@ -95,10 +94,9 @@ def make_basis(
     """
     basis = Basis(world, seed)
     composed = compose_arms(cfg, study) if composed is None else composed
-    configs = {name: at_seed(found[0], seed) for (of, name), found in composed.items() if of == world}
-    settled = settle(next(iter(configs.values())))[0]
-    for config in configs.values():
-        fill_paths(config, settled)
+    arms = {name: at_seed(found, seed) for (of, name), found in composed.items() if of == world}
+    settled = settle(next(iter(arms.values())))[0]
+    configs = {name: with_paths(config, settled) for name, config in arms.items()}
     context = _ground(basis, configs)
     encoded = _facts(basis, context)
     _note_gate(basis, "this base", context.prepared.get("base"))
@@ -106,7 +104,7 @@ def make_basis(
     for name, config in configs.items():
         if name in basis.lost:
             continue
-        same = digest({key: value for key, value in plain(config).items() if key not in (*APART, "transforms")})
+        same = digest({key: value for key, value in inputs_of(config).items() if key != "transforms"})
         try:
             if same not in done:
                 done[same] = weigh(settle_layer(replace(context, cfg=config), encoded), encoded)
@@ -128,7 +126,7 @@ def make_basis(
     return basis
 
 
-def _ground(basis: Basis, configs: Mapping[str, DictConfig]) -> RunContext:
+def _ground(basis: Basis, configs: Mapping[str, FitConfig]) -> RunContext:
     """What all arms stand on, laid for the first whose weights can be had; the last error where there is none."""
     for name, config in configs.items():
         try:
@@ -159,34 +157,29 @@ def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
     return encode(context, pairs)
 
 
-def at_seed(cfg: DictConfig, seed: int) -> DictConfig:
-    """A copy of a config with another seed."""
-    copy = cfg.copy()
-    OmegaConf.update(copy, "seed", seed)
-    return copy
+def at_seed(arm: Composed, seed: int) -> FitConfig:
+    """An arm's config with another seed."""
+    return arm.changed({"seed": seed}).config
 
 
-def fill_paths(cfg: DictConfig, settled: DictConfig) -> None:
-    """Gives every component of ``cfg`` whose path is still missing the one it has in ``settled``."""
-    for name in settled:
-        node = settled[name]
-        if not isinstance(node, DictConfig) or "path" not in node or OmegaConf.is_missing(node, "path"):
-            continue
-        if OmegaConf.is_missing(cfg[name], "path"):
-            cfg[name].path = node.path
+def with_paths(cfg: FitConfig, settled: RunConfig) -> FitConfig:
+    """``cfg`` with the paths of model and data that it lacks as they are in ``settled``."""
+    known = {"model.path": settled.model.path, "data.path": getattr(settled.data, "path", None)}
+    for key in open_paths(cfg):
+        cfg = cfg.with_value(key, known[key])
+    return cfg
 
 
 # ------------------------------------------------------------------------------------------------ analyses
 
 
 def measure(
-    cfg: DictConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
+    cfg: FitConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
 ) -> None:
     """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
-    config = at_seed(arm_config(cfg, study, [], basis.world)[0], basis.seed)
-    fill_paths(config, context.cfg)
+    config = with_paths(at_seed(arm_config(cfg, study, [], basis.world), basis.seed), context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
-    settings = plain(cfg)["study"]["analyses"]
+    settings = flat(cfg.below("study"))
     for name, analysis in study.analyses.items():
         same = digest(
             {
@@ -194,7 +187,7 @@ def measure(
                 "weights": basis.keys,
                 "config": values,
                 "files": files_of(values),
-                "settings": settings[name],
+                "settings": {key: value for key, value in settings.items() if below(key, [f"analyses.{name}"])},
             }
         )
         parts = [name, *([basis.world] if basis.world else []), f"seed{basis.seed}", same[:16]]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnpo.config import build
 from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, sample_of
 from attnpo.schema import SIDES, UserError, check_least
 
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from attnpo.schema import PreferencePair
     from attnpo.studies.study import MeasuredBy, Outcome
     from attnpo.testbed.grammar import Grammar
+    from attnpo.weights.base import WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Faithfulness:
         pool, sample = self._sample(encoded)
         grammar = truth_of(context)
         ranked = self._rankings(context, pool, sample, grammar)
-        tools = run_judge(context).tools(device_of(context.cfg))
+        tools = run_judge(context).tools(device_of(context.cfg.trainer.accelerator))
         assert tools.judge is not None and tools.prompts is not None
         removal = Removal(self.shares, self.draws, self.seed)
         log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
@@ -145,28 +145,25 @@ class Faithfulness:
 
 def by_layer(context: "RunContext") -> "RunContext":
     """``context`` where its weights read a layer, as they are; else the same with attention as it is by default."""
-    return context if "layer" in context.cfg.weights else reading(context, "attention.Attention")
+    from attnpo.weights.sources.attention import Attention
+
+    return context if hasattr(context.cfg.weights, "layer") else with_weights(context, Attention())
 
 
-def reading(context: "RunContext", component: str, **settings: Any) -> "RunContext":
-    """The same context with the weights of one of ``attnpo.weights.sources``; what is not given is as by default."""
-    from omegaconf import OmegaConf
-
-    cfg = context.cfg.copy()
-    cfg.weights = OmegaConf.create({"_target_": f"attnpo.weights.sources.{component}", **settings})
-    return replace(context, cfg=cfg)
+def with_weights(context: "RunContext", source: "WeightSource") -> "RunContext":
+    """The same context with other weights."""
+    return replace(context, cfg=context.cfg.with_component("weights", source))
 
 
 def rollout_rankings(context: "RunContext", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
     """The rollout's weights of ``sample``, post-processed as the study's are; what the store lacks is judged."""
-    from omegaconf import OmegaConf
-
     from attnpo.analysis.faithfulness import rankings
     from attnpo.runs.weighing import weigh
+    from attnpo.weights.sources.rollout import Rollout
 
-    own = by_layer(context).cfg.weights.get("postprocess")
-    settings = {} if own is None else {"postprocess": OmegaConf.to_container(own, resolve=True)}
-    weighed = weigh(reading(context, "rollout.Rollout", **settings), sample_of(pool, sample))
+    own = getattr(by_layer(context).cfg.weights, "postprocess", None)
+    source = Rollout() if own is None else Rollout(postprocess=own)
+    weighed = weigh(with_weights(context, source), sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
@@ -179,7 +176,7 @@ def truth_of(context: "RunContext") -> "Grammar | None":
     """The grammar of the setting's known truth; None in settings that have none."""
     from attnpo.testbed.grammar import Grammar
 
-    grammar = None if context.cfg.truth is None else getattr(build(context.cfg.truth), "grammar", None)
+    grammar = None if context.cfg.truth is None else getattr(context.cfg.truth, "grammar", None)
     return grammar if isinstance(grammar, Grammar) else None
 
 

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from attnpo.config import build, plain
 from attnpo.display.figures import FrontierPoint, LayerPoint, frontier, layer_curve
 from attnpo.display.output import markdown, print_sections, tables_json, terminal
 from attnpo.display.page import Image, Paragraph, Section, TableBlock, report_page
@@ -17,6 +14,7 @@ from attnpo.display.tables import Cell, table_csv
 from attnpo.files import changed, clean, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.ranking import ranking_table
 from attnpo.studies.selection import Spot, best_by_arm, by_arm, gather, has_truth
@@ -107,9 +105,9 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     return sorted({path.name for path in drawn if isinstance(path, Path) and path.parent == outcome.folder})
 
 
-def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
+def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
     """Sends a study's table, all its points and its figures to a W&B run of the points' group."""
-    settings = build(cfg.logger)
+    settings = cfg.logger
     if settings.wandb is None:
         return
     import wandb
@@ -134,7 +132,7 @@ def publish_study(cfg: DictConfig, outcome: "Outcome") -> None:
     for image in sorted(outcome.folder.glob("*.png")):
         media[f"study/{image.stem}"] = wandb.Image(str(image))
     group = settings.wandb.group or outcome.study.name
-    tracker = TrackedRun(replace(settings.wandb, group=group), outcome.folder, plain(cfg), job="study")
+    tracker = TrackedRun(replace(settings.wandb, group=group), outcome.folder, cfg.values, job="study")
     status = "failed"
     try:
         tracker.experiment.summary.update({"digest": outcome.digest, "failed": len(outcome.failed)})

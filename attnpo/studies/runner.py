@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
-
-from attnpo.config import build, check
-from attnpo.runs.folders import make_folder, require_one_process
+from attnpo.runs.folders import make_folder
 from attnpo.runs.resume import read_result
 from attnpo.schema import UserError, digest
 from attnpo.studies.arms import (
@@ -17,13 +14,12 @@ from attnpo.studies.arms import (
     arm_config,
     check_distinct,
     check_user,
-    config_dir,
     counted,
-    plain_store,
     point_config,
     point_folder,
 )
 from attnpo.studies.bases import Basis, compose_arms, keep_costs, make_basis
+from attnpo.studies.fit_config import FitConfig, require_one_process
 from attnpo.studies.study import (
     ONLY,
     Arm,
@@ -42,7 +38,7 @@ from attnpo.studies.workers import execute, on_gpu
 log = logging.getLogger(__name__)
 
 
-def run_study(cfg: DictConfig, folder: Path) -> Outcome:
+def run_study(cfg: FitConfig, folder: Path) -> Outcome:
     """All points of ``cfg.study``; results stay in ``folder``, so that a repeated command runs only what is missing.
 
     A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing else.
@@ -51,7 +47,9 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
         UserError: started under several processes, an override that spoils the study, or every point failed.
     """
     require_one_process(cfg)
-    study: Study = build(cfg.study)
+    study = cfg.study
+    if study is None:
+        raise UserError("there is no study to run (study=none)")
     check_user(cfg, study)
     if cfg.resume is not None:
         raise UserError(
@@ -61,15 +59,15 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
     make_folder(folder)
     seeds = [cfg.seed + i for i in range(cfg.seeds if cfg.seeds is not None else study.seeds)]
     composed = compose_arms(cfg, study)
-    for place, (config, _) in composed.items():
-        _check(study, place, config)
+    for place, arm in composed.items():
+        _check(study, place, arm)
     whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
-    check_distinct(study, named, {place: composed[place][0] for place in whole})
+    check_distinct(study, named, {place: composed[place].config for place in whole})
     bases, missing = make_bases(cfg, study, seeds, composed, folder)
     arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, bases, world)]
     own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
-    check_distinct(study, arms, {place: config for place, (config, _) in own.items()}, _depths(study, arms, bases))
+    check_distinct(study, arms, {place: made.config for place, made in own.items()}, _depths(study, arms, bases))
     record = _record(study, own, bases)
     log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
     points = make_points(study, arms, seeds)
@@ -101,7 +99,7 @@ def run_study(cfg: DictConfig, folder: Path) -> Outcome:
 
 
 def make_bases(
-    cfg: DictConfig,
+    cfg: FitConfig,
     study: Study,
     seeds: Sequence[int],
     composed: Mapping[tuple[str, str], Composed],
@@ -126,7 +124,7 @@ def make_bases(
     return bases, {place: error_text(error) for place, error in errors.items()}
 
 
-def _arms(cfg: DictConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
+def _arms(cfg: FitConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
     """The arms of a world; one without any base is taken to be as deep as the others."""
     found = [basis.depth for basis in bases.values() if basis.world == world]
     depth = max(found or [basis.depth for basis in bases.values()])
@@ -140,19 +138,19 @@ def _depths(study: Study, arms: Sequence[Arm], bases: Mapping[WorldSeed, Basis])
     return {place: known[place[0], name] for place, name in source.items() if (place[0], name) in known}
 
 
-def _composed(cfg: DictConfig, study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
+def _composed(cfg: FitConfig, study: Study, arm: Arm, composed: Mapping[tuple[str, str], Composed]) -> Composed:
     """The config of an arm, which only a layer makes another than that of the study's arm."""
     if arm.layer is None:
         return composed[arm.world, arm.name]
     made = arm_config(cfg, study, arm.overrides, arm.world)
-    _check(study, (arm.world, arm.name), made[0])
+    _check(study, (arm.world, arm.name), made)
     return made
 
 
-def _check(study: Study, arm: tuple[str, str], config: DictConfig) -> None:
+def _check(study: Study, arm: tuple[str, str], made: Composed) -> None:
     """Raises UserError naming the arm whose config cannot be built."""
     try:
-        check(config, complete=False)
+        _ = made.config
     except UserError as error:
         raise UserError(f"study {study.name}, arm {': '.join(filter(None, arm))}: {error}") from error
 
@@ -162,12 +160,12 @@ def _record(study: Study, own: Mapping[tuple[str, str], Composed], bases: Mappin
     worlds: dict[str, Any] = {}
     for (world, _), basis in bases.items():
         worlds.setdefault(world, basis.facts["world"])
-    arms = {f"{world}: {name}" if world else name: counted(config) for (world, name), (config, _) in own.items()}
+    arms = {f"{world}: {name}" if world else name: counted(made.config) for (world, name), made in own.items()}
     return grid_record(study, arms, worlds if study.worlds else worlds[ONLY])
 
 
 def _run_points(
-    cfg: DictConfig,
+    cfg: FitConfig,
     study: Study,
     points: Sequence[Point],
     own: Mapping[tuple[str, str], Composed],
@@ -179,26 +177,26 @@ def _run_points(
     done: dict[int, dict[str, Any]] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
-    configs: list[DictConfig] = []
+    configs: list[FitConfig] = []
     for i, point in enumerate(points):
         place = (point.arm.world, point.seed)
         lost = _lost(study, point, bases, missing)
         if lost is not None:
             errors[i] = f"not run: {lost}"
             continue
-        config, overrides = point_config(own[point.arm.world, point.arm.name], point)
-        at = point_folder(folder, point, config, bases[place].facts_of(study, point.arm))
+        made = point_config(own[point.arm.world, point.arm.name], point)
+        at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
         before = finished(at)
         if before is not None:
             done[i] = before
         else:
-            jobs[i] = (overrides, at)
-            configs.append(config)
+            jobs[i] = (made.overrides, at)
+            configs.append(made.config)
     if done:
         log.info("%d of %d points are finished already and reused", len(done), len(points))
     places = list(jobs)
     alone = on_gpu(configs)
-    for job, result, error in execute(list(jobs.values()), study.workers, config_dir(cfg), plain_store(cfg), alone):
+    for job, result, error in execute(list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone):
         i = places[job]
         count = len(done) + len(errors) + 1
         if error is None:

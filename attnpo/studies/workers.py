@@ -10,13 +10,12 @@ from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.console import end_with_parent
 from attnpo.runs.identity import source_digest
 from attnpo.runs.inputs import forget, remembering
 from attnpo.runs.run import run
+from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
 
 Job = tuple[list[str], Path]  # the overrides of a point and its folder
@@ -28,7 +27,7 @@ KILLED = "the point's process was killed (by the machine for want of memory, per
 EDITED = "the package's source was changed while the study ran; run the study's command again"
 
 
-def on_gpu(configs: Iterable[DictConfig]) -> bool:
+def on_gpu(configs: Iterable[RunConfig]) -> bool:
     """Whether one of these points would train on a GPU of this machine."""
     import torch
 
@@ -133,10 +132,10 @@ def run_point(
     level = root.level
     root.setLevel(logging.INFO)
     try:
-        cfg = compose("fit", list(overrides), config_dir)
+        cfg: RunConfig = load("fit", overrides, config_dir)
         if store is not None:
-            OmegaConf.update(cfg, "store", store)
-        OmegaConf.update(cfg, "resume", "auto")  # the folder is named by all that moves a number
+            cfg = cfg.with_value("store", store)
+        cfg = cfg.with_value("resume", "auto")  # the folder is named by all that moves a number
         with remembering():
             return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:

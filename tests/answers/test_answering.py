@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from attnpo.answers.answer_file import AnswerFile
 from attnpo.answers.answering import REFUSED, answer_prompts, output_path
-from attnpo.config import check, compose
+from attnpo.config import check, load
 from attnpo.generate import main
 from attnpo.models.generate import HFGenerator
 from attnpo.runs.run import run
@@ -47,7 +47,7 @@ def config(world: World, data: Path, output: Path, *more: str) -> DictConfig:
         "trainer.accelerator=cpu",
         *more,
     ]
-    cfg = compose("generate", overrides)
+    cfg = load("generate", overrides)
     check(cfg)
     return cfg
 
@@ -117,7 +117,7 @@ def test_a_runs_folder_gives_the_answers_its_samples_have(world: World, tmp_path
     run(world.config("callbacks.report=false"), tmp_path / "run")
     samples = rows_of(tmp_path / "run" / "generations.jsonl")
     overrides = [f"model.path={tmp_path / 'run' / 'last'}", f"data.path={world.data}", f"output={tmp_path / 'a.jsonl'}"]
-    rows = rows_of(answer_prompts(compose("generate", [*overrides, "sampling.max_new_tokens=6"])))
+    rows = rows_of(answer_prompts(load("generate", [*overrides, "sampling.max_new_tokens=6"])))
     assert len(rows) == VAL and len(samples) == 2
     answers = {row["prompt"][-1]["content"]: row["answer"] for row in rows}
     assert [answers[sample["prompt"][-1]["content"]] for sample in samples] == [one["policy"] for one in samples]
@@ -125,12 +125,12 @@ def test_a_runs_folder_gives_the_answers_its_samples_have(world: World, tmp_path
 
 def test_without_an_output_the_file_is_named_after_model_and_prompts(world: World) -> None:
     overrides = ["model.path=outputs/run-7/best", "data.path=sets/hard.v2.jsonl"]
-    assert output_path(compose("generate", overrides)) == Path("outputs/answers-run-7-best-hard/answers.jsonl")
+    assert output_path(load("generate", overrides)) == Path("outputs/answers-run-7-best-hard/answers.jsonl")
     overrides = ["model.path=org/chat", "data.path=org/pairs", "data.split=val", "data.rows=100:300"]
-    named = output_path(compose("generate", overrides)).parent.name
+    named = output_path(load("generate", overrides)).parent.name
     assert named == "answers-org-chat-pairs-val-100_300", "another split or other rows are another file"
     overrides = ["model.path=./m", "data.path=org/set"]
-    assert output_path(compose("generate", overrides)) == Path("outputs/answers-m-set-test/answers.jsonl")
+    assert output_path(load("generate", overrides)) == Path("outputs/answers-m-set-test/answers.jsonl")
 
 
 def test_what_cannot_be_answered_is_named_and_not_cut(world: World, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnpo.config import build, compose
+from attnpo.config import load
 from attnpo.conformance import verify
 from attnpo.conformance.records import Status
 from attnpo.conformance.weights import is_tied
@@ -118,10 +118,10 @@ def test_the_mistral_setting_reproduces_their_spans_as_its_header_says(
     keys = ["setting=mistral_7b_base_sft", "judge.span=reference"]
     if wording == "theirs":
         keys += [f"judge.template_file={tmp_path}/theirs.txt", 'judge.span_closing="\n<|The End of Answer"']
-    rules = build(compose("fit", keys).judge).rules()
+    rules = load("fit", keys).judge.rules()
     chat = ChatFormat(load_tokenizer(shared / "golden_sentencepiece/extraction/tokenizer"))
     pair = PreferencePair.make([{"role": "user", "content": "Why?"}], "It is because of rain.", "So.")
-    whole = JudgePrompts(build(compose("fit", [*keys, "judge.span=touch"]).judge).rules(), chat).build(pair)
+    whole = JudgePrompts(load("fit", [*keys, "judge.span=touch"]).judge.rules(), chat).build(pair)
     for short, full in zip(JudgePrompts(rules, chat).build(pair), whole, strict=True):
         begin, end = full.spans["chosen"]
         assert end - begin > 4 and short.spans["chosen"] == (begin, end - 2)

@@ -14,9 +14,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import files, fit, generate, report
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.files import file_digest
-from attnpo.runs.identity import numbers_of
+from attnpo.runs.identity import saved_numbers
 from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError
 from attnpo.studies.runner import finished
@@ -51,19 +51,20 @@ class Runs:
     end: dict[str, Any]
     composed: DictConfig
 
-    def config(self, folder: Path, *more: str) -> DictConfig:
+    def config(self, folder: Path, *more: str) -> FitConfig:
         """What ``attnpo.fit`` is given to go on with the run in ``folder``."""
         more = (f"name={folder.name}", f"output={folder.parent}", "resume=auto", *more)
         return changed(self.composed, *more)
 
 
-def changed(composed: DictConfig, *more: str) -> DictConfig:
+def changed(composed: DictConfig, *more: str) -> FitConfig:
     """A config with more overrides, as composing it anew would give, in a hundredth of the time."""
     cfg = composed.copy()
     for override in more:
         key, _, value = override.partition("=")
         OmegaConf.update(cfg, key, None if value == "null" else value)
-    return cfg
+    root: FitConfig = typed(cfg)
+    return root
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     world = build_world(place)
     config = world.model / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.2}))
-    made = Runs(world, place / "stopped", place / "unbroken", {}, world.config(*KEYS))
+    made = Runs(world, place / "stopped", place / "unbroken", {}, world.composed(*KEYS))
     assert fit.main(made.config(made.unbroken)) == 0
     with killed(STOPPED):
         fit.main(made.config(made.stopped))
@@ -107,7 +108,7 @@ def end_of(folder: Path) -> dict[str, Any]:
         "result": result,
         "rows": [without_speed(row) for row in read_metrics(folder / "metrics.csv")],
         "policies": [(folder / name / "model.safetensors").read_bytes() for name in ("best", "last")],
-        "settings": numbers_of(OmegaConf.load(folder / "config.yaml")),
+        "settings": saved_numbers(folder / "config.yaml"),
     }
 
 
@@ -122,7 +123,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 @cache
 def composed(entry: str, *overrides: str) -> DictConfig:
-    return compose(entry, list(overrides))
+    return load(entry, list(overrides))
 
 
 def answer(command: Callable[[], object]) -> str | None:
@@ -412,9 +413,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answered(model: Path, prompts: Path, output: Path) -> str | None:
     more = ("sampling.max_new_tokens=2", "trainer.accelerator=cpu")
-    cfg = compose(
-        "generate", [f"model.path={model}", f"data.path={prompts}", f"output={output / 'answers.jsonl'}", *more]
-    )
+    cfg = load("generate", [f"model.path={model}", f"data.path={prompts}", f"output={output / 'answers.jsonl'}", *more])
     return answer(lambda: generate.main(cfg))
 
 

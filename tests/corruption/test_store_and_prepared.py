@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import compose, run_entry
+from attnpo.config import load, run_entry
 from attnpo.files import SEAL
 from attnpo.runs.context import settle
 from attnpo.runs.inputs import make_inputs
@@ -77,7 +77,7 @@ def prepared(store: Path) -> tuple[Path, Path]:
 @cache
 def setting() -> DictConfig:
     """The composed setting, which must not be changed."""
-    return compose("fit", ["setting=testbed"])
+    return load("fit", ["setting=testbed"])
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import check, compose
+from attnpo.config import check, load
 from attnpo.display.output import read_tables, tables_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
@@ -34,7 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def asked(what: list[str], *overrides: str) -> DictConfig:
     """A composed and checked report."""
-    cfg = compose("report", list(overrides))
+    cfg = load("report", list(overrides))
     OmegaConf.update(cfg, "what", what)
     check(cfg, complete=False)
     return cfg

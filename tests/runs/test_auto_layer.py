@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf, open_dict
-from omegaconf.errors import ConfigAttributeError
+from omegaconf import OmegaConf
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.runs.auto_layer import LayerChoice, best_layer, calibration_pairs, settle_layer, standard_error
@@ -21,7 +20,7 @@ from attnpo.weights.layers import resolve_layer
 from tests.runs.worlds import World, build_world, judge_loads
 
 Made = tuple[World, RunContext, dict[str, EncodedSet]]
-QUICK = {"_target_": "attnpo.runs.settings.AutoLayer", "pairs": 4, "shares": [0.2], "draws": 1}
+QUICK = AutoLayer(pairs=4, shares=(0.2,), draws=1)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +33,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def asking(made: Made, store: Path, **changes: Any) -> RunContext:
     """The world's context with an own store and ``weights.layer=auto``."""
     _, context, _ = made
-    cfg = context.cfg.copy()
-    OmegaConf.update(cfg, "store", str(store))
-    OmegaConf.update(cfg, "weights.layer", "auto")
-    OmegaConf.update(cfg, "auto_layer", {**QUICK, **changes}, force_add=True)
+    cfg = context.cfg.with_value("store", str(store)).with_value("weights.layer", "auto")
+    cfg = cfg.with_component("auto_layer", replace(QUICK, **changes))
     return replace(context, cfg=cfg, store=type(context.store)(store))
 
 
@@ -126,20 +123,16 @@ def test_rows_captured_another_way_are_another_choice(
     assert len(list((tmp_path / CHOICE).glob("*.json"))) == 2
 
 
-def test_the_rules_are_those_of_the_configuration_or_none(made: Made, tmp_path: Path) -> None:
-    context = asking(made, tmp_path)
-    with open_dict(context.cfg):
-        del context.cfg["auto_layer"]
-    with pytest.raises(ConfigAttributeError, match="auto_layer"):
-        settle_layer(context, made[2])
+def test_the_rules_are_those_of_the_configuration_or_none(made: Made) -> None:
+    with pytest.raises(UserError, match=r"^auto_layer: required"):
+        made[0].config("weights=attention", "weights.layer=auto", "~auto_layer")
 
 
 def test_other_rules_are_another_choice(made: Made, tmp_path: Path) -> None:
     first, encoded = settle_layer(asking(made, tmp_path), made[2]), made[2]
     second = settle_layer(asking(made, tmp_path, pairs=6), encoded)
     sink = asking(made, tmp_path)
-    sink.cfg.weights.postprocess.sink_tokens = 0
-    settle_layer(sink, encoded)
+    settle_layer(replace(sink, cfg=sink.cfg.with_value("weights.postprocess.sink_tokens", 0)), encoded)
     assert len(list((tmp_path / CHOICE).glob("*.json"))) == 3
     assert (first.prepared[CHOICE]["pairs"], second.prepared[CHOICE]["pairs"]) == (4, 6)
 
@@ -166,15 +159,13 @@ def test_several_processes_do_not_each_look_for_it(made: Made, tmp_path: Path, m
 def test_a_number_and_weights_without_layers_are_left_alone(made: Made) -> None:
     world, context, encoded = made
     assert settle_layer(context, encoded) is context
-    assert not wants_auto(world.config("weights=uniform"))
+    assert not wants_auto(world.config("weights=uniform").weights)
 
 
 def test_several_layers_and_auto_contradict_each_other(made: Made) -> None:
-    cfg = made[1].cfg.copy()
-    OmegaConf.update(cfg, "weights.layer", "auto")
-    OmegaConf.update(cfg, "weights.layers", [1, 2], force_add=True)
+    cfg = made[1].cfg.with_value("weights.layer", "auto").with_value("weights.layers", (1, 2))
     with pytest.raises(UserError, match=r"weights\.layer=auto finds one layer.*\[1, 2\]"):
-        wants_auto(cfg)
+        wants_auto(cfg.weights)
 
 
 def test_of_equal_layers_the_deepest_is_taken() -> None:

@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import CanineTokenizer
 
-from attnpo.config import build, check, compose
+from attnpo.config import check, compose, load
 from attnpo.runs.context import make_context, settle_judge
 from attnpo.runs.inputs import encode, make_inputs, read_pairs
 from attnpo.runs.weighing import weigh
@@ -46,7 +46,7 @@ def on_testbed(store: Path, *more: str) -> DictConfig:
     tiny = {"layers": 1, "width": 16, "heads": 2, "mlp": 16, "steps": 2, "max_steps": 2, "judge_rows": 1}
     tiny |= {"answer_rows": 1, "score_rows": 1, "judge_pairs": 2, "judge_gate": 0.0}  # type: ignore[dict-item]
     small = [f"++prepare.second.base.{key}={value}" for key, value in tiny.items()]
-    return compose("fit", ["setting=testbed", "study=none", "judge=other", f"store={store}", *small, *more])
+    return load("fit", ["setting=testbed", "study=none", "judge=other", f"store={store}", *small, *more])
 
 
 # ---- settling ----------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
     with pytest.raises(UserError, match=r"other_judge\.path is null: set other_judge\.path=FOLDER"):
         make_context(world.config("weights=attention", *ANOTHER))
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
-        settle_judge(compose("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
+        settle_judge(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
     with pytest.raises(UserError, match="another model than the run's own"):
         cfg = world.config("weights=attention")
         cfg.judge.other, cfg.prepare = True, None
@@ -87,8 +87,8 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
 def build_room(cfg: DictConfig) -> None:
     from attnpo.runs.judges import RunJudge
 
-    context = make_context(compose("fit", [*cfg.composed.overrides, "weights=uniform"]))
-    RunJudge(build(cfg.judge), context.model, context.chat)
+    context = make_context(load("fit", [*cfg.composed.overrides, "weights=uniform"]))
+    RunJudge(cfg.judge, context.model, context.chat)
 
 
 def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_are_read(
@@ -160,9 +160,9 @@ def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: Wo
 
 @pytest.mark.parametrize("name", ["testbed", "llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft"])
 def test_the_study_holds_under_every_setting(name: str) -> None:
-    cfg = compose("fit", [f"setting={name}", "experiment=cross_model"])
+    cfg = load("fit", [f"setting={name}", "experiment=cross_model"])
     check(cfg, complete=cfg.prepare is None)
-    arms = build(cfg.study).arms
+    arms = cfg.study.arms
     expected = f"align.method={cfg.other_judge.align}"
     assert all(expected in arm for label, arm in arms.items() if label.startswith("other judge"))
     check(compose("fit", [f"setting={name}", "study=none", *arms["other judge shuffled"]]), complete=False)
@@ -183,7 +183,7 @@ def test_the_study_runs_with_two_vocabularies(world: World, judge: Path, tmp_pat
     own = [override for override in world.overrides() if override != "judge=testbed"]  # the arms choose the judge
     more = ["study=small", "seeds=1", "grid.lr=[1e-2]", "grid.beta=[0.5]", f"other_judge.path={judge}", *BY_CHARACTERS]
     asked = ["judge.template_file=judge/testbed.txt", "judge.max_length=512"]
-    outcome = run_study(compose("fit", [*own, *more, *asked], configs), tmp_path / "study")
+    outcome = run_study(load("fit", [*own, *more, *asked], configs), tmp_path / "study")
     assert not outcome.failed
     names = ["uniform", "attention", "other judge L2", "other judge shuffled"]
     assert [point.arm.name for point, _ in outcome.points] == names

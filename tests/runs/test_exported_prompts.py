@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from attnpo.answers.answering import answer_prompts
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.models.loading import load_tokenizer
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.runs.report import make_exporter
@@ -82,6 +82,6 @@ def test_a_run_says_it_and_generation_begins_with_one_bos(
     for number, template in enumerate(("null", str(chat))):
         asked = [f"model.path={best}", f"data.path={tmp_path}/prompts.jsonl", f"output={tmp_path}/{number}.jsonl"]
         asked += [f"model.chat_template={template}", "sampling.max_new_tokens=4", "sampling.temperature=0"]
-        answer_prompts(compose("generate", [*asked, "trainer.accelerator=cpu"]))
+        answer_prompts(load("generate", [*asked, "trainer.accelerator=cpu"]))
         answers.append(json.loads((tmp_path / f"{number}.jsonl").read_text())["answer"])
     assert answers[0] == answers[1]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import build
 from attnpo.runs import run as run_module
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import inputs_on
@@ -128,7 +127,7 @@ def test_a_run_that_ends_early_keeps_what_it_has_seen(fresh: World, tmp_path: Pa
 def test_an_objective_that_needs_the_reference_itself_is_refused(world: World) -> None:
     cfg = world.config("weights=uniform", "objective=tdpo2")
     with pytest.raises(UserError, match=r"reference=first_epoch keeps one number per token"):
-        require_reference("first_epoch", build(cfg.objective))
+        require_reference("first_epoch", cfg.objective)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.config import build, compose
+from attnpo.config import load
 from attnpo.runs import identity
 from attnpo.runs.identity import SHOWING, source_digest
 from attnpo.studies.arms import point_folder
@@ -103,7 +103,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 ) -> None:
     """As a study lays it: its points lie in folders named by these facts."""
     cfg = build_world(tmp_path).config("study=quickstart")
-    study = build(cfg.study)
+    study = cfg.study
     monkeypatch.setattr(identity, "PACKAGE", package)
     codes = []
     for name in (None, "report.py", "runs/models.py"):
@@ -121,7 +121,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 
 
 def folder_of(*overrides: str) -> str:
-    cfg = compose("fit", ["setting=testbed", "study=none", *overrides])
+    cfg = load("fit", ["setting=testbed", "study=none", *overrides])
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
 
 
@@ -147,8 +147,8 @@ def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
 def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own digest does not see it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    cfg = compose("fit", ["setting=testbed", "study=none", "weights=uniform"])
-    OmegaConf.update(cfg, "transforms.mine", {"_target_": "my_transforms.Mine"}, force_add=True)
+    cfg = load("fit", ["setting=testbed", "study=none", "weights=uniform"])
+    cfg.values["transforms"] = {"mine": {"_target_": "my_transforms.Mine"}}  # what is read alone; it is not built
     point = Point(Arm("arm", ()), (), 0)
     found = []
     for text in ("class Mine: scale = 1\n", "class Mine: scale = 2\n"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnpo import console, machine
-from attnpo.config import compose, plain
+from attnpo.config import load, plain
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
@@ -46,7 +46,7 @@ def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp
     (store / "weights").mkdir(parents=True)
     (store / "weights" / "shard").write_bytes(bytes(3 * 2**20))
     given = world.overrides(f"store={store}", "name='two words'")
-    lines = list(opening("fit", compose("fit", given), tmp_path / "run"))
+    lines = list(opening("fit", load("fit", given), tmp_path / "run"))
     assert lines[0].startswith("python -m attnpo.fit setting=real_smoke judge=testbed model.path=")
     assert lines[0].endswith("""'name='"'"'two words'"'"''""") or "two words" in lines[0]
     assert lines[1] == f"run folder: {tmp_path / 'run'}; the full configuration will be in its config.yaml"
@@ -61,12 +61,12 @@ def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp
     assert parts["devices"] == "devices: cpu; processes 1; CPU threads per process 1; seed 0"
     assert all("\n" not in line for line in lines)
     (tmp_path / "run").mkdir()
-    assert "which exists" in list(opening("fit", compose("fit", given), tmp_path / "run"))[1]
-    assert not any("run folder" in line for line in opening("weigh", compose("weigh", given), None))
+    assert "which exists" in list(opening("fit", load("fit", given), tmp_path / "run"))[1]
+    assert not any("run folder" in line for line in opening("weigh", load("weigh", given), None))
 
 
 def test_every_value_that_is_set_is_in_the_configuration_lines() -> None:
-    values = plain(compose("fit"))
+    values = plain(load("fit"))
     text = "\n".join(config_lines(values))
     assert (
         "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: Grid lr=[5e-05,0.0001]" in text
@@ -93,12 +93,12 @@ def test_no_commit_is_claimed_outside_a_checkout(monkeypatch: pytest.MonkeyPatch
     [([], 1), (["trainer.devices='3'"], 3), (["trainer.devices='0,1'", "trainer.num_nodes=2"], 4)],
 )
 def test_planned_processes(overrides: list[str], processes: int) -> None:
-    assert planned_processes(compose("fit", ["trainer.accelerator=cpu", *overrides])) == processes
+    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *overrides]).trainer) == processes
 
 
 def test_processes_already_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert planned_processes(compose("fit")) == 8
+    assert planned_processes(load("fit").trainer) == 8
 
 
 def test_sizes_are_for_readers() -> None:
@@ -112,7 +112,7 @@ def test_sizes_are_for_readers() -> None:
 
 
 def test_a_store_that_is_a_number_is_a_folder_of_that_name() -> None:
-    assert store_root(compose("fit", ["store=3"])) == Path("3")
+    assert store_root(load("fit", ["store=3"])) == Path("3")
 
 
 # ------------------------------------------------------------------------------------------------ who reports

@@ -15,7 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.config import compose, run_entry
+from attnpo.config import load, run_entry
 from attnpo.fit import main
 from attnpo.machine import as_launched, device_of, environment, planned_processes, require_world
 from attnpo.runs.folders import STAMP
@@ -91,7 +91,7 @@ def test_devices_follow_the_launcher(
     settings = as_launched(TrainerSettings(accelerator="cpu", **given))
     assert (settings.devices, settings.num_nodes) == (devices, nodes)
     written = [f"trainer.{key}={value}" for key, value in given.items()]
-    assert planned_processes(compose("fit", ["trainer.accelerator=cpu", *written])) == total
+    assert planned_processes(load("fit", ["trainer.accelerator=cpu", *written]).trainer) == total
     trainer = trainer_of(settings, tmp_path)
     assert trainer.world_size == total
     require_world(trainer.world_size, settings)
@@ -178,10 +178,10 @@ def test_tasks_that_see_one_gpu_each_are_one_group(monkeypatch: pytest.MonkeyPat
     settings = as_launched(TrainerSettings())
     trainer = trainer_of(settings, tmp_path)
     assert (trainer.world_size, trainer.local_rank, trainer.strategy.root_device) == (2, 1, torch.device("cuda", 0))
-    assert device_of(compose("fit", ["trainer.accelerator=auto"])) == torch.device("cuda", 0)
+    assert device_of(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert trainer_of(settings, tmp_path).strategy.root_device == torch.device("cuda", 1)
-    assert device_of(compose("fit", ["trainer.accelerator=auto"])) == torch.device("cuda", 1)
+    assert device_of(load("fit", ["trainer.accelerator=auto"]).trainer.accelerator) == torch.device("cuda", 1)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from attnpo.config import build, check
+from attnpo.config import check
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
@@ -117,14 +117,14 @@ def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: 
     with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
         check(cfg)
     with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, first_epoch, adapter_off"):
-        check(world.config("reference=adapter"))
+        check(world.composed("reference=adapter"))
 
 
 def test_adapters_without_peft_are_refused_before_anything_loads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    check(world.config())
+    check(world.composed())
     with pytest.raises(UserError, match=r"pip install 'attnpo\[lora\]'"):
-        check(world.config(*LORA))
+        check(world.composed(*LORA))
 
 
 def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
@@ -135,8 +135,8 @@ def test_wrong_settings_are_named_under_their_keys(world: World) -> None:
         ("+model.lora.alfa=1", r"model.lora.alfa: unknown key .*did you mean model.lora.alpha"),
     ):
         with pytest.raises(UserError, match=text):
-            check(world.config("model=lora", override))
-    assert build(world.config("model=lora").model).lora == LoraSpec()
+            check(world.composed("model=lora", override))
+    assert world.config("model=lora").model.lora == LoraSpec()
 
 
 @pytest.mark.parametrize("objective", ["cpo", "orpo", "simpo", "rrhf", "slic_hf", "dpo"])

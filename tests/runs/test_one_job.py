@@ -17,7 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import fit
-from attnpo.config import check, compose
+from attnpo.config import check, compose, load
 from attnpo.generate import main as generate
 from attnpo.locks import locked
 from attnpo.report import main as report
@@ -157,7 +157,7 @@ def test_a_timeout_is_a_number_of_seconds(value: str) -> None:
 
 def answering(world: World, output: Path, *more: str) -> DictConfig:
     overrides = [f"model.path={world.model}", f"data.path={world.data}", f"output={output}", "trainer.accelerator=cpu"]
-    return compose("generate", [*overrides, "sampling.max_new_tokens=2", "data.rows='2'", *more])
+    return load("generate", [*overrides, "sampling.max_new_tokens=2", "data.rows='2'", *more])
 
 
 def test_a_file_of_answers_is_written_by_one_job(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_file_of_answers_is_written_by_one_job(world: World, tmp_path: Path, m
 
 def test_a_report_is_written_by_one_job(world: World, tmp_path: Path) -> None:
     def asked(*more: str) -> Any:
-        return compose("report", ["what=[weights]", *world.overrides("name=r", f"output={tmp_path}", *more)])
+        return load("report", ["what=[weights]", *world.overrides("name=r", f"output={tmp_path}", *more)])
 
     with locked(tmp_path / "r"), pytest.raises(UserError, match="/r is in use by process"):
         report(asked())

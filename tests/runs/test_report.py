@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from attnpo.config import build
+from attnpo.config import build, load
 from attnpo.display.figures import training_curves
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import Inputs, make_inputs
@@ -85,9 +85,9 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     turns = [{"role": "user", "content": "say <b>"}]
     (folder / "generations.jsonl").write_text(json.dumps({"prompt": turns, "policy": "good", "reference": "bad"}))
     cfg = inputs.context.cfg
-    settings = build(cfg.callbacks)
+    settings = cfg.callbacks
     result = {**RESULT, "inputs": example_statistics(inputs)}
-    logger = build(make_config(inputs, *TRACKED).logger)
+    logger = make_config(inputs, *TRACKED).logger
     with open_loggers(logger, folder, {}) as loggers:
         loggers[-1].log_metrics({"train/loss": 0.6}, step=2)
         publish_run(loggers, inputs, result, settings, folder)
@@ -116,9 +116,8 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
 
 
 def make_config(inputs: Inputs, *more: str) -> Any:
-    from attnpo.config import compose
 
-    return compose("fit", [*inputs.context.cfg.composed.overrides, *more])
+    return load("fit", [*inputs.context.cfg.composed.overrides, *more])
 
 
 def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> None:
@@ -129,9 +128,9 @@ def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> No
     (folder / "curves.png").write_bytes(b"rubbish")
     cfg = make_config(inputs, *TRACKED, "callbacks.samples=0", "callbacks.report=false", "callbacks.heat_maps=0")
     result = {**RESULT, "inputs": example_statistics(inputs)}
-    with open_loggers(build(cfg.logger), folder, {}) as loggers:
-        publish_run(loggers, inputs, result, build(cfg.callbacks), folder)
-        publish_run(loggers[:1], inputs, result, build(inputs.context.cfg.callbacks), folder)
+    with open_loggers(cfg.logger, folder, {}) as loggers:
+        publish_run(loggers, inputs, result, cfg.callbacks, folder)
+        publish_run(loggers[:1], inputs, result, inputs.context.cfg.callbacks, folder)
     (row,) = flat_rows(sessions(folder)[0])
     assert {key.partition("/")[0] for key in row if not key.startswith("_")} == {"account", "trainer"}
 
@@ -278,7 +277,7 @@ class WithoutWandb(PathFinder):
         return None if name.partition(".")[0] == "wandb" else super().find_spec(name, path, target)
 sys.meta_path = [WithoutWandb if finder is PathFinder else finder for finder in sys.meta_path]
 from attnpo.fit import main
-from attnpo.config import run_entry
+from attnpo.config import compose, load, run_entry
 codes = [run_entry(main, "fit", arguments, "", "") for arguments in {arguments!r}]
 sys.exit(0 if codes == [0, 2] and "wandb" not in sys.modules else f"exit codes {codes}")
 """

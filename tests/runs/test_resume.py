@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from attnpo.config import compose, plain
+from attnpo.config import load, plain
 from attnpo.runs.identity import BESIDE, BOOKKEEPING, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
@@ -95,7 +95,7 @@ def test_bookkeeping_may_change(world: World, done: tuple[Path, dict[str, Any]],
 
 def test_every_bookkeeping_key_exists(world: World) -> None:
     """A key renamed in the configs would silently count as one that moves numbers."""
-    cfg = OmegaConf.create(plain(world.config()))
+    cfg = OmegaConf.create(world.config().values)
     names = (*BOOKKEEPING, *PATHS, *BESIDE, *NEEDED, *KEPT)
     missing = [key for key in names if OmegaConf.select(cfg, key, default="absent") == "absent"]
     assert missing == []
@@ -132,7 +132,7 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
 def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
     """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e."""
     older = json.loads((Path(__file__).parent / "older_run.json").read_text(encoding="utf-8"))
-    asked = numbers_of(compose("fit", ["weights=attention"]))
+    asked = numbers_of(load("fit", ["weights=attention"]))
     later = {key for key, value in asked.items() if key not in older and value is not None}
     assert later - LATER.keys() == set()
     check_same(older, asked, Path("last"))
@@ -146,9 +146,9 @@ def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
 
 def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> None:
     spans = ["judge.span_drop=1", "judge.span_closing=x"]
-    plain_spans = compose("fit", ["weights=attention", *spans])
-    assert numbers_of(plain_spans) == numbers_of(compose("fit", ["weights=attention"]))
-    as_theirs = numbers_of(compose("fit", ["weights=attention", "judge.span=reference", *spans]))
+    plain_spans = load("fit", ["weights=attention", *spans])
+    assert numbers_of(plain_spans) == numbers_of(load("fit", ["weights=attention"]))
+    as_theirs = numbers_of(load("fit", ["weights=attention", "judge.span=reference", *spans]))
     assert (as_theirs["judge.span_drop"], as_theirs["judge.span_closing"]) == (1, "x")
 
 

@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnpo.config import compose
+from attnpo.config import load
 from attnpo.files import seal
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.inputs import forget, make_inputs, remembering
@@ -276,7 +276,7 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, dict[str, 
 )
 def test_paths_that_are_not_given_are_asked_for(given: list[str], lacking: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=rf"^{lacking} must be given"):
-        run(compose("fit", ["setting=real_smoke", *given]), tmp_path / "run")
+        run(load("fit", ["setting=real_smoke", *given]), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -299,16 +299,16 @@ def test_a_wrong_setting_is_named(
 
 
 def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
-    cfg = compose("fit", ["setting=real_smoke", "resume=auto"])
+    cfg = load("fit", ["setting=real_smoke", "resume=auto"])
     assert find_resume(cfg, tmp_path) is None
     (tmp_path / "last").mkdir()
     torch.save({"state_dict": {}, "global_step": 0}, tmp_path / "last" / "state.ckpt")
     write_account(tmp_path / "last", {"step": 0})
     seal(tmp_path / "last")
     assert find_resume(cfg, tmp_path) == tmp_path / "last" / "state.ckpt"
-    by_folder = compose("fit", ["setting=real_smoke", f"resume={tmp_path / 'last'}"])
+    by_folder = load("fit", ["setting=real_smoke", f"resume={tmp_path / 'last'}"])
     assert find_resume(by_folder, tmp_path / "elsewhere") == tmp_path / "last" / "state.ckpt"
-    assert find_resume(compose("fit", ["setting=real_smoke"]), tmp_path) is None
+    assert find_resume(load("fit", ["setting=real_smoke"]), tmp_path) is None
 
 
 # ------------------------------------------------------------------------------------------------ loggers

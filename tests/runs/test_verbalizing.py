@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attnpo.config import build, check
+from attnpo.config import check
 from attnpo.data.prepare import SILENT, UNASKED
 from attnpo.runs.context import make_context
 from attnpo.runs.fill_store import fill_store
@@ -106,8 +106,8 @@ def test_a_model_that_says_nothing_usable_ends_with_every_pair_named(
 
 def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(world: World, tmp_path: Path) -> None:
     context = make_context(world.config(*KNOWN, f"store={tmp_path}"))
-    room = RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
-    pairs = build(context.cfg.data).load("train").pairs
+    room = RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
+    pairs = context.cfg.data.load("train").pairs
     sizes = sorted(
         max(len(context.chat.prompt_ids(room.questions.messages(pair, side))) for side in ("chosen", "rejected"))
         for pair in pairs
@@ -128,11 +128,11 @@ def test_what_does_not_fit_is_dropped_and_counted_and_none_at_all_is_an_error(wo
 
 def test_an_objective_that_reads_no_weights_is_refused_before_anything_loads(world: World) -> None:
     with pytest.raises(UserError, match="reads no token weights, so those of Verbalized"):
-        check(world.config(*KNOWN, "objective=dpo"))
+        check(world.composed(*KNOWN, "objective=dpo"))
     truth = ("weights=true_importance", "weights.grammar={min_clauses: 1, max_clauses: 2}")
     with pytest.raises(UserError, match="reads no token weights, so those of TrueImportance"):
-        check(world.config(*truth, "objective=dpo"))
-    check(world.config("weights=uniform", "objective=dpo"))
+        check(world.composed(*truth, "objective=dpo"))
+    check(world.composed("weights=uniform", "objective=dpo"))
 
 
 def test_true_importance_trains(world: World, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, mon
 def test_what_changes_an_answer_changes_the_key(world: World) -> None:
     def keys(*more: str) -> tuple[str, str]:
         context = make_context(world.config(*KNOWN, *more))
-        room = RunVerbalizer(build(context.cfg.verbalizer), context.model, context.chat, context.store)
+        room = RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
         return json.dumps(room.fingerprint(), sort_keys=True), json.dumps(room.questions.fingerprint(), sort_keys=True)
 
     plain = keys()
@@ -226,8 +226,8 @@ def test_an_interruption_within_one_call_loses_its_last_slice_alone(
 def test_an_interrupted_pass_goes_on_where_it_stopped(world: World, tmp_path: Path) -> None:
     config = world.config(*KNOWN, f"store={tmp_path}")
     context = make_context(config)
-    room = RunVerbalizer(build(config.verbalizer), context.model, context.chat, context.store)
-    pairs = build(config.data).load("train").pairs[:3]
+    room = RunVerbalizer(config.verbalizer, context.model, context.chat, context.store)
+    pairs = config.data.load("train").pairs[:3]
     import torch
 
     tools = room.tools(torch.device("cpu"))

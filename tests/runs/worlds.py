@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import compose
+from attnpo.config import compose, load
 from attnpo.runs.judges import RunJudge
+from attnpo.studies.fit_config import FitConfig
 from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.pairs import pair_row, write_jsonl
 from attnpo.testbed.pretrain import new_model
@@ -51,9 +52,14 @@ class World:
             *more,
         ]
 
-    def config(self, *more: str, config_dir: Path | None = None) -> DictConfig:
-        """The composed configuration of ``fit`` for this world."""
-        return compose("fit", self.overrides(*more), config_dir)
+    def config(self, *more: str, config_dir: Path | None = None) -> FitConfig:
+        """The typed configuration of ``fit`` for this world."""
+        root: FitConfig = load("fit", self.overrides(*more), config_dir)
+        return root
+
+    def composed(self, *more: str) -> DictConfig:
+        """The same as it is composed, not yet read."""
+        return compose("fit", self.overrides(*more))
 
 
 def build_world(folder: Path) -> World:

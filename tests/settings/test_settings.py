@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.config import CONFIG_DIR, build, check, compose, groups, plain
+from attnpo.config import CONFIG_DIR, check, groups, load, plain
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
@@ -35,7 +35,7 @@ WHOLE = {"layers": 32, "heads": 32, "keys": 8, "hidden": 4096, "inner": 14336}
 @cache
 def composed(name: str, *overrides: str) -> DictConfig:
     """The configuration of a setting; composed once, so it must not be changed."""
-    return compose("fit", [f"setting={name}", *overrides])
+    return load("fit", [f"setting={name}", *overrides])
 
 
 @cache
@@ -111,7 +111,7 @@ def test_every_hyperparameter_is_the_papers(name: str, shared: Path) -> None:
 
 def test_the_optimiser_is_adamw(shared: Path) -> None:
     for name in SETTINGS:
-        made = build(composed(name).optimizer).make([torch.nn.Parameter(torch.ones(2))])
+        made = composed(name).optimizer.make([torch.nn.Parameter(torch.ones(2))])
         assert type(made).__name__ == paper_rows(shared)["training", "optimizer"]
 
 
@@ -181,7 +181,7 @@ def test_a_setting_alone_asks_for_no_gpu(name: str) -> None:
 
 def test_layers_of_the_papers_figure() -> None:
     for name in SETTINGS:
-        study = build(composed(name, "experiment=layer_sweep").study)
+        study = composed(name, "experiment=layer_sweep").study
         layers = [arm.layer for arm in expand_arms(study, WHOLE["layers"]) if arm.layer is not None]
         assert layers == [1, 8, 16, 24, 32]
         assert study.grid.beta == (1e-3, 5e-3, 1e-2, 2e-2)
@@ -238,7 +238,7 @@ def test_hardware_wins_over_the_setting_and_loses_to_the_command_line() -> None:
 
 def test_weigh_composes_what_fit_composes() -> None:
     overrides = [f"setting={SETTINGS[2]}", "hardware=1x24gb", "objective.beta=0.02"]
-    assert plain(compose("weigh", overrides)) == plain(compose("fit", overrides))
+    assert load("weigh", overrides).values == load("fit", overrides).values
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -254,13 +254,13 @@ def config_of(name: str) -> PretrainedConfig:
 
 
 def estimate(cfg: DictConfig, config: PretrainedConfig) -> MemoryEstimate:
-    model: ModelSpec = build(cfg.model)
-    plan: BatchPlan = build(cfg.batch)
+    model: ModelSpec = cfg.model
+    plan: BatchPlan = cfg.batch
     devices = str(cfg.trainer.devices)
     return estimate_training(
         config,
         model,
-        build(cfg.optimizer),
+        cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
         reference=cfg.reference,
@@ -335,7 +335,7 @@ def pairs(shared: Path) -> list[PreferencePair]:
 
 
 def rules(judge: str) -> JudgeRules:
-    made: JudgeRules = build(composed("real_smoke", f"judge={judge}").judge).rules()
+    made: JudgeRules = composed("real_smoke", f"judge={judge}").judge.rules()
     return made
 
 

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from attnpo.config import compose
+from attnpo.config import load
 from tests.settings.small_models import write_model, write_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ class Shell:
 
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
 def test_weigh_train_kill_resume_export_generate(setting: str, tmp_path: Path) -> None:
-    cfg = compose("fit", [f"setting={setting}"])
+    cfg = load("fit", [f"setting={setting}"])
     corpus = write_pairs(tmp_path / "data", {cfg.data.train_split: STEPS * BATCH, cfg.data.val_split: 8})
     write_model(SETTINGS[setting], corpus, tmp_path / "model")
     shell = Shell(tmp_path)

@@ -5,13 +5,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
-from attnpo.config import build, compose, groups
+from attnpo.config import groups, load
 from attnpo.runs.identity import numbers_of, result_of
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config, check_distinct, check_user, counted, point_folder
 from attnpo.studies.bases import compose_arms
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.runner import run_study
 from attnpo.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
 from tests.runs.worlds import build_world
@@ -21,12 +21,12 @@ DEPTH = 4  # layers of the testbed's base
 
 
 @cache
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str) -> FitConfig:
     """A composed configuration, which must not be changed."""
-    return compose("fit", list(overrides))
+    return load("fit", list(overrides))
 
 
-def expanded(cfg: DictConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], DictConfig]]:
+def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, str], FitConfig]]:
     """All arms of a study, layers told apart, and their configs as the runner composes them."""
     whole = compose_arms(cfg, study)
     arms = [
@@ -35,9 +35,9 @@ def expanded(cfg: DictConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, 
         for arm in expand_arms(study, DEPTH, truth=cfg.truth is not None, world=world)
     ]
     made = {
-        (arm.world, arm.name): whole[arm.world, arm.name][0]
+        (arm.world, arm.name): whole[arm.world, arm.name].config
         if arm.layer is None
-        else arm_config(cfg, study, arm.overrides, arm.world)[0]
+        else arm_config(cfg, study, arm.overrides, arm.world).config
         for arm in arms
     }
     return arms, made
@@ -47,7 +47,7 @@ def expanded(cfg: DictConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, 
 def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     """In the first of its worlds; what the others set is set by no arm (tests/test_experiments.py)."""
     cfg = composed(f"study={name}", "setting=testbed")
-    whole: Study = build(cfg.study)
+    whole: Study = cfg.study
     study = replace(whole, worlds=dict(list(whole.worlds.items())[:1]))
     arms, made = expanded(cfg, study)
     check_user(cfg, study)
@@ -80,7 +80,7 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
     experiment, override = given.split()
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
-        check_user(cfg, build(cfg.study))
+        check_user(cfg, cfg.study)
     assert "study=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -98,17 +98,17 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
 )
 def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
     cfg = composed(*given.split())
-    check_user(cfg, build(cfg.study))
+    check_user(cfg, cfg.study)
 
 
 # ------------------------------------------------------------------------------------------------ equal arms
 
 
 def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] | None = None) -> None:
-    """Nothing; the check on a study of these arms."""
+    """Checks a study of these arms."""
     cfg = composed("setting=testbed", "study=quickstart")
     study = Study("twins", arms, grid=Grid(beta=(0.1, 0.3)), grids=grids or {}, control=None)
-    made = {(ONLY, name): arm_config(cfg, study, overrides)[0] for name, overrides in arms.items()}
+    made = {(ONLY, name): arm_config(cfg, study, overrides).config for name, overrides in arms.items()}
     depths = dict.fromkeys(made, depth) if depth else None
     check_distinct(study, expand_arms(study, DEPTH), made, depths)
 
@@ -177,12 +177,12 @@ ARMS = {
 }
 
 
-def point_of(arm: str, *overrides: str) -> DictConfig:
+def point_of(arm: str, *overrides: str) -> FitConfig:
     """The config of a point of an arm of weight_sources under further overrides."""
     return composed("setting=testbed", "study=none", "callbacks=none", *overrides, *ARMS[arm])
 
 
-def folder_of(cfg: DictConfig) -> Path:
+def folder_of(cfg: FitConfig) -> Path:
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {})
 
 

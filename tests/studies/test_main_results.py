@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import build, check, compose
+from attnpo.config import load
 from attnpo.reports.finished import run_row
 from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
@@ -28,7 +28,7 @@ LLAMAS = ("llama3_8b_base_sft", "llama3_8b_instruct")
 @cache
 def composed(*overrides: str) -> DictConfig:
     """The study's configuration, which must not be changed."""
-    return compose("fit", ["experiment=main_results", *overrides])
+    return load("fit", ["experiment=main_results", *overrides])
 
 
 @cache
@@ -38,7 +38,7 @@ def arms_on(setting: str) -> dict[tuple[str, str], Composed]:
 
 
 def study_on(setting: str) -> Study:
-    made = build(composed(f"setting={setting}").study)
+    made = composed(f"setting={setting}").study
     assert isinstance(made, Study)
     return made
 
@@ -62,19 +62,19 @@ def test_every_point_is_a_sound_run(setting: str) -> None:
     arms = expand_arms(study, 4, truth=cfg.truth is not None)
     for arm in arms:
         point = make_points(study, [arm], [0])[-1]
-        config, overrides = point_config(made["", arm.name], point)
-        check(config, complete=False)
-        assert set(point.values) < set(overrides)
-    check_distinct(study, arms, {place: config for place, (config, _) in made.items()})
+        found = point_config(made["", arm.name], point)
+        assert found.config.study is None  # it is sound
+        assert set(point.values) < set(found.overrides)
+    check_distinct(study, arms, {place: arm.config for place, arm in made.items()})
 
 
 def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
     made = arms_on("testbed")
-    held = {name for (_, name), (config, _) in made.items() if config.reference == "live"}
+    held = {name for (_, name), arm in made.items() if arm.config.reference == "live"}
     refused = set()
-    for (_, name), (config, _) in made.items():
+    for (_, name), arm in made.items():
         try:
-            require_reference("cached", build(config.objective))
+            require_reference("cached", arm.config.objective)
         except UserError:
             refused.add(name)
     assert held == refused == {"TDPO", "TI-DPO", "KTO"}
@@ -150,12 +150,12 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
 def test_an_override_that_spoils_the_study_is_refused(given: str, message: str) -> None:
     cfg = composed(given)
     with pytest.raises(UserError, match=message):
-        check_user(cfg, build(cfg.study))
+        check_user(cfg, cfg.study)
 
 
 def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     cfg = composed("grids.orpo.keys={objective.lam:[0.3]}", "grids.rdpo.lr=[1.0e-3]")
-    study: Study = build(cfg.study)
+    study: Study = cfg.study
     check_user(cfg, study)
     assert study.grid_of("ORPO").keys == {"objective.lam": (0.3,)}
     assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (5e-5, 1e-4))
@@ -164,7 +164,7 @@ def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
 
 def test_another_settings_values_can_be_asked_for() -> None:
     cfg = composed("setting=real_smoke", "methods@grids=testbed")
-    assert build(cfg.study).grid_of("SimPO").beta == (2.6, 7.8, 26.0)
+    assert cfg.study.grid_of("SimPO").beta == (2.6, 7.8, 26.0)
     assert not any("methods" in word for word in layered(of_points(cfg)))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import build, compose, idle_overrides
+from attnpo.config import idle_overrides, load
 from attnpo.console import process
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import make_inputs
@@ -32,12 +32,12 @@ STUDY = "study=quickstart"
 
 def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config(STUDY, "weights.layer=2")
-    study = build(cfg.study)
+    study = cfg.study
     check_user(cfg, study)
     with caplog.at_level("INFO"):
-        configs = {name: arm_config(cfg, study, overrides)[0] for name, overrides in study.arms.items()}
+        configs = {name: arm_config(cfg, study, overrides).config for name, overrides in study.arms.items()}
     assert configs["AttentionPO"].weights.layer == 2
-    assert "layer" not in configs["uniform (DPO)"].weights
+    assert not hasattr(configs["uniform (DPO)"].weights, "layer")
     assert caplog.messages == ["arm weights=uniform: weights.layer=2 does not apply and is left out"]
 
 
@@ -46,18 +46,18 @@ def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
     cfg = world.config(STUDY)
     cfg.composed.overrides = [*cfg.composed.overrides, "weights.leyer=2"]
     with pytest.raises(UserError, match=r"weights\.leyer"):
-        check_user(cfg, build(cfg.study))
+        check_user(cfg, cfg.study)
 
 
 def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
     cfg = world.config(STUDY, "weights=uniform")
     with pytest.raises(UserError, match=r"study quickstart chooses weights .* weights=uniform would be lost"):
-        check_user(cfg, build(cfg.study))
+        check_user(cfg, cfg.study)
 
 
 def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     cfg = world.config(STUDY, "study.seeds=2", "+study.kl_limit=1.5", "batch.micro=1")
-    _, overrides = arm_config(cfg, build(cfg.study), ["weights=uniform"])
+    overrides = arm_config(cfg, cfg.study, ["weights=uniform"]).overrides
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
@@ -73,7 +73,7 @@ OTHER = "+grids.other={_target_:attnpo.studies.study.Grid,beta:[0.7]}"
     ],
 )
 def test_a_named_grid_has_an_effect_where_an_arm_gets_it(more: list[str], idle: dict[str, str]) -> None:
-    cfg = compose("fit", ["experiment=layer_sweep", OTHER, *more])
+    cfg = load("fit", ["experiment=layer_sweep", OTHER, *more])
     cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
     assert idle_overrides(cfg) == idle
 
@@ -103,7 +103,7 @@ def test_facts_follow_the_content_of_the_judges_file(world: World, tmp_path: Pat
         path = tmp_path / "judge.txt"
         path.write_text("{question}\n{answer_a}\n{answer_b}\n" + wording, encoding="utf-8")
         cfg = world.config(STUDY, f"judge.template_file={path}")
-        facts.append(make_basis(cfg, build(cfg.study), 0))
+        facts.append(make_basis(cfg, cfg.study, 0))
     assert facts[0].keys["AttentionPO"] != facts[1].keys["AttentionPO"]
     assert facts[0].keys["uniform (DPO)"] == facts[1].keys["uniform (DPO)"] == {}
     assert facts[0].facts == facts[1].facts
@@ -134,7 +134,7 @@ def test_a_broken_file_of_costs_is_written_anew(broken: str, tmp_path: Path, cap
 def test_a_judge_that_missed_its_gate_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The study's own base and the one that only judges are told apart; a base without a gate says nothing."""
     cfg = world.config(STUDY)
-    study = build(cfg.study)
+    study = cfg.study
     assert make_basis(cfg, study, 0).warnings == []
     laid, settled = bases.make_context, bases.settle_judge
     report = {"base": {"gate_passed": False, "seconds": 1.0}}
@@ -172,8 +172,8 @@ def test_processes_are_counted_under_torchrun_and_slurm(
 def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
     """Some prompts of this world are longer than this bound; the second reading builds no prompt at all."""
     context = make_context(world.config())
-    room = RunJudge(build(context.cfg.judge), context.model, context.chat)
-    pairs = build(context.cfg.data).load("train").pairs
+    room = RunJudge(context.cfg.judge, context.model, context.chat)
+    pairs = context.cfg.data.load("train").pairs
     lengths = sorted(len(item.input_ids) for pair in pairs for item in room.prompts.build(pair))
     cfg = world.config(f"judge.max_length={lengths[len(lengths) // 2]}")
     counts = []

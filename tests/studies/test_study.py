@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from attnpo.config import build, compose
+from attnpo.config import load
 from attnpo.runs.folders import run_folder
 from attnpo.schema import UserError
 from attnpo.studies import bases, workers
@@ -244,7 +244,8 @@ def test_a_point_is_what_its_overrides_say(
     """Shared overrides, then the user's, then the point's own; its folder is named after it."""
     cfg, _, folder = study
     point, result = outcome[0].points[1]
-    config, overrides = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    made = point_config(arm_config(cfg, outcome[0].study, point.arm.overrides), point)
+    config, overrides = made.config, made.overrides
     assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
     assert "study=tiny" not in overrides and "weights=attention" in overrides
@@ -259,13 +260,14 @@ def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
     cfg, _, folder = study
     point = outcome[0].points[1][0]
     arm = arm_config(cfg, outcome[0].study, point.arm.overrides)
-    config, _ = point_config(arm, point)
-    other, _ = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0))
+    config = point_config(arm, point).config
+    other = point_config(arm, Point(point.arm, ("optimizer.lr=0.001", "objective.beta=0.3"), 0)).config
     place = point_folder(folder, point, config, {"model": "m"})
     assert point_folder(folder, point, other, {"model": "m"}) != place
     assert point_folder(folder, point, config, {"model": "n"}) != place
-    moved = config.copy()
-    moved.model.path, moved.data.path, moved.store, moved.output = "a", "b", "c", "d"
+    moved = config
+    for key, value in (("model.path", "a"), ("data.path", "b"), ("store", "c"), ("output", "d")):
+        moved = moved.with_value(key, value)
     assert point_folder(folder, point, moved, {"model": "m"}) == place
 
 
@@ -353,7 +355,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
 ) -> None:
     for known in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "SLURM_NTASKS", "SLURM_PROCID"):
         monkeypatch.delenv(known, raising=False)
-    cfg = compose("fit", ["experiment=layer_sweep", "seeds=1"])
+    cfg = load("fit", ["experiment=layer_sweep", "seeds=1"])
     for key, value in variables.items():
         monkeypatch.setenv(key, value)
     expected = f"started with 2 processes by {name}.*{re.escape(instead)} -m attnpo.fit experiment=layer_sweep seeds=1`"
@@ -361,7 +363,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
         run_folder(cfg)
     with pytest.raises(UserError, match=expected):
         run_study(cfg, tmp_path / "out")
-    single = compose("fit", ["experiment=layer_sweep", "study=none", "name=x"])
+    single = load("fit", ["experiment=layer_sweep", "study=none", "name=x"])
     assert run_folder(single).name == "x"
 
 
@@ -458,7 +460,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
         record.write_bytes(sound.replace(b"1.5", b"1.6"))
     else:
         DAMAGES[name](record)
-    basis = make_basis(cfg, build(cfg.study), 0, "short", folder=folder / "out")
+    basis = make_basis(cfg, cfg.study, 0, "short", folder=folder / "out")
     assert basis.measured["probe"] == outcome.measured["probe"]["short", 0]
     assert record.read_bytes() == sound
     assert [record.name in line for line in caplog.messages if "measured anew" in line] == [True]

@@ -215,6 +215,6 @@ def test_a_run_trains_with_transport_weights(world: Any, tmp_path: Path, referen
 
 def test_a_transform_of_them_is_refused(world: Any) -> None:
     chosen = ("weights=transport", "objective=otpo")
-    check(world.config(*chosen))
+    check(world.composed(*chosen))
     with pytest.raises(UserError, match=r"Mixture.*Transport computes its own in every step"):
-        check(world.config(*chosen, "transform=mixture"))
+        check(world.composed(*chosen, "transform=mixture"))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from attnpo.config import build, check, compose
+from attnpo.config import check, compose, load
 from attnpo.data.rules import BatchPlan
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.runs import settings
@@ -146,8 +146,8 @@ def test_the_first_update_from_zero_moves_nothing(fit: Callable[..., list[dict[s
      ("mistral_7b_base_sft", "zero")],
 )  # fmt: skip
 def test_the_papers_settings_warm_up_as_the_authors_did(setting: str, start: str) -> None:
-    cfg = compose("fit", [f"setting={setting}"])
-    assert build(cfg.optimizer).warmup_from == start
+    cfg = load("fit", [f"setting={setting}"])
+    assert cfg.optimizer.warmup_from == start
     with pytest.raises(UserError, match=r"optimizer.warmup_from must be one of first, zero, got 'one'"):
         check(compose("fit", [f"setting={setting}", "optimizer.warmup_from=one"]), complete=False)
 
@@ -199,10 +199,10 @@ def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: li
 
 def test_the_config_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda package: package)  # torchao is an extra
-    cfg = compose("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
+    cfg = load("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
     check(cfg, complete=False)
-    assert build(cfg.optimizer) == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)
-    assert build(compose("fit", ["setting=real_smoke"]).optimizer) == Optimizer(lr=1e-4)
+    assert cfg.optimizer == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)
+    assert load("fit", ["setting=real_smoke"]).optimizer == Optimizer(lr=1e-4)
 
 
 def test_a_whole_fit_with_a_tensor_learning_rate(

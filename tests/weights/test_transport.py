@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import build, compose
+from attnpo.config import build, load
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
@@ -217,13 +217,13 @@ def test_settings_that_cannot_be_solved_are_refused(values: dict[str, float], me
 
 def test_the_config_builds_an_online_source_of_factors() -> None:
     chosen = ["setting=real_smoke", "model.path=unset", "data.path=unset", "objective=otpo", "weights=transport"]
-    cfg = compose("fit", chosen)
-    source = build(cfg.weights)
+    cfg = load("fit", chosen)
+    source = cfg.weights
     assert source == Transport() and isinstance(source, OnlineSource)
     assert (source.kind, source.signed, source.tokens) == (Kind.FACTOR, False, "train")
     assert source.statistics == {"hidden"} and not source.requires and not is_neutral(source)
     assert source.resolve(3) == source
-    unread = build(cfg).unread()
+    unread = cfg.unread()
     assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
     assert not any(key.startswith(("weights", "objective")) for key in unread)
 

@@ -1,0 +1,162 @@
+"""All keys of one run as a typed root, their types, and which of them have no effect."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from attnpo.config import MISSING, Root
+from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
+from attnpo.locks import TIMEOUT
+from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.runs.settings import (
+    LAYOUTS,
+    AutoLayer,
+    Judge,
+    OtherJudge,
+    PairReader,
+    Preparer,
+    Truth,
+    Verbalizer,
+    is_auto,
+    require_one_piece,
+    require_pairs,
+    require_parts,
+    require_reader,
+    require_reference,
+    require_whole,
+)
+from attnpo.schema import UserError, check_seed
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
+from attnpo.weights.base import WeightSource
+from attnpo.weights.pipeline import check_transforms
+from attnpo.weights.transforms import WeightTransform
+
+
+def require_name(name: str | None) -> None:
+    """Raises UserError for a name that is no folder of its own below ``output``."""
+    if name is not None and (not name.strip(" ./") or ".." in Path(name).parts or Path(name).is_absolute()):
+        raise UserError(f"name: expected the name of a folder below `output`, got {name!r}")
+    if name is not None and not name.isprintable():
+        raise UserError(f"name: expected printable characters alone, got {name!r}")
+
+
+def require_folder(key: str, folder: str | None) -> None:
+    """Raises UserError for the value of ``key`` where it can be no folder; None stands for a default."""
+    if folder is not None and not (folder.strip() and folder.isprintable()):
+        raise UserError(f"{key}: expected the path of a folder in printable characters, got {folder!r}")
+
+
+@dataclass(frozen=True)
+class RunConfig(Root):
+    """One run; a field per key of ``configs/fit.yaml`` that a run reads, where each is explained."""
+
+    data: PairReader
+    model: ModelSpec
+    weights: WeightSource
+    judge: Judge
+    other_judge: OtherJudge
+    verbalizer: Verbalizer
+    auto_layer: AutoLayer
+    objective: PreferenceObjective
+    optimizer: Optimizer
+    trainer: TrainerSettings
+    logger: LoggerSettings
+    callbacks: CallbackSettings
+    lengths: LengthRules
+    align: AlignRules
+    batch: BatchPlan
+    output: str
+    seed: int
+    default_beta: float
+    reference: str
+    layout: str = "auto"
+    name: str | None = None
+    store: str | None = None
+    resume: str | None = None
+    lock_timeout: float = TIMEOUT
+    prepare: Preparer | None = None
+    truth: Truth | None = None
+    transforms: dict[str, WeightTransform] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_seed("seed", self.seed, self.seed_count())
+        if not 0 < self.lock_timeout < math.inf:
+            raise UserError(f"lock_timeout: expected seconds, more than 0, got {self.lock_timeout}")
+        require_name(self.name)
+        require_folder("output", self.output)
+        require_folder("store", self.store)
+        if self.layout not in LAYOUTS:
+            raise UserError(f"layout={self.layout!r} is not known; one of {', '.join(LAYOUTS)}")
+        require_parts(self.reference, self.model, self.optimizer)
+        require_one_piece(self.trainer, self.model)
+        self.check_combination()
+
+    def seed_count(self) -> int:
+        """How many seeds are counted from ``seed``."""
+        return 1
+
+    def title(self) -> str:
+        """What a run folder without a name is called, before its time stamp."""
+        return "run"
+
+    def kept_folder(self) -> str | None:
+        """The folder below ``output`` that a repeated command finds again without a name; None for a fresh one."""
+        return None
+
+    def check_combination(self) -> None:
+        """Raises UserError for components that do not go together."""
+        require_reader(self.weights, self.objective)
+        require_reference(self.reference, self.objective)
+        require_pairs(self.batch, self.objective)
+        require_whole(self.trainer, self.objective)
+        check_transforms(self.weights, list(self.transforms.values()))
+
+    def chosen_later(self) -> frozenset[str]:
+        """Groups that runs made from this config choose for themselves: what depends on one is left alone."""
+        return frozenset()
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        source = type(self.weights).__name__
+        found: dict[str, str] = {}
+        chosen = self.chosen_later()
+        if "weights" not in chosen and "judge" not in self.weights.requires:
+            found["judge"] = f"weights are {source}, which needs no judge"
+        if "weights" not in chosen and not is_auto(getattr(self.weights, "layer", None)):
+            found["auto_layer"] = "weights.layer is not auto"
+        if "weights" not in chosen and self.weights.tokens == "train":
+            found["align"] = f"weights are {source}, which lie on the training tokens already"
+        if "weights" not in chosen and "generator" not in self.weights.requires:
+            found["verbalizer"] = f"weights are {source}, which ask no verbalizer"
+        if "judge" not in chosen and not self.judge.other:
+            found["other_judge"] = "the judge is not the setting's other judge (judge=other)"
+        if "judge" not in chosen and self.judge.path is None and not self.judge.other:
+            own = "the judge is the model itself (judge.path=null)"
+            found |= {"judge.revision": own, "judge.chat_template": own}
+        if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
+            found["model.revision"] = "the model is a folder on this machine"
+        if "objective" not in chosen:
+            found |= self._unread_objective()
+        if "callbacks" not in chosen:
+            found |= self._unread_callbacks()
+        return found
+
+    def _unread_objective(self) -> dict[str, str]:
+        name, found = type(self.objective).__name__, {}
+        if "reference" not in self.objective.requires:
+            found["reference"] = f"objective {name} reads no reference"
+        if getattr(self.objective, "beta", None) != self.default_beta:
+            found["default_beta"] = f"objective {name} has a beta of its own, or none"
+        return found
+
+    def _unread_callbacks(self) -> dict[str, str]:
+        kept, found = self.callbacks, {}
+        if not kept.checkpoints:
+            found = dict.fromkeys(("callbacks.monitor", "callbacks.mode"), "callbacks.checkpoints=false")
+        if not kept.samples:
+            found["callbacks.sample_tokens"] = "callbacks.samples=0"
+        if not kept.report and self.logger.wandb is None:
+            found["callbacks.heat_maps"] = "callbacks.report=false"
+        return found
