@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
 from attnpo.config import RUNS_ROOT, Root
@@ -227,7 +227,7 @@ def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | No
     return limit
 
 
-def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, Any]:
+def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, object]:
     """What decides the answer to a given prompt."""
     from attnpo.models.loading import attention_of, weights_fingerprint
 
@@ -316,7 +316,7 @@ def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
 
 def _facts(
     model: ModelSpec, source: PromptSource, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The account beside the answers."""
     from attnpo.machine import versions
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import stdev
-from typing import Any
 
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
 from attnpo.console import world_size
@@ -51,12 +50,12 @@ class LayerChoice:
     emptied: int
     prompts: int
     seconds: float
-    rules: dict[str, Any]
+    rules: AutoLayer
 
     def doubts(self) -> list[str]:
         """What the sample leaves open, each with what to do; empty when it carries the choice."""
         more = "raise auto_layer.pairs"
-        if self.pairs + self.left_out < self.rules["pairs"]:
+        if self.pairs + self.left_out < self.rules.pairs:
             more = "there are no more training pairs, so name a layer by weights.layer"
         found = []
         best = self.scores[self.layer]
@@ -78,9 +77,9 @@ class LayerChoice:
     def _lead(self, layer: int) -> float:
         return self.scores[self.layer] - self.scores[layer]
 
-    def numbers(self) -> dict[str, Any]:
+    def numbers(self) -> dict[str, object]:
         """All of it as plain data, ``doubts`` included."""
-        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
+        values: dict[str, object] = json.loads(json.dumps(asdict(self)))  # the keys of ``scores`` become text
         return {**values, "doubts": self.doubts()}
 
     def text(self) -> str:
@@ -183,7 +182,7 @@ def _score(
         emptied=found.counts[EMPTIED],
         prompts=found.prompts,
         seconds=round(time.perf_counter() - began, 2),
-        rules=asdict(rules),
+        rules=rules,
     )
 
 
@@ -231,7 +230,7 @@ def _progress(done: int, total: int) -> None:
     log.info("weights.layer=auto: %d of %d judge prompts", done, total)
 
 
-def _read(path: Path, key: Mapping[str, Any]) -> LayerChoice | None:
+def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
     """The choice in a file, or None when there is none; with a warning also when it is damaged or of another key."""
     if not path.exists():
         return None
@@ -242,7 +241,9 @@ def _read(path: Path, key: Mapping[str, Any]) -> LayerChoice | None:
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}
         del stored["doubts"]
-        choice = LayerChoice(scores=scores, errors=errors, **stored)
+        rules = stored.pop("rules")
+        rules = AutoLayer(**{**rules, "shares": tuple(rules["shares"])})
+        choice = LayerChoice(scores=scores, errors=errors, rules=rules, **stored)
         if choice.layer not in scores or not all(map(math.isfinite, scores.values())):
             raise ValueError("no layer with finite scores")
     except (ValueError, KeyError, TypeError, AttributeError) as problem:

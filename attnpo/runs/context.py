@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
@@ -48,15 +48,15 @@ class RunContext:
     model: ModelSpec
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
-    prepared: dict[str, Any]
+    prepared: dict[str, object]
 
 
-def settle(cfg: Config) -> tuple[Config, dict[str, Any]]:
+def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
     """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
 
     A path given by hand is kept. UserError when a path is still missing.
     """
-    report: dict[str, Any] = {}
+    report: dict[str, object] = {}
     if cfg.prepare is not None:
         prepared = cfg.prepare.prepare(store_root(cfg) / "prepared")
         report = {**prepared.report, "reused": prepared.reused}
@@ -76,7 +76,7 @@ def open_paths(cfg: RunConfig) -> list[str]:
     return [key for key, path in paths.items() if path == MISSING]
 
 
-def settle_judge(cfg: Config) -> tuple[Config, dict[str, Any]]:
+def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
     """The config with the path of a judge that is another model, and what ``prepare`` reports of one it built for it.
 
     Nothing is built (and the report is empty) for weights without a judge, for the own model and for a path that is
@@ -177,7 +177,7 @@ def _warn_of_lengths(judge: str, model: str) -> None:
     )
 
 
-def reference_fingerprint(context: RunContext) -> dict[str, Any]:
+def reference_fingerprint(context: RunContext) -> dict[str, object]:
     """What identifies the reference's numbers: weights, number format, attention kernel family."""
     return {
         "weights": weights_fingerprint(context.model.path, context.model.revision),

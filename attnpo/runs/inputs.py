@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
 WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
-Some = TypeVar("Some")
+Some = TypeVar("Some", EncodedPairs, WeighedExamples)
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class _Memory:
 
     def __init__(self) -> None:
         self.open = False
-        self.kept: dict[str, Any] = {}
+        self.kept: dict[str, object] = {}
 
-    def recall(self, key: Callable[[], dict[str, Any]], make: Callable[[], Some]) -> Some:
+    def recall(self, key: Callable[[], dict[str, object]], make: Callable[[], Some]) -> Some:
         """What ``make`` gives, or gave for the same ``key``."""
         if not self.open:
             return make()
         name = digest(key())
         if name in self.kept:
             log.info("%s: as for an earlier point of this process", key()["what"])
-        found: Some = self.kept.pop(name) if name in self.kept else make()
-        if _size(found) <= ROOM:
+        found = cast(Some, self.kept.pop(name)) if name in self.kept else make()
+        if sum(made.read for made in found[1].values()) <= ROOM:  # pairs
             self.kept[name] = found
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
@@ -132,14 +132,9 @@ def forget() -> None:
     _memory.kept.clear()
 
 
-def _size(made: Any) -> int:
-    """The pairs in what is to be kept."""
-    return sum(found.read for found in made[1].values())
-
-
-def _of_texts(context: RunContext) -> dict[str, Any]:
+def _of_texts(context: RunContext) -> dict[str, object]:
     return {"what": "pairs", **{name: context.cfg.values[name] for name in ("data", "model", "lengths")}}
 
 
-def _of_weights(context: RunContext) -> dict[str, Any]:
+def _of_weights(context: RunContext) -> dict[str, object]:
     return {"what": "weights", **inputs_of(context.cfg), "objective": type(context.cfg.objective).__name__}

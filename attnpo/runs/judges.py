@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
-from typing import Any
 
 import torch
 
@@ -87,7 +86,7 @@ class RunJudge:
         """Query heads of each layer of the judge, read from its config alone; UserError when layers differ in it."""
         return model_heads(self.path, self.revision)
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What identifies the judge's numbers: weights, number format, attention kernel family."""
         return {
             "weights": weights_fingerprint(self.path, self.revision),
@@ -152,7 +151,7 @@ class RunVerbalizer:
             )
         return None if limit is None else limit - new
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
         maker = self.settings.known_parts
         return {

@@ -46,7 +46,7 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
     return {name: digest(value)[:16] for name, value in found.items()}
 
 
-def check_same(stored: Mapping[str, Any], asked: Mapping[str, Any], place: Path) -> None:
+def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place: Path) -> None:
     """Raises UserError naming the first key in which a run to be resumed differs from what is asked for."""
     for key in [*asked, *(key for key in stored if key not in asked and not may_lack(key))]:
         old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")

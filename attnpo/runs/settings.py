@@ -70,12 +70,55 @@ def wants_auto(source: WeightSource) -> bool:
     return True
 
 
+class Prepared(Protocol):
+    """Where a ``prepare`` component has put model and data."""
+
+    @property
+    def model_path(self) -> Path:
+        """The model's folder."""
+        ...
+
+    @property
+    def data_path(self) -> Path:
+        """The folder of the pairs."""
+        ...
+
+    @property
+    def report(self) -> dict[str, object]:
+        """What was measured when they were built."""
+        ...
+
+    @property
+    def reused(self) -> bool:
+        """Whether they were there already."""
+        ...
+
+
+class PreparedJudge(Protocol):
+    """Where a ``prepare`` component has put another model to judge."""
+
+    @property
+    def path(self) -> Path:
+        """The model's folder."""
+        ...
+
+    @property
+    def report(self) -> dict[str, object]:
+        """What was measured when it was built."""
+        ...
+
+    @property
+    def reused(self) -> bool:
+        """Whether it was there already."""
+        ...
+
+
 @runtime_checkable
 class JudgePreparer(Protocol):
     """A ``prepare`` component that can also build another model to judge."""
 
-    def prepare_judge(self, root: Path) -> Any:
-        """Where it is (``path``), what was measured (``report``), whether it was there already (``reused``)."""
+    def prepare_judge(self, root: Path) -> PreparedJudge:
+        """Where it is, built if it is missing."""
         ...
 
 
@@ -148,7 +191,7 @@ class PairReader(Protocol):
 class Preparer(Protocol):
     """What builds model and data first (config node ``prepare``)."""
 
-    def prepare(self, root: Path) -> Any:
+    def prepare(self, root: Path) -> Prepared:
         """Where the artefacts are."""
         ...
 
@@ -244,7 +287,7 @@ def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> Non
 class GeneratorMaker(Protocol):
     """What makes a generator out of a loaded model in another way than free decoding."""
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, object]:
         """Every setting that changes an answer."""
         ...
 

@@ -7,9 +7,8 @@ import logging
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from attnpo.files import folder_size, in_bytes
+from attnpo.files import Json, folder_size, in_bytes
 from attnpo.machine import machine_line, version_line
 from attnpo.runs.folders import store_root
 from attnpo.runs.run_config import RunConfig
@@ -39,7 +38,7 @@ def opening(command: str, cfg: RunConfig, folder: Path | None) -> Iterator[str]:
 # --------------------------------------------------------------------------------------------- configuration
 
 
-def config_lines(values: Mapping[str, Any]) -> Iterator[str]:
+def config_lines(values: Mapping[str, Json]) -> Iterator[str]:
     """A line per part of a resolved configuration; what is null or empty is left out."""
     own = {key: value for key, value in values.items() if not isinstance(value, dict) and key != "_target_"}
     yield "run: " + " ".join(_settings(own))
@@ -49,7 +48,7 @@ def config_lines(values: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}: " + " ".join(part for part in (name, *_settings(value)) if part)
 
 
-def _settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+def _settings(values: Mapping[str, Json], prefix: str = "") -> list[str]:
     found = []
     for key, value in values.items():
         if key == "_target_" or value is None or value in ([], {}, ""):
@@ -61,7 +60,7 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> list[str]:
     return found
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: Json) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

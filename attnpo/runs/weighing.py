@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
@@ -51,7 +50,7 @@ class Weighed:
     verdicts: JudgeStatistics | None
     layers: tuple[Row, ...]
     depth: int
-    key: dict[str, Any]
+    key: dict[str, object]
     answers: AnswerStatistics | None = None
 
 
@@ -73,8 +72,8 @@ class CaptureMethod:
     heads: Callable[[], int]
     rounds: int
     verdict: bool
-    model: dict[str, Any]
-    prompts: dict[str, Any]
+    model: dict[str, object]
+    prompts: dict[str, object]
     tools: Callable[[], Tools]
     verdicts: Callable[[Captured], JudgeStatistics | None]
     answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -164,11 +164,19 @@ def _grids(cfg: FitConfig, study: Study) -> Iterator[tuple[str, Grid]]:
     yield from seen.items()
 
 
-def as_written(cfg: FitConfig) -> dict[str, Any]:
-    """The study's node with its interpolations as they stand in its file."""
+class AsWritten(TypedDict, total=False):
+    """What is read of a study's node with its interpolations as they stand in its file."""
+
+    arms: dict[str, list[str]]
+    truth_arms: dict[str, list[str]] | None
+    grid: object
+    grids: dict[str, object] | None
+
+
+def as_written(cfg: FitConfig) -> AsWritten:
+    """The study's node as it stands in its file."""
     raw = compose("fit", cfg.composed.overrides, cfg.composed.config_dir)
-    written: dict[str, Any] = OmegaConf.to_container(raw.study, resolve=False)  # type: ignore[assignment]
-    return written
+    return cast(AsWritten, OmegaConf.to_container(raw.study, resolve=False))
 
 
 def _axis(key: str, value: str) -> str:
@@ -211,7 +219,7 @@ def check_distinct(
             )
 
 
-def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, Any]:
+def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
     """All that an arm's points are made of, but the seed."""
     values = {key: value for key, value in counted(cfg).items() if key not in grid.axes}
     layer = values.get(LAYER)
@@ -241,7 +249,7 @@ def yaml_value(text: str) -> Json:
     return value
 
 
-def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, Any]) -> Path:
+def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, object]) -> Path:
     """Where a point's results lie: named by world, arm, grid values, seed, and the digest of all that moves a number.
 
     That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.

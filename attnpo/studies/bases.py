@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import clean, file_digest, read_record, write_record
@@ -41,11 +40,11 @@ class Basis:
 
     world: str
     seed: int
-    facts: dict[str, Any] = field(default_factory=dict)
-    keys: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, object] = field(default_factory=dict)
+    keys: dict[str, dict[str, object]] = field(default_factory=dict)
     depth: int = 1
     lost: dict[str, str] = field(default_factory=dict)
-    measured: dict[str, dict[str, Any]] = field(default_factory=dict)
+    measured: dict[str, dict[str, object]] = field(default_factory=dict)
     unmeasured: dict[str, str] = field(default_factory=dict)
     cost: Cost = field(default_factory=Cost)
     depths: dict[str, int] = field(default_factory=dict)
@@ -65,7 +64,7 @@ class Basis:
             if not passed
         ]
 
-    def facts_of(self, study: Study, arm: Arm) -> dict[str, Any]:
+    def facts_of(self, study: Study, arm: Arm) -> dict[str, object]:
         """What identifies the inputs of one arm: that of another arm's weights moves none of its numbers."""
         return {**self.facts, "weights": self.keys.get(arm.name if arm.layer is None else study.layer_arm, {})}
 

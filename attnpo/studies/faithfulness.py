@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, sample_of
 from attnpo.schema import SIDES, UserError, check_least
@@ -58,7 +58,7 @@ class Faithfulness:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
 
-    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
+    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, object]:
         """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
 
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)

@@ -22,14 +22,14 @@ LR, BETA = "optimizer.lr", "objective.beta"  # the keys of a grid's two named ax
 ONLY = ""  # the name of the world of a study that has no worlds
 
 
-MeasuredBy = dict[tuple[str, int], dict[str, Any]]
+MeasuredBy = dict[tuple[str, int], dict[str, object]]
 
 
 @runtime_checkable
 class StudyAnalysis(Protocol):
     """A measurement that needs no trained policy (config node ``study.analyses.NAME``)."""
 
-    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, Any]:
+    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, object]:
         """Plain JSON data of one world and seed; ``folder`` is where figures or files of its own may go.
 
         ``context.cfg`` is the study's config in that world without the choices of any arm. The result is kept, and used
@@ -53,7 +53,7 @@ class Grid:
 
     lr: tuple[float, ...] = ()
     beta: tuple[float, ...] = ()
-    keys: dict[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    keys: dict[str, tuple[object, ...]] = field(default_factory=dict, hash=False)
     origin: str = ""
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class Grid:
                 raise UserError(f"grid.keys has {key}, which is the grid's axis {name}: give its values as {name}")
 
     @property
-    def axes(self) -> dict[str, tuple[Any, ...]]:
+    def axes(self) -> dict[str, tuple[object, ...]]:
         """The values by key, in the order of a point's overrides; nothing for an empty axis."""
         every = {LR: self.lr, BETA: self.beta, **self.keys}
         return {key: values for key, values in every.items() if values}
@@ -91,7 +91,7 @@ def short(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     """A value as an override says it."""
     return json.dumps(value) if value is None or isinstance(value, bool | list | dict) else repr(value)
 
@@ -286,7 +286,7 @@ class Outcome:
     arms: list[Arm]
     points: list[tuple[Point, dict[str, Any]]]
     failed: list[tuple[Point, str]]
-    record: dict[str, Any]
+    record: dict[str, object]
     folder: Path
     seconds: float
     measured: dict[str, MeasuredBy] = field(default_factory=dict)
