@@ -1,0 +1,94 @@
+"""Where a signature may hold ``Any``: each function by name, with its reason. Types elsewhere say what they hold."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
+MOST = 40
+
+RESULT = "a run's result as it lies in result.json; it becomes a dataclass"
+ACCOUNT = "what became of a run's inputs, nested as result.json has it; it becomes a dataclass"
+CARD = "facts of a model card, nested as the card's sections"
+ANSWERS = "the account beside a file of answers, compared entry by entry with one read back"
+REASONS = {
+    "analysis/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
+    **{
+        f"answers/answer_file.py::{name}": ANSWERS
+        for name in ("_read_json", "_flatten", "_short", "open", "_compare", "account")
+    },
+    "config.py::_changed": "a copy of any dataclass or mapping",
+    "config.py::load": "the configuration's _target_ says which root it is",
+    "config.py::build": "the node's _target_ says which component it is",
+    "conformance/records.py::built": "the option's _target_ says which component it is",
+    "files.py::read_record": "JSON of other rooms, which take it apart",
+    "models/logps.py::forward": "torch gives the autograd context no public type",
+    "models/logps.py::backward": "torch gives the autograd context no public type",
+    "runs/input_summary.py::example_statistics": ACCOUNT,
+    "runs/input_summary.py::split_lines": ACCOUNT,
+    "runs/report.py::account_table": ACCOUNT,
+    **{f"runs/report.py::{name}": RESULT for name in ("write_run_report", "publish_run", "numbers")},
+    "runs/report.py::_table": "a class of wandb, which is imported inside functions only",
+    **{
+        f"runs/report.py::{name}": CARD
+        for name in ("card_facts", "_base_facts", "_data_facts", "_judge_facts", "_place")
+    },
+    **{f"runs/resume.py::{name}": RESULT for name in ("read_result", "finished")},
+    **{f"runs/run.py::{name}": RESULT for name in ("run", "score_truth")},
+    **{
+        f"runs/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
+        for name in ("score", "base_answers")
+    },
+    **{f"studies/runner.py::{name}": RESULT for name in ("_run_points", "finished", "headline")},
+    "studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
+    "studies/footnotes.py::_judged": RESULT,
+    "studies/workers.py::run_point": RESULT,
+    "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
+}
+
+
+def annotations(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    given = function.args
+    for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if argument is not None and argument.annotation is not None:
+            yield argument.annotation
+    if function.returns is not None:
+        yield function.returns
+
+
+def says_any(annotation: ast.AST) -> bool:
+    """Whether ``Any`` is in an annotation, one that is quoted included."""
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Name | ast.Attribute) and getattr(node, "id", getattr(node, "attr", "")) == "Any":
+            return True
+        quoted = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isprintable()
+        if quoted and any(name == "Any" for name in node.value.replace("[", " ").replace("]", " ").split()):
+            return True
+    return False
+
+
+def functions_with_any(package: Path) -> set[str]:
+    named = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and any(map(says_any, annotations(node))):
+                named.add(f"{path.relative_to(package).as_posix()}::{node.name}")
+    return named
+
+
+def test_any_is_in_few_signatures_each_with_its_reason() -> None:
+    assert functions_with_any(PACKAGE) == set(REASONS)
+    assert len(REASONS) <= MOST and all(REASONS.values())
+
+
+def test_any_is_found_wherever_it_stands(tmp_path: Path) -> None:
+    source = {
+        "plain": "def plain(x: Any): ...",
+        "nested": "def nested(x: dict[str, Any]): ...",
+        "returned": "def returned() -> list[Any]: ...",
+        "quoted": "def quoted() -> 'dict[str, Any]': ...",
+        "dotted": "def dotted(*, x: typing.Any): ...",
+        "starred": "class C:\n    async def starred(self, *rest: Any, **named: int): ...",
+    }
+    (tmp_path / "file.py").write_text("\n".join([*source.values(), "def none(x: object, y: Anything): ..."]))
+    assert functions_with_any(tmp_path) == {f"file.py::{name}" for name in source}
