@@ -220,6 +220,8 @@ def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
         hints = _hints(kind) if kind is part else {}
         for item in dataclasses.fields(kind):
             key = join(path, item.name)
+            if not item.init:
+                continue
             if not item.metadata.get("moves_numbers", True):
                 yield key
             elif kind is part:

@@ -201,7 +201,7 @@ class Root:
     ``values`` are the plain values it was read from, for saving it and for telling runs apart alone.
     """
 
-    composed: Composition = field(default_factory=Composition)
+    composed: Composition = field(default_factory=Composition, metadata={"moves_numbers": False})
     values: dict[str, Json] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def with_value(self: SomeRoot, key: str, value: Json | tuple[Json, ...]) -> SomeRoot:

@@ -29,6 +29,9 @@ class UserError(Exception):
     """
 
 
+BOOKKEEPING = {"moves_numbers": False}
+"""Metadata of a field of a component that moves no number beyond rounding, nor does anything below it."""
+
 SEEDS = 2**32
 """Seeds lie below it: what NumPy takes."""
 

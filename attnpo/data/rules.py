@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from attnpo.schema import UserError
+from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.text.alignment import AlignMethod
 
 
@@ -72,10 +72,10 @@ class BatchPlan:
     """
 
     pairs: int = 32
-    micro: int | None = field(default=None, metadata={"moves_numbers": False})
-    eval_micro: int | None = field(default=None, metadata={"moves_numbers": False})
-    tokens: int | None = field(default=None, metadata={"moves_numbers": False})
-    eval_tokens: int | None = field(default=None, metadata={"moves_numbers": False})
+    micro: int | None = field(default=None, metadata=BOOKKEEPING)
+    eval_micro: int | None = field(default=None, metadata=BOOKKEEPING)
+    tokens: int | None = field(default=None, metadata=BOOKKEEPING)
+    eval_tokens: int | None = field(default=None, metadata=BOOKKEEPING)
     shuffle: bool = True
 
     def __post_init__(self) -> None:

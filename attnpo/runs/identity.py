@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnpo.components import bookkeeping_keys
 from attnpo.config import CONFIG_DIR, build, plain
 from attnpo.files import Json, file_digest
 from attnpo.runs.run_config import RunConfig
@@ -22,15 +23,6 @@ from attnpo.weights.base import WeightSource
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# Keys, or parents of keys, that move no number beyond rounding.
-BOOKKEEPING = (
-    *("name", "output", "store", "resume", "lock_timeout", "logger", "study", "seeds", "composed"),
-    *("grid", "grids", "other_judge", "default_layer", "default_beta", "verbalized_epochs"),  # what takes them counts
-    *("judge.token_budget", "verbalizer.batch_size", "verbalizer.token_budget", "weights.store_layers"),
-    *("batch.micro", "batch.eval_micro", "batch.tokens", "batch.eval_tokens", "layout", "live_reference"),
-    *("trainer.accelerator", "trainer.devices", "trainer.num_nodes", "trainer.strategy", "trainer.threads"),
-    *("trainer.progress", "trainer.log_every_n_steps"),
-)
 # What lies at these paths is compared instead.
 PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
@@ -61,33 +53,34 @@ SHOWING = (
 
 def numbers_of(cfg: RunConfig) -> dict[str, Json]:
     """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
-    return _numbers(cfg.values, cfg.weights)
+    return _numbers(cfg, cfg.values, cfg.weights)
 
 
-def saved_numbers(path: Path) -> dict[str, Json]:
-    """The same of the config that a run has saved at ``path``."""
+def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, Json]:
+    """The same of the config that a run has saved at ``path``, for comparison with ``cfg``."""
     values = plain(DictConfig(OmegaConf.load(path)))
     try:
         source = build(values["weights"])
     except UserError:
         source = None  # of a version with other components: all of them are compared
-    return _numbers(values, source)
+    return _numbers(cfg, values, source)
 
 
-def _numbers(values: Mapping[str, Json], source: WeightSource | None) -> dict[str, Json]:
-    idle = (*BOOKKEEPING, *PATHS, *BESIDE, *_unread(values, source))
+def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, Json]:
+    of_source = bookkeeping_keys(source, "weights")
+    idle = (*bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
     return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
 
 
 def result_of(cfg: RunConfig) -> dict[str, Json]:
     """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
-    idle = (*BOOKKEEPING, *PATHS, *_unread(cfg.values, cfg.weights))
+    idle = (*bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
     return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
 def settings_of(cfg: RunConfig) -> dict[str, Json]:
     """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
-    idle = (*BOOKKEEPING, "model.path", "data.path")
+    idle = (*bookkeeping_keys(cfg), "model.path", "data.path")
     return {key: value for key, value in flat(cfg.values).items() if not below(key, idle)}
 
 
@@ -110,7 +103,7 @@ def component(value: object) -> object:
 
 def may_lack(key: str) -> bool:
     """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
-    return below(key, (LAYER, *BOOKKEEPING, *PATHS, *BESIDE, *NEEDED))
+    return below(key, (LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
 
 
 def below(key: str, parents: Sequence[str]) -> bool:

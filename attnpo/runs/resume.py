@@ -218,7 +218,7 @@ def finished(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any
         log.warning("resume=auto: the run in %s counts as not finished: %s", folder, problem)
     if result is None:
         return None
-    check_same(saved_numbers(folder / CONFIG), numbers_of(cfg), folder / CONFIG)
+    check_same(saved_numbers(folder / CONFIG, cfg), numbers_of(cfg), folder / CONFIG)
     if is_auto(getattr(cfg.weights, "layer", None)) and CHOICE not in result["inputs"]:
         raise UserError(
             f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "

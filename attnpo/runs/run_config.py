@@ -26,7 +26,7 @@ from attnpo.runs.settings import (
     require_reference,
     require_whole,
 )
-from attnpo.schema import UserError, check_seed
+from attnpo.schema import BOOKKEEPING, UserError, check_seed
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
 from attnpo.weights.base import WeightSource
@@ -56,26 +56,26 @@ class RunConfig(Root):
     model: ModelSpec
     weights: WeightSource
     judge: Judge
-    other_judge: OtherJudge
+    other_judge: OtherJudge = field(metadata=BOOKKEEPING)
     verbalizer: Verbalizer
     auto_layer: AutoLayer
     objective: PreferenceObjective
     optimizer: Optimizer
     trainer: TrainerSettings
-    logger: LoggerSettings
+    logger: LoggerSettings = field(metadata=BOOKKEEPING)
     callbacks: CallbackSettings
     lengths: LengthRules
     align: AlignRules
     batch: BatchPlan
-    output: str
+    output: str = field(metadata=BOOKKEEPING)
     seed: int
-    default_beta: float
+    default_beta: float = field(metadata=BOOKKEEPING)
     reference: str
-    layout: str = "auto"
-    name: str | None = None
-    store: str | None = None
-    resume: str | None = None
-    lock_timeout: float = TIMEOUT
+    layout: str = field(default="auto", metadata=BOOKKEEPING)
+    name: str | None = field(default=None, metadata=BOOKKEEPING)
+    store: str | None = field(default=None, metadata=BOOKKEEPING)
+    resume: str | None = field(default=None, metadata=BOOKKEEPING)
+    lock_timeout: float = field(default=TIMEOUT, metadata=BOOKKEEPING)
     prepare: Preparer | None = None
     truth: Truth | None = None
     transforms: dict[str, WeightTransform] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from attnpo.data.base import PairSet
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import DTYPES, ModelSpec
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
-from attnpo.schema import Generator, Kind, Sampling, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, Generator, Kind, Sampling, UserError, check_choice, check_least
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgeRules
 from attnpo.text.score_prompt import ScoreTemplate
@@ -136,7 +136,7 @@ class Judge(JudgeRules):
     dtype: str = "float32"
     chat_template: str | None = None
     verdict: bool = True
-    token_budget: int = 16384
+    token_budget: int = field(default=16384, metadata=BOOKKEEPING)
     other: bool = False
 
     def __post_init__(self) -> None:
@@ -314,8 +314,8 @@ class Verbalizer:
     dtype: str = "float32"
     chat_template: str | None = None
     sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=2048, temperature=0.0))
-    batch_size: int = 16
-    token_budget: int = 65536
+    batch_size: int = field(default=16, metadata=BOOKKEEPING)
+    token_budget: int = field(default=65536, metadata=BOOKKEEPING)
     max_length: int | None = None
     known_parts: GeneratorMaker | None = None
 

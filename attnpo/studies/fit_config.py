@@ -7,7 +7,7 @@ from attnpo.console import world_size
 from attnpo.machine import launcher
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import Preparer
-from attnpo.schema import UserError
+from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.studies.study import Grid, Study
 
 
@@ -38,13 +38,13 @@ def require_one_process(cfg: "FitConfig") -> None:
 class FitConfig(RunConfig):
     """One run, or the study built from it; a field per key of ``configs/fit.yaml``, where each is explained."""
 
-    default_layer: int | str = "last"
-    verbalized_epochs: int = 1
-    live_reference: str = "live"
-    grid: Grid = field(default_factory=Grid)
-    grids: dict[str, Grid] = field(default_factory=dict)
-    seeds: int | None = None
-    study: Study | None = None
+    default_layer: int | str = field(default="last", metadata=BOOKKEEPING)
+    verbalized_epochs: int = field(default=1, metadata=BOOKKEEPING)
+    live_reference: str = field(default="live", metadata=BOOKKEEPING)
+    grid: Grid = field(default_factory=Grid, metadata=BOOKKEEPING)
+    grids: dict[str, Grid] = field(default_factory=dict, metadata=BOOKKEEPING)
+    seeds: int | None = field(default=None, metadata=BOOKKEEPING)
+    study: Study | None = field(default=None, metadata=BOOKKEEPING)
 
     def __post_init__(self) -> None:
         if self.seeds is not None and self.seeds < 1:

@@ -1,10 +1,10 @@
 """Settings of the training loop, its loggers and its callbacks: plain values without any heavy import."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnpo.models.spec import DTYPES
-from attnpo.schema import UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_least
 
 PRECISIONS = ("32-true", "bf16-mixed")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")
@@ -49,15 +49,15 @@ class TrainerSettings:
     max_epochs: int = 1
     max_steps: int = -1
     gradient_clip_val: float | None = 1.0
-    accelerator: str = "auto"
-    devices: str = "auto"
-    num_nodes: int = 1
-    strategy: str = "auto"
+    accelerator: str = field(default="auto", metadata=BOOKKEEPING)
+    devices: str = field(default="auto", metadata=BOOKKEEPING)
+    num_nodes: int = field(default=1, metadata=BOOKKEEPING)
+    strategy: str = field(default="auto", metadata=BOOKKEEPING)
     precision: str = "32-true"
     validate_every: int | str = 500
-    log_every_n_steps: int = 1
-    threads: int | None = None
-    progress: bool = True
+    log_every_n_steps: int = field(default=1, metadata=BOOKKEEPING)
+    threads: int | None = field(default=None, metadata=BOOKKEEPING)
+    progress: bool = field(default=True, metadata=BOOKKEEPING)
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

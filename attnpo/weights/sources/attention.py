@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attnpo.schema import JudgeReading, Kind, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.schema import BOOKKEEPING, JudgeReading, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
@@ -31,7 +31,7 @@ class Attention:
     layer: int | str = "last"
     layers: tuple[int | str, ...] = ()
     postprocess: Postprocess = field(default_factory=Postprocess)
-    store_layers: str = "all"
+    store_layers: str = field(default="all", metadata=BOOKKEEPING)
     heads: tuple[int, ...] = ()
 
     kind: ClassVar[Kind] = Kind.DISTRIBUTION
