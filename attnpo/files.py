@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,3 +192,29 @@ def in_bytes(count: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+# --------------------------------------------------------------------------------------------- nested values
+
+
+def flat(values: Mapping[str, object], separator: str = ".", path: str = "") -> Iterator[tuple[str, object]]:
+    """(name, value) of everything below nested mappings, names joined by ``separator``; an empty mapping is a value."""
+    for key, item in values.items():
+        name = f"{path}{separator}{key}" if path else str(key)
+        if isinstance(item, Mapping) and item:
+            yield from flat(item, separator, name)
+        else:
+            yield name, item
+
+
+def differences(stored: Mapping[str, object], asked: Mapping[str, object]) -> list[tuple[str, str, str]]:
+    """(name, stored, asked) wherever nested JSON values differ, in words short enough for a message."""
+    before, now = dict(flat(stored)), dict(flat(json.loads(json.dumps(asked))))
+    names = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
+    return [(name, shortened(before.get(name)), shortened(now.get(name))) for name in names]
+
+
+def shortened(value: object, most: int = 60) -> str:
+    """A JSON value as text of at most ``most`` characters."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."

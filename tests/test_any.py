@@ -10,13 +10,8 @@ MOST = 40
 RESULT = "a run's result as it lies in result.json; it becomes a dataclass"
 ACCOUNT = "what became of a run's inputs, nested as result.json has it; it becomes a dataclass"
 CARD = "facts of a model card, nested as the card's sections"
-ANSWERS = "the account beside a file of answers, compared entry by entry with one read back"
 REASONS = {
     "analysis/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
-    **{
-        f"answers/answer_file.py::{name}": ANSWERS
-        for name in ("_read_json", "_flatten", "_short", "open", "_compare", "account")
-    },
     "config.py::_changed": "a copy of any dataclass or mapping",
     "config.py::load": "the configuration's _target_ says which root it is",
     "config.py::build": "the node's _target_ says which component it is",

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from attnpo.files import write_whole
+from attnpo.files import differences, shortened, write_whole
 from attnpo.schema import Message, UserError
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class AnswerFile:
 
     # ------------------------------------------------------------------------------------------ reading
 
-    def open(self, key: Mapping[str, Any]) -> dict[Name, AnswerRow]:
+    def open(self, key: Mapping[str, object]) -> dict[Name, AnswerRow]:
         """The answers that are there already, by id and draw; a last line that was cut off is removed.
 
         ``key`` is everything that decides an answer to a given prompt; it is written beside the file.
@@ -80,13 +80,14 @@ class AnswerFile:
         """
         files = self._files()
         stored = _read_json(self.sidecar)
-        if files and KEY not in stored:
+        before = stored.get(KEY)
+        if files and not isinstance(before, Mapping):
             raise UserError(
                 f"{files[0]} has no {self.sidecar.name} beside it that says which model and sampling its answers are "
                 "from: move it away, or give another output=FILE.jsonl"
             )
-        if KEY in stored:
-            self._compare(stored[KEY], key)
+        if isinstance(before, Mapping):
+            self._compare(before, key)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
             write_whole(self.sidecar, json.dumps({KEY: key}, indent=1, ensure_ascii=False) + "\n")
@@ -94,15 +95,11 @@ class AnswerFile:
             _mend(self.part)
         return {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
 
-    def _compare(self, stored: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        before, now = _flatten(stored), _flatten(json.loads(json.dumps(asked)))
-        different = [name for name in (*now, *(before.keys() - now.keys())) if before.get(name) != now.get(name)]
-        if different:
-            name = different[0]
+    def _compare(self, stored: Mapping[str, object], asked: Mapping[str, object]) -> None:
+        for name, before, now in differences(stored, asked):
             raise UserError(
-                f"{self.path} holds answers with {name} {_short(before.get(name))}, this command has "
-                f"{_short(now.get(name))}: answers of both cannot share a file; give another output=FILE.jsonl, or "
-                "the settings of the first command"
+                f"{self.path} holds answers with {name} {before}, this command has {now}: answers of both cannot share "
+                "a file; give another output=FILE.jsonl, or the settings of the first command"
             )
 
     # ------------------------------------------------------------------------------------------ writing
@@ -133,7 +130,7 @@ class AnswerFile:
             log.info("%s also keeps %d answers to other prompts", self.path, len(others))
         return [rows[name] for name in order]
 
-    def account(self, key: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    def account(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Writes ``key`` and what became of the prompts beside the file."""
         write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
 
@@ -158,14 +155,14 @@ def _rows(file: Path) -> list[AnswerRow]:
             _ = row["id"], row["draw"], row["answer"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{file}, line {number}: expected a row of answers, got {_short(line.decode(errors='replace'))}; "
+                f"{file}, line {number}: expected a row of answers, got {shortened(line.decode(errors='replace'))}; "
                 "delete the line, its answer is then computed again"
             ) from error
         rows.append(row)
     return rows
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def _read_json(file: Path) -> dict[str, object]:
     if not file.is_file():
         return {}
     try:
@@ -173,18 +170,3 @@ def _read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file} cannot be read as JSON ({error}): move it and its answers away") from error
     return value if isinstance(value, dict) else {}
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted name."""
-    if not isinstance(value, Mapping):
-        return {prefix: value}
-    leaves: dict[str, Any] = {}
-    for key, item in value.items():
-        leaves |= _flatten(item, f"{prefix}.{key}" if prefix else str(key))
-    return leaves
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."

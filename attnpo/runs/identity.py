@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.components import bookkeeping_keys
 from attnpo.config import CONFIG_DIR, build, plain
-from attnpo.files import Json, file_digest
+from attnpo.files import Json, file_digest, flat
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import LAYER
 from attnpo.schema import UserError
@@ -51,12 +51,12 @@ SHOWING = (
 )
 
 
-def numbers_of(cfg: RunConfig) -> dict[str, Json]:
+def numbers_of(cfg: RunConfig) -> dict[str, object]:
     """The keys of a config that can move a number of the training, flat: ``optimizer.lr`` and its like."""
     return _numbers(cfg, cfg.values, cfg.weights)
 
 
-def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, Json]:
+def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
     """The same of the config that a run has saved at ``path``, for comparison with ``cfg``."""
     values = plain(DictConfig(OmegaConf.load(path)))
     try:
@@ -66,31 +66,31 @@ def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, Json]:
     return _numbers(cfg, values, source)
 
 
-def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, Json]:
+def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, object]:
     of_source = bookkeeping_keys(source, "weights")
     idle = (*bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
     return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
 
 
-def result_of(cfg: RunConfig) -> dict[str, Json]:
+def result_of(cfg: RunConfig) -> dict[str, object]:
     """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
     idle = (*bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
     return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
-def settings_of(cfg: RunConfig) -> dict[str, Json]:
+def settings_of(cfg: RunConfig) -> dict[str, object]:
     """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
     idle = (*bookkeeping_keys(cfg), "model.path", "data.path")
-    return {key: value for key, value in flat(cfg.values).items() if not below(key, idle)}
+    return {key: value for key, value in flat(cfg.values) if not below(key, idle)}
 
 
-def paths_of(cfg: RunConfig) -> dict[str, Json]:
+def paths_of(cfg: RunConfig) -> dict[str, object]:
     """The paths that stand for their contents, as far as the weights need them."""
     unread = _unread(cfg.values, cfg.weights)
-    return {key: value for key, value in flat(cfg.values).items() if key in PATHS and not below(key, unread)}
+    return {key: value for key, value in flat(cfg.values) if key in PATHS and not below(key, unread)}
 
 
-def inputs_of(cfg: RunConfig) -> dict[str, Json]:
+def inputs_of(cfg: RunConfig) -> dict[str, object]:
     """The nodes of a config that can touch its pairs or their weights, by name."""
     return {name: node for name, node in cfg.values.items() if name not in APART}
 
@@ -115,33 +115,24 @@ def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str
     """Parts that the weights ``source`` does not read; none of them where it is not known."""
     if source is None:
         return []
-    read = flat(values)
+    read = dict(flat(values))
     replaced = [LAYER] if read.get(LAYERS) else []
     spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS
     return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans]
 
 
-def _values(values: Mapping[str, Json]) -> dict[str, Json]:
+def _values(values: Mapping[str, Json]) -> dict[str, object]:
     """Every key with its value; a mode that follows from the metric as what it stands for."""
-    every = flat(values)
+    every = dict(flat(values))
     if every.get(MODE, "") is None:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
     return every
 
 
-def flat(values: Mapping[str, Json], path: str = "") -> dict[str, Json]:
-    """Nested values by their dotted keys; an empty mapping stays as it is."""
-    found: dict[str, Json] = {}
-    for key, item in values.items():
-        name = f"{path}.{key}" if path else str(key)
-        found |= flat(item, name) if isinstance(item, Mapping) and item else {name: item}
-    return found
-
-
 # ------------------------------------------------------------------------------------------------ contents
 
 
-def files_of(values: Mapping[str, Json]) -> dict[str, str]:
+def files_of(values: Mapping[str, object]) -> dict[str, str]:
     """Digests of the files that flat settings name, and of the modules of components outside the package, by key."""
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
     found = {key: _module(text) if key.endswith("_target_") else _file(text) for key, text in texts.items()}

@@ -17,12 +17,11 @@ from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.display.tables import Cell
-from attnpo.files import Json, write_whole
+from attnpo.files import flat, write_whole
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.runs.folders import store_root
-from attnpo.runs.identity import flat
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.weighing import SPLITS
@@ -83,9 +82,9 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
             [
                 KeyValues(
                     {
-                        f"{part}: {name}": value
+                        f"{part}: {name}": value if isinstance(value, str | float | int | None) else str(value)
                         for part, values in result["inputs"].items()
-                        for name, value in _leaves(values)
+                        for name, value in flat(values, " ")
                     }
                 )
             ],
@@ -107,18 +106,6 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
     )
     write_whole(folder / REPORT, report_page(folder.name, blocks))
     log.info("report: %s", folder / REPORT)
-
-
-def _leaves(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Cell]]:
-    """The names and values below a mapping, a name with those of the mappings around it."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name} ")
-        else:
-            yield (
-                f"{prefix}{name}",
-                value if isinstance(value, str | float | int | bool) or value is None else str(value),
-            )
 
 
 Table = tuple[list[str], list[list[Any]]]
@@ -178,14 +165,11 @@ def sample_table(path: Path) -> Table | None:
     return ["prompt", *names], shown
 
 
-def numbers(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int]]:
-    """(path, value) of every finite number in nested dicts; lists, texts and truth values are passed over."""
-    for name, value in node.items():
-        where = f"{path}/{name}" if path else str(name)
-        if isinstance(value, Mapping):
-            yield from numbers(value, where)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            yield where, value
+def numbers(node: Mapping[str, object]) -> Iterator[tuple[str, float | int]]:
+    """(path, value) of every finite number in nested mappings; lists, texts and truth values are passed over."""
+    for path, value in flat(node, "/"):
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield path, value
 
 
 def _table(table: Table) -> Any:
@@ -268,10 +252,9 @@ def command(composed: Composition) -> list[str]:
     return ["python", "-m", "attnpo.fit", *kept, *([] if given is None else ["--config-dir", str(given)])]
 
 
-def settings_of(node: Mapping[str, Json]) -> dict[str, Json]:
+def settings_of(node: Mapping[str, object]) -> dict[str, object]:
     """The settings of a component's config node, nested ones under dotted names."""
-    every = flat(node).items()
-    return {key: value for key, value in every if value != {} and key.rpartition(".")[2] != "_target_"}
+    return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
 
 
 def _base_facts(inputs: Inputs) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def wants_auto(source: WeightSource) -> bool:
     return True
 
 
+@runtime_checkable
 class Prepared(Protocol):
     """Where a ``prepare`` component has put model and data."""
 
@@ -94,6 +95,7 @@ class Prepared(Protocol):
         ...
 
 
+@runtime_checkable
 class PreparedJudge(Protocol):
     """Where a ``prepare`` component has put another model to judge."""
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from attnpo.files import Json, folder_size, in_bytes
+from attnpo.files import Json, flat, folder_size, in_bytes
 from attnpo.machine import machine_line, version_line
 from attnpo.runs.folders import store_root
 from attnpo.runs.run_config import RunConfig
@@ -48,19 +48,15 @@ def config_lines(values: Mapping[str, Json]) -> Iterator[str]:
             yield f"{key}: " + " ".join(part for part in (name, *_settings(value)) if part)
 
 
-def _settings(values: Mapping[str, Json], prefix: str = "") -> list[str]:
-    found = []
-    for key, value in values.items():
-        if key == "_target_" or value is None or value in ([], {}, ""):
-            continue
-        if isinstance(value, dict):
-            found += _settings(value, f"{prefix}{key}.")
-        else:
-            found.append(f"{prefix}{key}={_scalar(value)}")
-    return found
+def _settings(values: Mapping[str, Json]) -> list[str]:
+    return [
+        f"{name}={_scalar(value)}"
+        for name, value in flat(values)
+        if name.rpartition(".")[2] != "_target_" and value is not None and value not in ([], {}, "")
+    ]
 
 
-def _scalar(value: Json) -> str:
+def _scalar(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

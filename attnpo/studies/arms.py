@@ -262,7 +262,7 @@ def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str,
     return folder / "points" / f"{clean(name)}-seed{point.seed}-{found}"
 
 
-def counted(cfg: FitConfig) -> dict[str, Json]:
+def counted(cfg: FitConfig) -> dict[str, object]:
     """What can change a number of an arm, without the seed, which differs between its points."""
     return {key: value for key, value in result_of(cfg).items() if key not in ("seed", "prepare.seed")}
 

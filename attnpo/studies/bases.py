@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnpo.data.prepare import EncodedSet
-from attnpo.files import clean, file_digest, read_record, write_record
+from attnpo.files import clean, file_digest, flat, read_record, write_record
 from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context, open_paths, settle, settle_judge
-from attnpo.runs.identity import APART, below, files_of, flat, inputs_of, settings_of, source_digest
+from attnpo.runs.identity import APART, below, files_of, inputs_of, settings_of, source_digest
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import Weighed, weigh
@@ -178,7 +178,7 @@ def measure(
     """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
     config = with_paths(at_seed(arm_config(cfg, study, [], basis.world), basis.seed), context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
-    settings = flat(cfg.below("study"))
+    settings = dict(flat(cfg.below("study")))
     for name, analysis in study.analyses.items():
         same = digest(
             {

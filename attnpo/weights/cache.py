@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from attnpo.files import file_digest, write_whole
+from attnpo.files import differences, file_digest, write_whole
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -108,17 +108,14 @@ class Table:
 
         Reads like "judge.dtype: stored float32, asked bfloat16".
         """
-        asked = _flatten(self.key)
         best: tuple[int, str] | None = None
         for path in sorted(self.folder.parent.glob(f"*/{KEY_FILE}")):
             key = _read_json(path)
             if key is None or _name(key) != path.parent.name:
                 continue
-            stored = _flatten(key)
-            parts = [part for part in (*asked, *(stored.keys() - asked.keys())) if asked.get(part) != stored.get(part)]
+            parts = differences(key, self.key)
             if parts and (best is None or len(parts) < best[0]):
-                part = parts[0]
-                best = (len(parts), f"{part}: stored {_short(stored.get(part))}, asked {_short(asked.get(part))}")
+                best = (len(parts), "{}: stored {}, asked {}".format(*parts[0]))
         return None if best is None else best[1]
 
     # ------------------------------------------------------------------------------------------- reading
@@ -303,19 +300,6 @@ def _read_entry(path: Path) -> _Entry:
     if not isinstance(entry, dict):
         raise ValueError("its entry is not readable JSON")
     return entry
-
-
-def _flatten(value: object, prefix: str = "") -> dict[str, object]:
-    """Dotted names of all leaves of a key."""
-    if isinstance(value, Mapping):
-        inner = [_flatten(item, f"{prefix}.{name}" if prefix else str(name)) for name, item in value.items()]
-        return {name: leaf for part in inner for name, leaf in part.items()}
-    return {prefix: list(value) if isinstance(value, tuple) else value}
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # --------------------------------------------------------------------------------------------- columns

@@ -134,7 +134,7 @@ def test_the_nearest_table_is_the_one_with_the_fewest_differences(tmp_path: Path
     assert store.table("empty", KEY).nearest_difference() is None
     extra = store.table("weights", {**KEY, "rollout": True})
     store.table("weights", KEY).append({"p": {"a": 1}})
-    assert extra.nearest_difference() == "rollout: stored None, asked True"
+    assert extra.nearest_difference() == "rollout: stored null, asked true"
 
 
 def test_order_of_the_key_does_not_matter_and_a_table_is_shared(tmp_path: Path) -> None:
