@@ -7,14 +7,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from attnpo.config import check, load
+from attnpo.config import compose, typed
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell, format_cell, table_markdown
 from attnpo.reports.finished import headline, kind_in, read_study, read_tables
 from attnpo.reports.folder_report import figures
 from attnpo.reports.report import report
+from attnpo.reports.report_config import ReportConfig
 from attnpo.runs.inputs import make_inputs
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.report import finish_study
@@ -28,11 +29,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-def asked(what: list[str], *overrides: str) -> DictConfig:
+def asked(what: list[str], *overrides: str) -> ReportConfig:
     """A composed and checked report."""
-    cfg = load("report", list(overrides))
-    OmegaConf.update(cfg, "what", what)
-    check(cfg, complete=False)
+    raw = compose("report", list(overrides))
+    OmegaConf.update(raw, "what", what)
+    cfg: ReportConfig = typed(raw)
     return cfg
 
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from attnpo.config import load, plain
+from attnpo.config import load
 from attnpo.runs.identity import BESIDE, BOOKKEEPING, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
