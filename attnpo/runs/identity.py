@@ -24,7 +24,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 # Keys, or parents of keys, that move no number beyond rounding.
 BOOKKEEPING = (
-    *("name", "output", "store", "resume", "lock_timeout", "logger", "study", "seeds", "composed"),
+    *("_target_", "name", "output", "store", "resume", "lock_timeout", "logger", "study", "seeds", "composed"),
     *("grid", "grids", "other_judge", "default_layer", "default_beta", "verbalized_epochs"),  # what takes them counts
     *("judge.token_budget", "verbalizer.batch_size", "verbalizer.token_budget", "weights.store_layers"),
     *("batch.micro", "batch.eval_micro", "batch.tokens", "batch.eval_tokens", "layout", "live_reference"),

@@ -157,10 +157,11 @@ def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: Wo
 
 @pytest.mark.parametrize("name", ["testbed", "llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft"])
 def test_the_study_holds_under_every_setting(name: str) -> None:
-    cfg = load("fit", [f"setting={name}", "experiment=cross_model"])
-    check(cfg, complete=cfg.prepare is None)
+    given = [f"setting={name}", "experiment=cross_model"]
+    cfg = load("fit", given)
+    check(compose("fit", given), complete=cfg.prepare is None)
     arms = cfg.study.arms
-    expected = f"align.method={cfg.other_judge.align}"
+    expected = f"align.method={cfg.other_judge.align.value}"
     assert all(expected in arm for label, arm in arms.items() if label.startswith("other judge"))
     check(compose("fit", [f"setting={name}", "study=none", *arms["other judge shuffled"]]), complete=False)
 

@@ -43,7 +43,7 @@ def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, ca
 
 def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
     """The setting's own weights have the key."""
-    arms = "study.arms={one:[weights=uniform],two:[weights=verbalized]}"
+    arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
     cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
     with pytest.raises(UserError, match=r"weights\.layer"):
         check_user(cfg, cfg.study)
