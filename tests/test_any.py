@@ -22,7 +22,7 @@ REASONS = {
     "runs/input_summary.py::example_statistics": ACCOUNT,
     "runs/input_summary.py::split_lines": ACCOUNT,
     "runs/report.py::account_table": ACCOUNT,
-    **{f"runs/report.py::{name}": RESULT for name in ("write_run_report", "publish_run", "numbers")},
+    **{f"runs/report.py::{name}": RESULT for name in ("write_run_report", "publish_run")},
     "runs/report.py::_table": "a class of wandb, which is imported inside functions only",
     **{
         f"runs/report.py::{name}": CARD

@@ -17,9 +17,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import components, config
-from attnpo.runs import identity
 from attnpo.schema import UserError
-from attnpo.studies import fit_config as run_root
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = __name__
@@ -333,29 +331,14 @@ class Choosing:
 
 def test_a_literal_takes_its_own_values_alone() -> None:
     cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3, "maybe": "on"})
-    assert config.build(cfg, Choosing) == Choosing(3, "on")
+    assert config.build(cfg) == Choosing(3, "on")
     cfg = OmegaConf.create({"_target_": f"{HERE}.Choosing", "mode": 3.0, "maybe": "off"})
     with pytest.raises(UserError) as caught:
-        config.build(cfg, Choosing)
+        config.build(cfg)
     assert str(caught.value).splitlines()[1:] == [
         "  mode: expected one of first, last, 3, got 3.0 (float)",
         "  maybe: expected one of on, got 'off' (str)",
     ]
-
-
-def test_a_class_is_asked_for_and_typed() -> None:
-    cfg = OmegaConf.create({"_target_": f"{HERE}.Whole", "talks": {"_target_": f"{HERE}.Loud", "device": "???"}})
-    assert config.build(cfg, Whole, complete=False).talks == Loud(device="???")
-    with pytest.raises(UserError, match=r"^_target_: expected Quiet, got .*Whole$"):
-        config.build(cfg, Quiet)
-    with pytest.raises(UserError, match=r"^talks\.device: required; give talks\.device=VALUE$"):
-        config.build(cfg, Whole)
-
-
-def test_a_class_is_not_built_while_a_number_of_it_is_unknown() -> None:
-    cfg = OmegaConf.create({"_target_": f"{HERE}.Quiet", "level": "???", "words": "${level}"})
-    with pytest.raises(UserError, match=r"^level: required; give level=VALUE$"):
-        config.build(cfg, Quiet, complete=False)
 
 
 def test_keys_that_move_no_number_are_declared_at_their_fields() -> None:
@@ -369,11 +352,20 @@ def test_keys_that_move_no_number_are_declared_at_their_fields() -> None:
 
 
 def test_the_root_of_fit_is_one_typed_component() -> None:
-    root = config.build(config.compose("fit", ["batch.micro=2"]), run_root.RunConfig, complete=False)
-    assert (root.batch.micro, root.model.path) == (2, "???")
-    assert {key for key in components.bookkeeping_keys(root) if key.startswith("batch.")} == {
-        key for key in identity.BOOKKEEPING if key.startswith("batch.")
+    root = config.load("fit", ["batch.micro=2"])
+    assert (root.batch.micro, root.model.path, root.values["model"]["path"]) == (2, "???", "???")
+    changed = root.with_value("model.path", "x").with_value("weights.layer", 2)
+    assert (changed.model.path, changed.weights.layer) == ("x", 2) and root.model.path == "???"
+    assert (changed.values["model"]["path"], changed.values["weights"]["layer"]) == ("x", 2)
+    assert {key.partition(".")[0] for key in components.bookkeeping_keys(root)} >= {
+        "batch",
+        "trainer",
+        "output",
+        "study",
     }
+    assert "optimizer.lr" not in set(components.bookkeeping_keys(root))
+    with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got a FitConfig"):
+        config.typed(config.compose("fit"), ReportConfig)
 
 
 # --------------------------------------------------------------------------------------------- what may be named

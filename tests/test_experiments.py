@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.config import CONFIG_DIR, groups, load
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import Study, expand_arms
 
 EXPERIMENTS = groups()["experiment"]
@@ -29,7 +29,7 @@ NO_TRANSFORM = {"faithfulness": "Controls: the measure brings its own"}
 
 
 @cache
-def composed(experiment: str, setting: str) -> DictConfig:
+def composed(experiment: str, setting: str) -> FitConfig:
     """An experiment on a setting; composed once, so it must not be changed."""
     return load("fit", [f"experiment={experiment}", f"setting={setting}"])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import check, load
+from attnpo.config import check, compose, load
 from attnpo.reports.folder_report import letters
 from attnpo.studies.study import expand_arms
 
@@ -84,7 +84,7 @@ def test_the_commands_are_sound(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         made.add(keys.get("name", ""))
         if "setting" in keys or entry == "fit":
             settings.add(keys.get("setting", "testbed"))
-        cfg = load(entry, overrides)
+        cfg = compose(entry, overrides)
         if entry == "report":
             cfg.what = [word for word in words if "=" not in word]
         check(cfg, complete=False)

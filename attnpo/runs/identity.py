@@ -23,6 +23,8 @@ from attnpo.weights.base import WeightSource
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
+# The class of the root, which is that of the command.
+ROOT = ("_target_",)
 # What lies at these paths is compared instead.
 PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
@@ -68,19 +70,19 @@ def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
 
 def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, object]:
     of_source = bookkeeping_keys(source, "weights")
-    idle = (*bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
+    idle = (*ROOT, *bookkeeping_keys(cfg), *of_source, *PATHS, *BESIDE, *_unread(values, source))
     return {key: value for key, value in _values(values).items() if key in KEPT or not below(key, idle)}
 
 
 def result_of(cfg: RunConfig) -> dict[str, object]:
     """The same of a whole result: what is scored, validated and kept beside the training counts as well."""
-    idle = (*bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
+    idle = (*ROOT, *bookkeeping_keys(cfg), *PATHS, *_unread(cfg.values, cfg.weights))
     return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
 def settings_of(cfg: RunConfig) -> dict[str, object]:
     """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
-    idle = (*bookkeeping_keys(cfg), "model.path", "data.path")
+    idle = (*ROOT, *bookkeeping_keys(cfg), "model.path", "data.path")
     return {key: value for key, value in flat(cfg.values) if not below(key, idle)}
 
 
@@ -103,7 +105,7 @@ def component(value: object) -> object:
 
 def may_lack(key: str) -> bool:
     """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
-    return below(key, (LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
+    return below(key, (*ROOT, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
 
 
 def below(key: str, parents: Sequence[str]) -> bool:

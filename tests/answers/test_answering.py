@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.answers.answer_file import AnswerFile
-from attnpo.answers.answering import REFUSED, answer_prompts, output_path
-from attnpo.config import check, load
+from attnpo.answers.answering import REFUSED, AnswerConfig, answer_prompts, output_path
+from attnpo.config import check, compose, load, typed
 from attnpo.generate import main
 from attnpo.models.generate import HFGenerator
 from attnpo.runs.run import run
@@ -37,7 +36,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def config(world: World, data: Path, output: Path, *more: str) -> DictConfig:
+def config(world: World, data: Path, output: Path, *more: str) -> AnswerConfig:
     overrides = [
         f"model.path={world.model}",
         f"data.path={data}",
@@ -47,8 +46,9 @@ def config(world: World, data: Path, output: Path, *more: str) -> DictConfig:
         "trainer.accelerator=cpu",
         *more,
     ]
-    cfg = load("generate", overrides)
-    check(cfg)
+    raw = compose("generate", overrides)
+    check(raw)
+    cfg = typed(raw, AnswerConfig)
     return cfg
 
 

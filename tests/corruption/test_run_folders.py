@@ -14,11 +14,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import files, fit, generate, report
-from attnpo.config import load
+from attnpo.config import compose, load, typed
 from attnpo.files import file_digest
 from attnpo.runs.identity import saved_numbers
 from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.runner import finished
 from attnpo.studies.workers import run_point
 from attnpo.training.checkpoint_folders import STATE, read_account
@@ -63,7 +64,7 @@ def changed(composed: DictConfig, *more: str) -> FitConfig:
     for override in more:
         key, _, value = override.partition("=")
         OmegaConf.update(cfg, key, None if value == "null" else value)
-    root: FitConfig = typed(cfg)
+    root = typed(cfg, FitConfig)
     return root
 
 
@@ -123,7 +124,7 @@ def copied(folder: Path, to: Path) -> Path:
 
 @cache
 def composed(entry: str, *overrides: str) -> DictConfig:
-    return load(entry, list(overrides))
+    return compose(entry, list(overrides))
 
 
 def answer(command: Callable[[], object]) -> str | None:
@@ -328,8 +329,7 @@ def test_a_damaged_result_without_a_checkpoint_is_not_overwritten(runs: Runs, tm
 
 def reported(folder: Path, output: Path) -> str | None:
     cfg = changed(composed("report"), f"output={output}", "name=r")
-    cfg.what = [str(folder)]
-    return answer(lambda: report.main(cfg))
+    return answer(lambda: report.main(cfg.with_value("what", (str(folder),))))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

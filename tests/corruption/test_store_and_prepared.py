@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.config import load, run_entry
 from attnpo.files import SEAL
@@ -20,6 +19,7 @@ from attnpo.runs.context import settle
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.models import reference_table, with_reference
 from attnpo.runs.settings import CHOICE
+from attnpo.studies.fit_config import FitConfig
 from attnpo.testbed import pairs, prepare
 from attnpo.testbed.prepare import REPORT
 from attnpo.weigh import main
@@ -68,14 +68,12 @@ def builders(world: World) -> Iterator[None]:
 
 def prepared(store: Path) -> tuple[Path, Path]:
     """The folders of model and data that a run with this store stands on, as the run settles them."""
-    cfg = setting().copy()
-    cfg.store = str(store)
-    cfg = settle(cfg)[0]
+    cfg = settle(setting().with_value("store", str(store)))[0]
     return Path(cfg.model.path), Path(cfg.data.path)
 
 
 @cache
-def setting() -> DictConfig:
+def setting() -> FitConfig:
     """The composed setting, which must not be changed."""
     return load("fit", ["setting=testbed"])
 

@@ -8,9 +8,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from attnpo.config import check, load
+from attnpo.config import compose, typed
 from attnpo.display.output import read_tables, tables_json
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.printed import KeyedTable
@@ -19,6 +19,7 @@ from attnpo.files import seal
 from attnpo.reports.finished import headline, kind_in, printed_tables, read_study
 from attnpo.reports.folder_report import figures
 from attnpo.reports.report import report
+from attnpo.reports.report_config import ReportConfig
 from attnpo.runs.inputs import make_inputs
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.report import finish_study
@@ -32,11 +33,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-def asked(what: list[str], *overrides: str) -> DictConfig:
+def asked(what: list[str], *overrides: str) -> ReportConfig:
     """A composed and checked report."""
-    cfg = load("report", list(overrides))
-    OmegaConf.update(cfg, "what", what)
-    check(cfg, complete=False)
+    raw = compose("report", list(overrides))
+    OmegaConf.update(raw, "what", what)
+    cfg = typed(raw, ReportConfig)
     return cfg
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from transformers import CanineTokenizer
 
 from attnpo.config import check, compose, load
@@ -14,6 +13,7 @@ from attnpo.runs.context import make_context, settle_judge
 from attnpo.runs.inputs import encode, make_inputs, read_pairs
 from attnpo.runs.weighing import weigh
 from attnpo.schema import UserError
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.runner import run_study
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.tokenizer import build_tokenizer
@@ -42,7 +42,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_judge(tmp_path_factory.mktemp("judge"), seed=8)
 
 
-def on_testbed(store: Path, *more: str) -> DictConfig:
+def on_testbed(store: Path, *more: str) -> FitConfig:
     tiny = {"layers": 1, "width": 16, "heads": 2, "mlp": 16, "steps": 2, "max_steps": 2, "judge_rows": 1}
     tiny |= {"answer_rows": 1, "score_rows": 1, "judge_pairs": 2, "judge_gate": 0.0}  # type: ignore[dict-item]
     small = [f"++prepare.second.base.{key}={value}" for key, value in tiny.items()]
@@ -68,7 +68,7 @@ def test_nothing_is_built_for_another_judge_that_is_not_asked_for(tmp_path: Path
     overrides = [] if override.startswith("judge=") else [override]
     cfg = on_testbed(tmp_path, *overrides)
     if not overrides:
-        cfg.judge.other = False  # what judge=testbed says
+        cfg = cfg.with_value("judge.other", False)  # what judge=testbed says
     settled, report = settle_judge(cfg)
     assert settled == cfg and report == {} and not list(tmp_path.iterdir())
 
@@ -79,12 +79,10 @@ def test_another_judge_without_a_path_is_refused_before_anything_is_computed(wor
     with pytest.raises(UserError, match=r"prepare\.second is null.* set other_judge\.path"):
         settle_judge(load("fit", ["setting=testbed", "judge=other", "prepare.second=null", f"store={tmp_path}"]))
     with pytest.raises(UserError, match="another model than the run's own"):
-        cfg = world.config("weights=attention")
-        cfg.judge.other, cfg.prepare = True, None
-        build_room(cfg)
+        build_room(world.config("weights=attention").with_value("judge.other", True))
 
 
-def build_room(cfg: DictConfig) -> None:
+def build_room(cfg: FitConfig) -> None:
     from attnpo.runs.judges import RunJudge
 
     context = make_context(load("fit", [*cfg.composed.overrides, "weights=uniform"]))
@@ -98,8 +96,7 @@ def test_a_judge_whose_tokenizer_gives_no_characters_is_refused_before_the_data_
     for file in slow.glob("token*"):
         file.unlink()
     CanineTokenizer().save_pretrained(slow)
-    cfg = world.config("weights=attention", *ANOTHER, f"other_judge.path={slow}")
-    cfg.data.path = "/nowhere"
+    cfg = world.config("weights=attention", *ANOTHER, f"other_judge.path={slow}", "data.path=/nowhere")
     with pytest.raises(UserError, match=r"judge\.path=.*slow: expected a fast tokenizer.*CanineTokenizer"):
         make_context(cfg)
 
@@ -160,10 +157,11 @@ def test_the_stored_rows_of_two_judges_are_told_apart_by_their_weights(world: Wo
 
 @pytest.mark.parametrize("name", ["testbed", "llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft"])
 def test_the_study_holds_under_every_setting(name: str) -> None:
-    cfg = load("fit", [f"setting={name}", "experiment=cross_model"])
-    check(cfg, complete=cfg.prepare is None)
+    given = [f"setting={name}", "experiment=cross_model"]
+    cfg = load("fit", given)
+    check(compose("fit", given), complete=cfg.prepare is None)
     arms = cfg.study.arms
-    expected = f"align.method={cfg.other_judge.align}"
+    expected = f"align.method={cfg.other_judge.align.value}"
     assert all(expected in arm for label, arm in arms.items() if label.startswith("other judge"))
     check(compose("fit", [f"setting={name}", "study=none", *arms["other judge shuffled"]]), complete=False)
 
@@ -194,6 +192,6 @@ def test_a_study_on_the_testbed_settles_its_second_base_while_judging(world: Wor
     """An arm's config comes unsettled to the judge pass; the second base is found there."""
     cfg = on_testbed(tmp_path, *CARRIED, *BY_CHARACTERS, f"model.path={world.model}", f"data.path={world.data}")
     plain = make_context(world.config("weights=uniform", f"store={tmp_path}"))
-    cfg.data.val_split = plain.cfg.data.val_split
+    cfg = cfg.with_value("data.val_split", plain.cfg.data.val_split)
     weighed = weigh(replace(plain, cfg=cfg), encode(plain, read_pairs(plain)))
     assert weighed.depth == 1 and weighed.report is not None and weighed.report.computed > 0

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.runs import run as run_module
 from attnpo.runs.context import make_context
@@ -16,6 +15,7 @@ from attnpo.runs.models import load_reference, reference_table
 from attnpo.runs.run import run
 from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
+from attnpo.studies.fit_config import FitConfig
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.worlds import TRAIN, VAL, World, build_world
 from tests.training.processes import in_two_processes
@@ -51,7 +51,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [row[name] for row in read_metrics(folder / "metrics.csv") if name in row]
 
 
-def stored(cfg: DictConfig) -> int:
+def stored(cfg: FitConfig) -> int:
     """The pairs of both splits whose reference log-probabilities lie in the store."""
     inputs = inputs_on(make_context(cfg))
     ids = {example.pair_id for made in inputs.examples.values() for example in made.examples}

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
 from attnpo.config import load
 from attnpo.runs import identity

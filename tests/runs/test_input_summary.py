@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnpo import console, machine
-from attnpo.config import load, plain
+from attnpo.config import load
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
@@ -66,7 +66,7 @@ def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp
 
 
 def test_every_value_that_is_set_is_in_the_configuration_lines() -> None:
-    values = plain(load("fit"))
+    values = load("fit").values
     text = "\n".join(config_lines(values))
     assert (
         "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: Grid lr=[5e-05,0.0001]" in text

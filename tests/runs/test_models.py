@@ -113,7 +113,7 @@ def test_what_the_settings_build(world: World) -> None:
 
 
 def test_adapter_off_without_an_adapter_is_refused_before_anything_loads(world: World, tmp_path: Path) -> None:
-    cfg = world.config("reference=adapter_off")
+    cfg = world.composed("reference=adapter_off")
     with pytest.raises(UserError, match=r"reference=adapter_off needs a fresh adapter, and model.lora is null"):
         check(cfg)
     with pytest.raises(UserError, match="reference=adapter: expected one of live, cached, first_epoch, adapter_off"):

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo import fit
-from attnpo.config import as_yaml, run_entry
+from attnpo.config import run_entry
 from attnpo.files import seal
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.resume import finished
@@ -97,8 +97,8 @@ def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path
     name = "callbacks.mode"
     assert numbers_of(world.config("callbacks=default"))[name] == "min"
     assert numbers_of(world.config("callbacks=default", "callbacks.monitor=val/rewards/margins"))[name] == "max"
-    old = world.config("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
-    (tmp_path / "config.yaml").write_text(as_yaml(old.values), encoding="utf-8")
+    old = world.composed("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
+    OmegaConf.save(old, tmp_path / "config.yaml")
     (tmp_path / "result.json").write_text('{"inputs": {}}', encoding="utf-8")
     seal(tmp_path)
     now = ("callbacks=default", "resume=auto", "callbacks.monitor=val/rewards/margins")

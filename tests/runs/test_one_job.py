@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from attnpo import fit
+from attnpo.answers.answering import AnswerConfig
 from attnpo.config import check, compose, load
 from attnpo.generate import main as generate
 from attnpo.locks import locked
@@ -155,7 +156,7 @@ def test_a_timeout_is_a_number_of_seconds(value: str) -> None:
 # ------------------------------------------------------------------------------------------------ other commands
 
 
-def answering(world: World, output: Path, *more: str) -> DictConfig:
+def answering(world: World, output: Path, *more: str) -> AnswerConfig:
     overrides = [f"model.path={world.model}", f"data.path={world.data}", f"output={output}", "trainer.accelerator=cpu"]
     return load("generate", [*overrides, "sampling.max_new_tokens=2", "data.rows='2'", *more])
 

@@ -13,7 +13,7 @@ import yaml
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from attnpo.config import build, load
+from attnpo.config import load
 from attnpo.display.figures import training_curves
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import Inputs, make_inputs

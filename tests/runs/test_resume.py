@@ -9,8 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from attnpo.config import load, plain
-from attnpo.runs.identity import BESIDE, BOOKKEEPING, KEPT, LATER, NEEDED, PATHS, numbers_of
+from attnpo.components import bookkeeping_keys
+from attnpo.config import load
+from attnpo.runs.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
 from attnpo.schema import UserError
@@ -96,7 +97,7 @@ def test_bookkeeping_may_change(world: World, done: tuple[Path, dict[str, Any]],
 def test_every_bookkeeping_key_exists(world: World) -> None:
     """A key renamed in the configs would silently count as one that moves numbers."""
     cfg = OmegaConf.create(world.config().values)
-    names = (*BOOKKEEPING, *PATHS, *BESIDE, *NEEDED, *KEPT)
+    names = (*bookkeeping_keys(world.config()), *PATHS, *BESIDE, *NEEDED, *KEPT)
     missing = [key for key in names if OmegaConf.select(cfg, key, default="absent") == "absent"]
     assert missing == []
     assert "model.path" not in numbers_of(world.config()) and "optimizer.lr" in numbers_of(world.config())

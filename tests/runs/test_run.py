@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo.config import load
@@ -18,6 +18,7 @@ from attnpo.runs.inputs import forget, make_inputs, remembering
 from attnpo.runs.resume import find_resume
 from attnpo.runs.run import run
 from attnpo.schema import UserError
+from attnpo.studies.fit_config import FitConfig
 from attnpo.training.checkpoint_folders import write_account
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
@@ -117,7 +118,7 @@ def test_a_cached_reference_trains_like_a_live_one(first: tuple[World, Path, dic
         assert losses(tmp_path / "cached", name) == pytest.approx(losses(folder, name), rel=2e-6), name
 
 
-def computed(cfg: DictConfig) -> int:
+def computed(cfg: FitConfig) -> int:
     """Pairs that the judge has to read for this configuration; they are in the store afterwards."""
     with judge_loads() as loaded:
         report = make_inputs(cfg).weighed.report

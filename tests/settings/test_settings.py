@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from transformers import AutoTokenizer, LlamaConfig, MistralConfig, PretrainedConfig
 
-from attnpo.config import CONFIG_DIR, check, groups, load, plain
+from attnpo.config import CONFIG_DIR, check, compose, groups, load
 from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.runs import settings
 from attnpo.schema import SIDES, PreferencePair
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import expand_arms
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
@@ -33,14 +33,16 @@ WHOLE = {"layers": 32, "heads": 32, "keys": 8, "hidden": 4096, "inner": 14336}
 
 
 @cache
-def composed(name: str, *overrides: str) -> DictConfig:
+def composed(name: str, *overrides: str) -> FitConfig:
     """The configuration of a setting; composed once, so it must not be changed."""
-    return load("fit", [f"setting={name}", *overrides])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
+        return load("fit", [f"setting={name}", *overrides])
 
 
 @cache
 def setting(name: str, *overrides: str) -> dict[str, Any]:
-    return plain(composed(name, *overrides))
+    return composed(name, *overrides).values
 
 
 def leaves(node: Any, path: str = "") -> dict[str, Any]:
@@ -216,7 +218,7 @@ def test_every_hardware_option_is_tested_here() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_hardware_changes_only_what_its_header_says(name: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
-    check(composed(name, f"hardware={option}"))
+    check(compose("fit", [f"setting={name}", f"hardware={option}"]))
     alone, with_it = leaves(setting(name)), leaves(setting(name, f"hardware={option}"))
     changed = {key for key in alone.keys() | with_it.keys() if alone.get(key) != with_it.get(key)}
     changed = {re.sub(r"^model\.lora\..*", "model.lora", key) for key in changed if not key.startswith("composed.")}
@@ -238,7 +240,7 @@ def test_hardware_wins_over_the_setting_and_loses_to_the_command_line() -> None:
 
 def test_weigh_composes_what_fit_composes() -> None:
     overrides = [f"setting={SETTINGS[2]}", "hardware=1x24gb", "objective.beta=0.02"]
-    assert load("weigh", overrides).values == load("fit", overrides).values
+    assert compose("weigh", overrides) == compose("fit", overrides)
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -253,7 +255,7 @@ def config_of(name: str) -> PretrainedConfig:
     return MistralConfig(vocab_size=32000, **shape) if mistral else LlamaConfig(vocab_size=128256, **shape)
 
 
-def estimate(cfg: DictConfig, config: PretrainedConfig) -> MemoryEstimate:
+def estimate(cfg: FitConfig, config: PretrainedConfig) -> MemoryEstimate:
     model: ModelSpec = cfg.model
     plan: BatchPlan = cfg.batch
     devices = str(cfg.trainer.devices)
@@ -389,7 +391,7 @@ def test_every_setting_has_its_judge(name: str) -> None:
     assert (judge["dtype"], judge["max_length"], judge["max_response_length"]) == ("bfloat16", 2048, 768)
     assert judge["verdict"] is True
     assert judge["path"] is None
-    assert composed(name).composed.choices.judge == name
+    assert composed(name).composed.choices["judge"] == name
 
 
 @pytest.mark.parametrize("judge", sorted({judge for judge, _, _ in LOSSLESS}))

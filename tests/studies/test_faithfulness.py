@@ -2,12 +2,11 @@
 
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from attnpo.analysis.faithfulness import Ranking, rankings
 from attnpo.analysis.intervals import rank_correlation
@@ -20,6 +19,7 @@ from attnpo.schema import PreferencePair, UserError
 from attnpo.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
 from attnpo.studies.study import Arm, Outcome, Point, Study, StudyAnalysis
 from attnpo.testbed.importance import decisive
+from attnpo.testbed.scoring import TruthScorer
 from tests.runs.worlds import GRAMMAR, World, build_world
 
 RULES = Faithfulness(pairs=14, shares=(0.2, 0.4), draws=1)
@@ -32,10 +32,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def with_truth(world: World, *overrides: str) -> RunContext:
     context = make_context(world.config(*overrides))
-    cfg = context.cfg.copy()
-    truth = {"_target_": "attnpo.testbed.scoring.TruthScorer", "grammar": asdict(GRAMMAR)}
-    OmegaConf.update(cfg, "truth", truth, force_add=True)
-    return replace(context, cfg=cfg)
+    return replace(context, cfg=context.cfg.with_component("truth", TruthScorer(grammar=GRAMMAR)))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +82,7 @@ def test_the_weights_measured_are_those_that_the_study_trains(world: World) -> N
 
 def test_a_setting_without_truth_has_no_mass(measured: tuple[RunContext, dict[str, Any]]) -> None:
     context, _ = measured
-    cfg = context.cfg.copy()
-    cfg.truth = None
-    bare = replace(context, cfg=cfg)
+    bare = replace(context, cfg=context.cfg.with_value("truth", None))
     rules = Faithfulness(pairs=3, shares=(0.2,), draws=1, layers=("last",))
     values = rules.measure(bare, encode(bare, read_pairs(bare)), Path("."))
     assert list(values["weights"]) == ["layer 2", ROLLOUT, EQUAL]

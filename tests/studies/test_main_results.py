@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.config import load
 from attnpo.reports.finished import run_row
@@ -15,6 +14,7 @@ from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
 from attnpo.studies.arms import Composed, check_distinct, check_user, layered, of_points, point_config
 from attnpo.studies.bases import compose_arms
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.ranking import RANK, ranked, ranking_table
 from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
@@ -26,7 +26,7 @@ LLAMAS = ("llama3_8b_base_sft", "llama3_8b_instruct")
 
 
 @cache
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str) -> FitConfig:
     """The study's configuration, which must not be changed."""
     return load("fit", ["experiment=main_results", *overrides])
 

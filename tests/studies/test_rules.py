@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import idle_overrides, load
+from attnpo.config import compose, idle_overrides
 from attnpo.console import process
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import make_inputs
@@ -42,10 +42,10 @@ def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, ca
 
 
 def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
-    """Every arm is composed from the same overrides, so the typo has to be planted behind the first composition."""
-    cfg = world.config(STUDY)
-    cfg.composed.overrides = [*cfg.composed.overrides, "weights.leyer=2"]
-    with pytest.raises(UserError, match=r"weights\.leyer"):
+    """The setting's own weights have the key."""
+    arms = "study.arms={one:['weights=uniform'],two:['weights=verbalized']}"
+    cfg = world.config(STUDY, "~study.arms", f"+{arms}", "study.control=null", "weights.layer=2")
+    with pytest.raises(UserError, match=r"weights\.layer"):
         check_user(cfg, cfg.study)
 
 
@@ -73,7 +73,7 @@ OTHER = "+grids.other={_target_:attnpo.studies.study.Grid,beta:[0.7]}"
     ],
 )
 def test_a_named_grid_has_an_effect_where_an_arm_gets_it(more: list[str], idle: dict[str, str]) -> None:
-    cfg = load("fit", ["experiment=layer_sweep", OTHER, *more])
+    cfg = compose("fit", ["experiment=layer_sweep", OTHER, *more])
     cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
     assert idle_overrides(cfg) == idle
 

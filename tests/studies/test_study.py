@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from attnpo.config import load
 from attnpo.runs.folders import run_folder
@@ -15,6 +14,7 @@ from attnpo.schema import UserError
 from attnpo.studies import bases, workers
 from attnpo.studies.arms import arm_config, layered, point_config, point_folder
 from attnpo.studies.bases import make_basis
+from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
 from attnpo.studies.study import Arm, Grid, Outcome, Point, Study, expand_arms, grid_record, make_points
@@ -210,7 +210,7 @@ shared: [callbacks=none, reference=cached, trainer.max_steps=1]
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[DictConfig, World, Path]:
+def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[FitConfig, World, Path]:
     """A study of three arms, of which one cannot run; its configuration lies in a folder of the user's own."""
     folder = tmp_path_factory.mktemp("study")
     (folder / "configs" / "study").mkdir(parents=True)
@@ -220,7 +220,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[DictConfig, World, 
 
 
 @pytest.fixture(scope="module")
-def outcome(study: tuple[DictConfig, World, Path]) -> tuple[Outcome, list[str]]:
+def outcome(study: tuple[FitConfig, World, Path]) -> tuple[Outcome, list[str]]:
     """The finished study, and the judges that were loaded for it."""
     cfg, _, folder = study
     with judge_loads() as loaded:
@@ -239,7 +239,7 @@ def test_a_failed_point_is_named_and_the_others_are_run(outcome: tuple[Outcome, 
 
 
 def test_a_point_is_what_its_overrides_say(
-    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]]
+    study: tuple[FitConfig, World, Path], outcome: tuple[Outcome, list[str]]
 ) -> None:
     """Shared overrides, then the user's, then the point's own; its folder is named after it."""
     cfg, _, folder = study
@@ -255,7 +255,7 @@ def test_a_point_is_what_its_overrides_say(
 
 
 def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
-    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]]
+    study: tuple[FitConfig, World, Path], outcome: tuple[Outcome, list[str]]
 ) -> None:
     cfg, _, folder = study
     point = outcome[0].points[1][0]
@@ -272,13 +272,13 @@ def test_a_points_folder_changes_with_its_numbers_and_not_with_its_paths(
 
 
 def test_a_repeated_command_trains_nothing_again(
-    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+    study: tuple[FitConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The finished points are reused; only the one that failed is tried again."""
     cfg, _, folder = study
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
+    def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name)
         raise UserError("not again")
 
@@ -293,13 +293,13 @@ def test_a_repeated_command_trains_nothing_again(
 
 
 def test_changed_code_runs_every_point_again(
-    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+    study: tuple[FitConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store keeps what it has."""
     cfg, _, folder = study
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
+    def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name.partition("-")[0])
         raise UserError("tried")
 
@@ -311,14 +311,14 @@ def test_changed_code_runs_every_point_again(
 
 
 def test_another_setting_is_another_study_in_the_same_folder(
-    study: tuple[DictConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
+    study: tuple[FitConfig, World, Path], outcome: tuple[Outcome, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Results are found by what was set, not by the name of the study; when every point fails that is an error."""
     _, world, folder = study
     cfg = world.config("study=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
     tried: list[str] = []
 
-    def run(config: DictConfig, place: Path, point: bool) -> dict[str, Any]:
+    def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
         tried.append(place.name)
         raise RuntimeError("out of luck")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import build, load
+from attnpo.config import load
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.otpo import OTPO
 from attnpo.objectives.twdpo import TwDPO
