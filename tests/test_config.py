@@ -17,6 +17,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import components, config
+from attnpo.reports.report_config import ReportConfig
+from attnpo.runs import settings
 from attnpo.schema import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
