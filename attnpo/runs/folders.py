@@ -49,7 +49,7 @@ def require_one_process(cfg: DictConfig) -> None:
     given = shlex.join(str(override) for override in cfg.composed.get("overrides", []))
     raise UserError(
         f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
-        f"it as one process (`{instead}python -m attnpo.fit {given}`), or a single run under {name} with study=none"
+        f"it as one process (`{instead}python -m attnpo.fit {given}`), or a single run under {name}: experiment=none"
     )
 
 

@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 
 Composed = tuple[DictConfig, list[str]]  # a config, and the overrides that give it on the command line
 
-# What only a study has: its own keys, and the grids that its file brings along.
-OF_STUDY = ("study.", "grids.", "methods@")
+# What only a study has: its own keys, and the grids of its arms.
+OF_STUDY = ("study.", "grids.")
+SINGLE = "experiment=none"  # what makes a single run of any command
 
 # What says whose attention an arm with a judge of its own reads.
 WHOSE = ("judge.path", "judge.other")
@@ -54,7 +55,7 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
     have such a key and is left out, with a log line, where an arm's own choice of the group has none.
     """
     user = of_points(cfg)
-    single = ["study=none", "seeds=null", *study_overrides(cfg, study.name)]
+    single = [SINGLE, "seeds=null", f"seed={cfg.seed}", *study_overrides(cfg, study.name)]
     chosen = [*study.worlds.get(world, []), *overrides]
     try:
         merged = layered(study.shared, user, chosen, single)
@@ -72,11 +73,12 @@ def arm_config(cfg: DictConfig, study: Study, overrides: Sequence[str], world: s
 
 
 def check_user(cfg: DictConfig, study: Study) -> None:
-    """Nothing; refuses overrides that would be lost to the study's choices or make its arms others than they are named.
+    """Refuses overrides that would be lost to the study's choices or make its arms others than they are named.
 
     UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
     value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
-    layer stay free: the arm keeps its own, the others take the user's.
+    layer stay free: the arm keeps its own, the others take the user's. UserError too for an experiment that sets more
+    than the study and its seed, which the points, composed without it, would not get.
     """
     user = of_points(cfg)
     arms = list(study.arms_with(cfg.truth is not None).values())
@@ -85,11 +87,18 @@ def check_user(cfg: DictConfig, study: Study) -> None:
     fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
     _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
     for problem in (*_mislabelled(cfg, study, user, chosen), *_lost_to_grids(cfg, study, user)):
-        raise UserError(f"study {study.name}: {problem}, or add study=none for a single run")
+        raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
     for override in user:
         group, dot, _ = key_of(override).partition(".")
         if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
-            compose("fit", layered([override], arms[0], ["study=none"]), config_dir(cfg))
+            compose("fit", layered([override], arms[0], [SINGLE]), config_dir(cfg))
+    alone = result_of(compose("fit", layered(user, [SINGLE, f"seed={cfg.seed}"]), config_dir(cfg)))
+    for key, value in result_of(cfg).items():
+        if value != alone.get(key):
+            raise UserError(
+                f"study {study.name}: its experiment sets {key}, which no point would get: put {key}={value} into "
+                "study.shared, or give it on the command line"
+            )
 
 
 def _mislabelled(cfg: DictConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
@@ -156,7 +165,7 @@ def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> No
     if clash:
         raise UserError(
             f"study {study.name} chooses {', '.join(sorted(chosen))} for each of its {of}, so {' '.join(clash)} would "
-            "be lost: leave it out, or add study=none for a single run"
+            f"be lost: leave it out, or give {SINGLE} for a single run"
         )
 
 
@@ -193,7 +202,7 @@ def _trained(cfg: DictConfig, grid: Grid, depth: int) -> dict[str, Any]:
 def applies(cfg: DictConfig, override: str, arm: Sequence[str]) -> bool:
     """Whether an arm's config has the key of ``override``."""
     try:
-        compose("fit", layered([override], arm, ["study=none"]), config_dir(cfg))
+        compose("fit", layered([override], arm, [SINGLE]), config_dir(cfg))
     except UserError:
         return False
     return True

@@ -102,7 +102,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a study lays it: its points lie in folders named by these facts."""
-    cfg = build_world(tmp_path).config("study=quickstart")
+    cfg = build_world(tmp_path).config("experiment=quickstart")
     study = build(cfg.study)
     monkeypatch.setattr(identity, "PACKAGE", package)
     codes = []
@@ -121,7 +121,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 
 
 def folder_of(*overrides: str) -> str:
-    cfg = compose("fit", ["setting=testbed", "study=none", *overrides])
+    cfg = compose("fit", ["setting=testbed", "experiment=none", *overrides])
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
 
 
@@ -147,7 +147,7 @@ def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
 def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own digest does not see it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    cfg = compose("fit", ["setting=testbed", "study=none", "weights=uniform"])
+    cfg = compose("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
     OmegaConf.update(cfg, "transforms.mine", {"_target_": "my_transforms.Mine"}, force_add=True)
     point = Point(Arm("arm", ()), (), 0)
     found = []
