@@ -96,7 +96,7 @@ def check_user(cfg: DictConfig, study: Study) -> None:
     for key, value in result_of(cfg).items():
         if value != alone.get(key):
             raise UserError(
-                f"study {study.name}: its experiment sets {key}, which no point would get: put {key}={value} into "
+                f"study {study.name}: its experiment sets {key}, which no point would get: put it into "
                 "study.shared, or give it on the command line"
             )
 

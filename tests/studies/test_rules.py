@@ -61,6 +61,28 @@ def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
+MORE = """
+# @package _global_
+defaults: [layer_sweep, _self_]
+batch: {shuffle: false}
+seed: 4
+"""
+
+
+def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Path) -> None:
+    """Its seed is the study's first; anything else on the command line reaches the points."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
+    cfg = compose("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
+    with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
+        check_user(cfg, build(cfg.study))
+    cfg = compose("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
+    study = build(cfg.study)
+    check_user(cfg, study)
+    made, _ = arm_config(cfg, study, ["weights=uniform"])
+    assert (made.seed, made.batch.shuffle) == (4, False)
+
+
 OTHER = "+grids.other={beta:[0.7]}"
 
 
