@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -49,16 +50,16 @@ def described(root: Path) -> list[Group]:
     their heading.
     """
     heading = ""
-    found: list[Group] = []
+    listed: list[Group] = []
     lines = root.read_text(encoding="utf-8").partition("defaults:\n")[2].splitlines()
-    for line in lines[: next((place for place, text in enumerate(lines) if not text.startswith(" ")), None)]:
+    for line in takewhile(lambda line: line.startswith(" "), lines):
         if match := _HEADING.fullmatch(line):
             heading = match[1]
         elif match := _GROUP.fullmatch(line):
-            found.append(Group(match[1], match[2], match[3] or "", heading))
+            listed.append(Group(match[1], match[2], match[3] or "", heading))
         elif match := _PARENT.fullmatch(line):
-            found += described(root.with_name(f"{match[1]}.yaml"))
-    return found
+            listed += described(root.with_name(f"{match[1]}.yaml"))
+    return listed
 
 
 def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
