@@ -5,17 +5,15 @@ neither torch nor anything that does. The check imports the modules of the targe
 must therefore be light, and reports wrong keys and types before a model loads (how: ``attnpo.components``).
 """
 
-import argparse
 import logging
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -27,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attnpo.components import ABSENT, Reader, as_values, at_their_origin, did_you_mean, join, required, resolve
 from attnpo.components import MISSING as MISSING
+from attnpo.config_help import Arguments
 from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
 from attnpo.files import Json
 
@@ -64,13 +63,16 @@ def _folders(config_dir: Path | None) -> list[Path]:
 
 
 def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
-    """Sorted option names of every config group, from the shipped folder and ``config_dir``."""
-    options: dict[str, set[str]] = {}
+    """Sorted option names of every config group, from the shipped folder and ``config_dir``.
+
+    A file whose name begins with ``_`` is what options of its group have in common, not an option.
+    """
+    found: dict[str, set[str]] = {}
     for folder in _folders(config_dir):
         for file in folder.rglob("*.yaml"):
-            if file.parent != folder:
-                options.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
-    return {group: sorted(names) for group, names in sorted(options.items())}
+            if file.parent != folder and not file.stem.startswith("_"):
+                found.setdefault(file.parent.relative_to(folder).as_posix(), set()).add(file.stem)
+    return {group: sorted(options) for group, options in sorted(found.items())}
 
 
 # --------------------------------------------------------------------------------------------- composition
@@ -94,6 +96,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     _register_resolvers()
     with _initialized(config_dir) as searchpath:
         known = groups(config_dir)
+        _refuse_moved(overrides, known)
         try:
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
@@ -117,11 +120,29 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     return cfg
 
 
+def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None:
+    """Raises UserError for a choice of a group that there was once, naming the words to type now."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key == "study":
+            name = "none" if value in ("", "null") else value
+            file = f", with your file as experiment/{name}.yaml, first line `# @package study`"
+            raise user_error(
+                f"{override}: the group is called experiment now; give experiment={name}"
+                f"{'' if name in known.get('experiment', []) else file}"
+            )
+        if key.partition("@")[0] == "methods":
+            raise user_error(
+                f"{override}: the methods' grids stand in the settings now; give setting={value}, or single "
+                "grids such as grids.simpo.beta=[2.0]"
+            )
+
+
 def _hydra_text(error: Exception) -> str:
     lines = [str(error)]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).partition("\n")[0])
-    text = re.sub(r"\nSee https\S+ for details", "", "\n".join(lines))
+    text = re.sub(r"\nSee https\S+ for details|\n\t_\w+(?=\n)", "", "\n".join(lines))
     text = text.replace(":\n\t", ": ").replace("\n\t", ", ")
     return re.sub(r"\n\s*\n", "\n", text)
 
@@ -329,37 +350,6 @@ def as_yaml(values: Mapping[str, Json]) -> str:
 # --------------------------------------------------------------------------------------------- command line
 
 
-class _Arguments(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise user_error(f"{message}; see --help")
-
-
-def _arguments(name: str, description: str, example: str, positional: str | None) -> _Arguments:
-    words = f"[{positional.upper()} ...] " if positional else ""
-    parser = _Arguments(
-        prog=f"python -m attnpo.{name}",
-        usage=f"python -m attnpo.{name} {words}[GROUP=OPTION ...] [KEY=VALUE ...] [options]",
-        description=description,
-        epilog=f"example:\n  {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        add_help=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action="store_true", help="show this text")
-    parser.add_argument("--cfg", metavar="KEY", help="print the configuration and stop: `job` for all of it, or a key")
-    parser.add_argument("--config-dir", metavar="DIR", type=Path, help="a folder with configurations of your own")
-    parser.add_argument("-m", "--multirun", action="store_true", help="one job per combination: a=1,2 b=3,4 are four")
-    return parser
-
-
-def _help(parser: _Arguments, config_dir: Path | None) -> str:
-    lines = [parser.format_help(), "groups and their options:"]
-    for group, options in groups(config_dir).items():
-        lines += textwrap.wrap(f"{group}=" + " | ".join(options), 110, initial_indent="  ", subsequent_indent="      ")
-    return "\n".join(lines) + "\n"
-
-
 def _shown(cfg: DictConfig, key: str) -> str:
     node: Any = OmegaConf.create(plain(cfg))
     if key != "job":
@@ -375,7 +365,7 @@ def run_entry(
     config_name: str,
     argv: Sequence[str] | None,
     description: str,
-    example: str,
+    examples: str,
     *,
     positional: str | None = None,
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
@@ -387,7 +377,7 @@ def run_entry(
     ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
     An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
-    parser = _arguments(config_name, description, example, positional)
+    parser = Arguments(config_name, description, examples, positional)
 
     def command() -> int:
         try:
@@ -403,13 +393,13 @@ def _run(
     main: Callable[[SomeRoot], int | None],
     name: str,
     argv: list[str],
-    parser: _Arguments,
+    parser: Arguments,
     positional: str | None,
     complete: Callable[[SomeRoot], bool],
 ) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
-        sys.stdout.write(_help(parser, options.config_dir))
+        sys.stdout.write(parser.text(CONFIG_DIR / f"{name}.yaml", groups(options.config_dir)))
         return 0
     # Not Path.exists, which raises for an override that is longer than a name can be.
     bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]

@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from attnpo.studies.fit_config import FitConfig
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
-EXAMPLE = "python -m attnpo.fit experiment=layer_sweep seeds=1"
+EXAMPLES = """\
+python -m attnpo.fit                                               the quickstart, on a CPU
+python -m attnpo.fit experiment=layer_sweep seeds=1                a study of the paper, one seed
+python -m attnpo.fit experiment=none weights=uniform seed=3        one run; any key can be set
+python -m attnpo.fit setting=llama3_8b_instruct hardware=1x141gb   a run of the paper"""
 
 
 def main(cfg: "FitConfig") -> int:
@@ -70,4 +74,4 @@ if __name__ == "__main__":
     hear_signals()
     from attnpo.config import run_entry
 
-    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))
+    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))

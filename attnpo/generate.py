@@ -11,8 +11,10 @@ from attnpo.console import hear_signals
 if TYPE_CHECKING:
     from attnpo.answers.answering import AnswerConfig
 
-DESCRIPTION = "Answer prompts with a model (a folder, a run's best/ or last/, a hub name) into a JSONL file; resumable."
-EXAMPLE = "python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl sampling.temperature=0"
+DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
+EXAMPLES = """\
+python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl
+python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl sampling.temperature=0"""
 
 
 def main(cfg: "AnswerConfig") -> int:
@@ -27,4 +29,4 @@ if __name__ == "__main__":
     hear_signals()
     from attnpo.config import run_entry
 
-    sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: True))
+    sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

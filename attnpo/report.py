@@ -9,13 +9,15 @@ if TYPE_CHECKING:
     from attnpo.reports.report_config import ReportConfig
 
 DESCRIPTION = """\
-Tables from the store and from finished folders; printed=FILE.csv puts a paper's numbers of the same model below ours.
+Tables from the store and from finished folders; printed=FILE.csv puts printed numbers below ours.
 
-  weights           statistics of the weights a run would train with: concentration, most-weighted tokens, sink share
+  weights           statistics of the weights a run would train with
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run
   FOLDER ...        studies or runs, by what the folders hold"""
-EXAMPLE = "python -m attnpo.report weights layers=[1,2,3,4]"
+EXAMPLES = """\
+python -m attnpo.report weights layers=[1,2,3,4]
+python -m attnpo.report study outputs/layer_sweep-testbed"""
 
 
 def main(cfg: "ReportConfig") -> int:
@@ -35,4 +37,4 @@ if __name__ == "__main__":
     hear_signals()
     from attnpo.config import run_entry
 
-    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLE, positional="what", complete=complete))
+    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete))

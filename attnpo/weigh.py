@@ -11,8 +11,10 @@ from attnpo.console import hear_signals
 if TYPE_CHECKING:
     from attnpo.runs.run_config import RunConfig
 
-DESCRIPTION = "Capture judge weights (and with reference=cached the reference's log-probs) into the store; resumable."
-EXAMPLE = "torchrun --nproc-per-node 2 -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS"
+DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
+EXAMPLES = """\
+python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS
+torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=2x80gb"""
 
 
 def main(cfg: "RunConfig") -> int:
@@ -30,4 +32,4 @@ if __name__ == "__main__":
     hear_signals()
     from attnpo.config import run_entry
 
-    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLE, complete=lambda cfg: cfg.prepare is None))
+    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))

@@ -366,7 +366,7 @@ def test_the_root_of_fit_is_one_typed_component() -> None:
         "study",
     }
     assert "optimizer.lr" not in set(components.bookkeeping_keys(root))
-    with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got a FitConfig"):
+    with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got FitConfig"):
         config.typed(config.compose("fit"), ReportConfig)
 
 
@@ -725,7 +725,7 @@ def test_a_wrong_option_of_any_group_names_the_nearest(group: str) -> None:
         (["grid.lr=[a]"], "grid.lr.0: expected float, got 'a' (str)"),
         (["seed=${nowhere}"], "seed: Interpolation key 'nowhere' not found"),
         (["weights._target_=attnpo.nope.X"], "weights._target_: cannot import attnpo.nope.X"),
-        (["study=none", "objective=dpo"], "objective DPO reads no token weights, so those of Attention would be"),
+        (["experiment=none", "objective=dpo"], "objective DPO reads no token weights, so those of Attention would be"),
     ],
 )
 def test_what_is_wrong_in_the_whole_is_one_line(overrides: list[str], message: str) -> None:
@@ -740,11 +740,15 @@ def test_two_problems_come_together() -> None:
 
 
 IDLE = [
-    (["weights=uniform", "study=none", "judge.dtype=bfloat16"], "judge.dtype", "needs no judge"),
-    (["weights=uniform", "study=none", "align.method=characters"], "align.method", "on the training tokens already"),
+    (["weights=uniform", "experiment=none", "judge.dtype=bfloat16"], "judge.dtype", "needs no judge"),
+    (
+        ["weights=uniform", "experiment=none", "align.method=characters"],
+        "align.method",
+        "on the training tokens already",
+    ),
     (["grid.lr=[1.0e-3]"], "grid.lr", "study quickstart does not use it"),
-    (["study=none", "seeds=3"], "seeds", "there is no study"),
-    (["study=none", "grid.beta=[0.1]"], "grid.beta", "there is no study"),
+    (["experiment=none", "seeds=3"], "seeds", "there is no study"),
+    (["experiment=none", "grid.beta=[0.1]"], "grid.beta", "there is no study"),
     (["callbacks.checkpoints=false", "callbacks.monitor=val/x"], "callbacks.monitor", "callbacks.checkpoints=false"),
     (["callbacks.samples=0", "callbacks.sample_tokens=9"], "callbacks.sample_tokens", "callbacks.samples=0"),
     (["callbacks.report=false", "callbacks.heat_maps=9"], "callbacks.heat_maps", "callbacks.report=false"),
@@ -764,7 +768,7 @@ def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, r
     "overrides",
     [
         ["judge.dtype=bfloat16", "align.method=characters", "weights.layer=2"],
-        ["weights=uniform", "study=none", "objective.beta=1", "lengths.max_length=300"],
+        ["weights=uniform", "experiment=none", "objective.beta=1", "lengths.max_length=300"],
         ["experiment=layer_sweep", "grid.lr=[1.0e-3]", "seeds=2", "judge.verdict=false"],
         ["callbacks.report=false", "callbacks.heat_maps=9", "logger=wandb"],
         [
@@ -783,7 +787,7 @@ def test_an_override_that_some_part_reads_is_not(overrides: list[str]) -> None:
 def test_a_grid_is_warned_of_what_has_an_effect_in_none_of_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
     def warned(*argv: str) -> list[str]:
         caplog.clear()
-        assert config.run_entry(lambda cfg: 0, "fit", ["-m", "study=none", *argv], "", "") == 0
+        assert config.run_entry(lambda cfg: 0, "fit", ["-m", "experiment=none", *argv], "", "") == 0
         return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
 
     assert warned("weights=uniform,attention", "judge.dtype=bfloat16") == []
@@ -802,8 +806,6 @@ def roots() -> list[str]:
 
 def composing(group: str, option: str) -> list[tuple[str, str]]:
     """The roots an option can be composed in, with the override; one with ``+`` in all where none lists the group."""
-    if group == "methods":  # the study that reads them lays them into its grids
-        return [("fit", f"experiment=main_results methods@grids={option}")]
     found = []
     for root in roots():
         defaults = OmegaConf.load(config.CONFIG_DIR / f"{root}.yaml").get("defaults", [])
@@ -825,6 +827,7 @@ def test_every_shipped_configuration_composes_and_checks(monkeypatch: pytest.Mon
         for root, override in composing(group, option):
             config.check(config.compose(root, override.split()), complete=False)
         checked.add(config.CONFIG_DIR / group / f"{option}.yaml")
+    checked |= {path for path in files if path.name.startswith("_")}  # what options have in common
     assert checked == set(files)
 
 

@@ -77,7 +77,13 @@ def test_an_error_costs_little_more_than_importing_torch() -> None:
 
 def test_help_lists_groups_and_an_example() -> None:
     text = start("attnpo.fit", "--help").stdout
-    for line in ("setting=", "weights=attention | gradient | rollout | ", "experiment=layer_sweep", "example:"):
+    for line in (
+        "setting=",
+        "weights=attention | gradient | rollout | ",
+        "experiment=none | attention_sink",
+        "experiment=layer_sweep",
+        "examples:",
+    ):
         assert line in text
 
 

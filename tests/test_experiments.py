@@ -13,7 +13,7 @@ from attnpo.studies.arms import arm_config
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import Study, expand_arms
 
-EXPERIMENTS = groups()["experiment"]
+EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "quickstart")]
 SETTINGS = groups()["setting"]
 PAPER = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 DEPTH = {"testbed": 4, **dict.fromkeys(PAPER, 32)}

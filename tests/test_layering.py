@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schema": {"files"},
     "console": {"schema"},
     "components": {"console", "schema"},
-    "config": {"components", "console", "schema"},
+    "config": {"components", "config_help", "console", "schema"},
+    "config_help": {"console"},
     "config_files": {"config", "schema"},
     "hub": set(),
     "files": set(),
@@ -50,7 +51,17 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {"config", "config_files", "components", "console", "files", "hub", "locks", "machine"} | ENTRY_POINTS
+LIGHT_FILES = {
+    "config",
+    "config_files",
+    "config_help",
+    "components",
+    "console",
+    "files",
+    "hub",
+    "locks",
+    "machine",
+} | ENTRY_POINTS
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:

@@ -39,11 +39,11 @@ def opening(command: str, cfg: RunConfig, folder: Path | None) -> Iterator[str]:
 
 
 def config_lines(values: Mapping[str, Json]) -> Iterator[str]:
-    """A line per part of a resolved configuration; what is null or empty is left out."""
+    """A line per part of a resolved configuration; null, empty and named grids, which `study` has, left out."""
     own = {key: value for key, value in values.items() if not isinstance(value, dict) and key != "_target_"}
     yield "run: " + " ".join(_settings(own))
     for key, value in values.items():
-        if isinstance(value, dict) and key != "composed" and any(_settings(value)):
+        if isinstance(value, dict) and key not in ("composed", "grids") and any(_settings(value)):
             name = str(value.get("_target_", "")).rpartition(".")[2]
             yield f"{key}: " + " ".join(part for part in (name, *_settings(value)) if part)
 

@@ -10,7 +10,7 @@ from typing import TypedDict, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.config import compose, plain, typed
+from attnpo.config import compose, load, plain, typed
 from attnpo.files import Json, clean
 from attnpo.runs.identity import LAYERS, below, files_of, paths_of, result_of
 from attnpo.runs.settings import LAYER, is_auto
@@ -43,8 +43,9 @@ class Composed:
         return Composed(raw, given)
 
 
-# What only a study has: its own keys, and the grids that its file brings along.
-OF_STUDY = ("study.", "grids.", "methods@")
+# What only a study has: its own keys, and the grids of its arms.
+OF_STUDY = ("study.", "grids.")
+SINGLE = "experiment=none"  # what makes a single run of any command
 
 # What says whose attention an arm with a judge of its own reads.
 WHOSE = ("judge.path", "judge.other")
@@ -76,7 +77,7 @@ def arm_config(cfg: FitConfig, study: Study, overrides: Sequence[str], world: st
     have such a key and is left out, with a log line, where an arm's own choice of the group has none.
     """
     user = of_points(cfg)
-    single = ["study=none", "seeds=null", *study_overrides(cfg, study.name)]
+    single = [SINGLE, "seeds=null", f"seed={cfg.seed}", *study_overrides(cfg, study.name)]
     chosen = [*study.worlds.get(world, []), *overrides]
     try:
         merged = layered(study.shared, user, chosen, single)
@@ -98,7 +99,8 @@ def check_user(cfg: FitConfig, study: Study) -> None:
 
     UserError for a group that arms choose, a key that an arm or a world sets, layers or a judge that arms differ in, a
     value that the grid sets, and a key that no arm has. A key that an arm takes from another one (``${...}``) and the
-    layer stay free: the arm keeps its own, the others take the user's.
+    layer stay free: the arm keeps its own, the others take the user's. UserError too for an experiment that sets more
+    than the study and its seed, which the points, composed without it, would not get.
     """
     user = of_points(cfg)
     arms = list(study.arms_with(cfg.truth is not None).values())
@@ -107,11 +109,18 @@ def check_user(cfg: FitConfig, study: Study) -> None:
     fixed = {key_of(item) for overrides in study.worlds.values() for item in overrides}
     _refuse(study, "worlds", fixed, [override for override in user if _touches(key_of(override), fixed)])
     for problem in (*_mislabelled(cfg, study, user, chosen), *_lost_to_grids(cfg, study, user)):
-        raise UserError(f"study {study.name}: {problem}, or add study=none for a single run")
+        raise UserError(f"study {study.name}: {problem}, or give {SINGLE} for a single run")
     for override in user:
         group, dot, _ = key_of(override).partition(".")
         if dot and group in chosen and not any(applies(cfg, override, arm) for arm in arms):
-            compose("fit", layered([override], arms[0], ["study=none"]), cfg.composed.config_dir)
+            compose("fit", layered([override], arms[0], [SINGLE]), cfg.composed.config_dir)
+    alone = result_of(load("fit", layered(user, [SINGLE, f"seed={cfg.seed}"]), cfg.composed.config_dir))
+    for key, value in result_of(cfg).items():
+        if value != alone.get(key):
+            raise UserError(
+                f"study {study.name}: its experiment sets {key}, which no point would get: put it into "
+                "study.shared, or give it on the command line"
+            )
 
 
 def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[str]) -> Iterator[str]:
@@ -193,7 +202,7 @@ def _refuse(study: Study, of: str, chosen: set[str], clash: Sequence[str]) -> No
     if clash:
         raise UserError(
             f"study {study.name} chooses {', '.join(sorted(chosen))} for each of its {of}, so {' '.join(clash)} would "
-            "be lost: leave it out, or add study=none for a single run"
+            f"be lost: leave it out, or give {SINGLE} for a single run"
         )
 
 
@@ -231,7 +240,7 @@ def _trained(cfg: FitConfig, grid: Grid, depth: int) -> dict[str, object]:
 def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
     """Whether an arm's config has the key of ``override``."""
     try:
-        compose("fit", layered([override], arm, ["study=none"]), cfg.composed.config_dir)
+        compose("fit", layered([override], arm, [SINGLE]), cfg.composed.config_dir)
     except UserError:
         return False
     return True

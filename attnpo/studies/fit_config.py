@@ -30,7 +30,7 @@ def require_one_process(cfg: "FitConfig") -> None:
     raise UserError(
         f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
         f"it as one process (`{instead}python -m attnpo.fit {shlex.join(cfg.composed.overrides)}`), or a single run "
-        f"under {name} with study=none"
+        f"under {name}: experiment=none"
     )
 
 
@@ -91,7 +91,7 @@ class FitConfig(RunConfig):
     def _unread_grids(self) -> dict[str, str]:
         """Grids that no arm gets. A study reads them by value, so that one equal to a grid in use counts as used."""
         if self.study is None:
-            return dict.fromkeys(("grid", "grids", "seeds"), "there is no study (study=none)")
+            return dict.fromkeys(("grid", "grids", "seeds"), "there is no study (experiment=none)")
         used = [self.study.grid, *self.study.grids.values()]
         named = {"grid": self.grid, **{f"grids.{name}": grid for name, grid in self.grids.items()}}
         return {name: f"study {self.study.name} does not use it" for name, grid in named.items() if grid not in used}

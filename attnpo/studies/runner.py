@@ -49,7 +49,7 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
     require_one_process(cfg)
     study = cfg.study
     if study is None:
-        raise UserError("there is no study to run (study=none)")
+        raise UserError("there is no study to run (experiment=none)")
     check_user(cfg, study)
     if cfg.resume is not None:
         raise UserError(

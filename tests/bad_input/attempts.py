@@ -61,7 +61,7 @@ class Attempts:
     def run(self, entry: str, *overrides: str, world: World | None = None) -> Answer:
         """What ``attnpo.fit`` or ``attnpo.weigh`` answers on ``world`` (the sound one by default)."""
         world = world or self.on()
-        argv = world.overrides("study=none", "name=run", f"output={self.new('out')}")
+        argv = world.overrides("experiment=none", "name=run", f"output={self.new('out')}")
         self._caplog.clear()
         self._capsys.readouterr()
         with self._caplog.at_level(logging.INFO):

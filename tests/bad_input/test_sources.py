@@ -106,7 +106,7 @@ def test_a_part_of_the_testbed_elsewhere(attempts: Attempts, record: Record, set
 
 
 def test_a_study_whose_layers_repeat(attempts: Attempts, record: Record) -> None:
-    message = attempts.fit("study=layer_sweep", "study.layers=[2,1,2]", NO_DATA_READ).refused()
+    message = attempts.fit("experiment=layer_sweep", "study.layers=[2,1,2]", NO_DATA_READ).refused()
     assert message.endswith("study.layers has 2 more than once; give each layer once")
     record("study.layers=[2,1,2]", message, NOT_STARTED)
 
@@ -125,7 +125,7 @@ def test_a_study_in_several_processes(
         monkeypatch.delenv(name, raising=False)
     for name, value in LAUNCHERS[launcher].items():
         monkeypatch.setenv(name, value)
-    message = attempts.fit("study=layer_sweep", NO_DATA_READ).refused()
+    message = attempts.fit("experiment=layer_sweep", NO_DATA_READ).refused()
     assert f"was started with 2 processes by {launcher}, and a study starts its own" in message
     record(f"a study in two processes: {launcher}", message.replace(str(attempts.folder.parent), "TMP"), NOT_STARTED)
 

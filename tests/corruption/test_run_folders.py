@@ -29,7 +29,7 @@ from tests.corruption.damages import DAMAGES, Damage, empty, flip_bit, garbage
 from tests.runs.worlds import GRAMMAR, World, build_world
 
 KEYS = (
-    "study=none",
+    "experiment=none",
     "weights=uniform",
     "optimizer.lr=0.01",
     "trainer.max_epochs=2",
@@ -350,14 +350,15 @@ def test_a_damaged_run_is_not_reported(
 def study(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished study of two points."""
     place = tmp_path_factory.mktemp("study")
-    (place / "configs" / "study").mkdir(parents=True)
-    (place / "configs" / "study" / "tiny.yaml").write_text(STUDY)
-    keys = ("study=tiny", f"output={place}", "name=study")
+    (place / "configs" / "experiment").mkdir(parents=True)
+    (place / "configs" / "experiment" / "tiny.yaml").write_text(STUDY)
+    keys = ("experiment=tiny", f"output={place}", "name=study")
     assert fit.main(runs.world.config(*keys, config_dir=place / "configs")) == 0
     return place / "study"
 
 
 STUDY = """\
+# @package study
 _target_: attnpo.studies.study.Study
 name: tiny
 arms:

@@ -242,7 +242,7 @@ def test_a_damaged_file_of_a_table_is_named_and_its_rows_are_computed_again(
 
 # ------------------------------------------------------------------------------------------------ whole commands
 
-ASKED = ("study=none", "weights=attention", "weights.layer=auto", "reference=cached")
+ASKED = ("experiment=none", "weights=attention", "weights.layer=auto", "reference=cached")
 SAMPLE = ("auto_layer.pairs=4", "auto_layer.shares=[0.2]")
 
 
@@ -375,7 +375,7 @@ def test_a_command_on_a_changed_base_or_changed_pairs_weighs_the_true_ones(
 ) -> None:
     """Nothing is computed again: model and pairs are what the stored weights were made of."""
     caplog.set_level(logging.INFO)
-    argv = ["setting=testbed", "study=none", "weights=attention", f"store={tmp_path}"]
+    argv = ["setting=testbed", "experiment=none", "weights=attention", f"store={tmp_path}"]
     assert run_entry(main, "weigh", argv, "description", "example") == 0
     caplog.clear()
     CHANGES[name](*(next((tmp_path / "prepared").glob(f"{kind}-*")) for kind in ("base", "data")))

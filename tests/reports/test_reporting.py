@@ -506,6 +506,7 @@ def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ a study of its own
 
 STUDY = """
+# @package study
 _target_: attnpo.studies.study.Study
 name: tiny
 arms:
@@ -537,16 +538,16 @@ def markdown_tables(path: Path) -> list[list[str]]:
 @pytest.mark.parametrize("truth", [False, True])
 def test_the_report_on_a_study_has_exactly_its_tables(world: World, tmp_path: Path, truth: bool) -> None:
     """From the command's overrides through every point to table.md, and from there to the report's files."""
-    (tmp_path / "configs" / "study").mkdir(parents=True)
-    (tmp_path / "configs" / "study" / "tiny.yaml").write_text(STUDY)
-    cfg = world.config("study=tiny", "study.grid.beta=[0.2]", config_dir=tmp_path / "configs")
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "tiny.yaml").write_text(STUDY)
+    cfg = world.config("experiment=tiny", "study.grid.beta=[0.2]", config_dir=tmp_path / "configs")
     arms = ["uniform", "attention L1", "attention L2", "broken"]
     if truth:  # a choice of betas gives the table of rewards at equal KL
         arms = ["base", "uniform", "attention L2"]
         (tmp_path / "configs" / "truth").mkdir()
         (tmp_path / "configs" / "truth" / "known.yaml").write_text(TRUTH)
         fewer = ("study.layers=[2]", "~study.arms.broken")
-        cfg = world.config("study=tiny", "+truth=known", *fewer, config_dir=tmp_path / "configs")
+        cfg = world.config("experiment=tiny", "+truth=known", *fewer, config_dir=tmp_path / "configs")
     outcome = run_study(cfg, tmp_path / "out")
     finish_study(outcome)
     printed = tmp_path / "printed.csv"

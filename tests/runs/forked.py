@@ -117,7 +117,7 @@ def trace(board: Board) -> None:
 
 def child(order: dict[str, Any]) -> int:
     from attnpo.config import run_entry
-    from attnpo.fit import DESCRIPTION, EXAMPLE, main
+    from attnpo.fit import DESCRIPTION, EXAMPLES, main
 
     output = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)
@@ -125,7 +125,7 @@ def child(order: dict[str, Any]) -> int:
     HELD.extend(order.get("at", []))
     OWN.extend(order.get("own", []))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
-    return run_entry(main, "fit", order["overrides"], DESCRIPTION, EXAMPLE)
+    return run_entry(main, "fit", order["overrides"], DESCRIPTION, EXAMPLES)
 
 
 def wait(pid: int, board: Board, order: dict[str, Any]) -> dict[str, Any]:

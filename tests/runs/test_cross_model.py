@@ -46,7 +46,7 @@ def on_testbed(store: Path, *more: str) -> FitConfig:
     tiny = {"layers": 1, "width": 16, "heads": 2, "mlp": 16, "steps": 2, "max_steps": 2, "judge_rows": 1}
     tiny |= {"answer_rows": 1, "score_rows": 1, "judge_pairs": 2, "judge_gate": 0.0}  # type: ignore[dict-item]
     small = [f"++prepare.second.base.{key}={value}" for key, value in tiny.items()]
-    return load("fit", ["setting=testbed", "study=none", "judge=other", f"store={store}", *small, *more])
+    return load("fit", ["setting=testbed", "experiment=none", "judge=other", f"store={store}", *small, *more])
 
 
 # ---- settling ----------------------------------------------------------------------------------------------
@@ -163,10 +163,11 @@ def test_the_study_holds_under_every_setting(name: str) -> None:
     arms = cfg.study.arms
     expected = f"align.method={cfg.other_judge.align.value}"
     assert all(expected in arm for label, arm in arms.items() if label.startswith("other judge"))
-    check(compose("fit", [f"setting={name}", "study=none", *arms["other judge shuffled"]]), complete=False)
+    check(compose("fit", [f"setting={name}", "experiment=none", *arms["other judge shuffled"]]), complete=False)
 
 
 SMALL = """
+# @package study
 defaults: [cross_model, _self_]
 layers: [last]
 workers: 1
@@ -176,10 +177,17 @@ shared: [reference=cached, callbacks=none, trainer.max_steps=1]
 
 def test_the_study_runs_with_two_vocabularies(world: World, judge: Path, tmp_path: Path) -> None:
     configs = tmp_path / "configs"
-    (configs / "study").mkdir(parents=True)
-    (configs / "study" / "small.yaml").write_text(SMALL, encoding="utf-8")
+    (configs / "experiment").mkdir(parents=True)
+    (configs / "experiment" / "small.yaml").write_text(SMALL, encoding="utf-8")
     own = [override for override in world.overrides() if override != "judge=testbed"]  # the arms choose the judge
-    more = ["study=small", "seeds=1", "grid.lr=[1e-2]", "grid.beta=[0.5]", f"other_judge.path={judge}", *BY_CHARACTERS]
+    more = [
+        "experiment=small",
+        "seeds=1",
+        "grid.lr=[1e-2]",
+        "grid.beta=[0.5]",
+        f"other_judge.path={judge}",
+        *BY_CHARACTERS,
+    ]
     asked = ["judge.template_file=judge/testbed.txt", "judge.max_length=512"]
     outcome = run_study(load("fit", [*own, *more, *asked], configs), tmp_path / "study")
     assert not outcome.failed

@@ -134,7 +134,7 @@ def test_an_objective_that_needs_the_reference_itself_is_refused(world: World) -
 def test_two_sharded_processes_share_what_each_has_seen(fresh: World, tmp_path: Path) -> None:
     """Started by srun, which says that there are two; Lightning alone insists on --ntasks-per-node."""
     run(fresh.config(*QUICK, "reference=live"), tmp_path / "one")
-    more = ["study=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
+    more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
     overrides = fresh.overrides(*QUICK, "reference=first_epoch", "batch.micro=1", *more)
     codes, output = in_two_processes(["-m", "attnpo.fit", *overrides], tmp_path, slurm=True)
     assert codes == [0, 0], output[-6000:]

@@ -18,7 +18,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_runs_of_one_second_get_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
-    cfg = load("fit", ["study=none", f"output={tmp_path}"])
+    cfg = load("fit", ["experiment=none", f"output={tmp_path}"])
     first = run_folder(cfg)
     first.mkdir()
     assert (first.name, run_folder(cfg).name) == ("run-20260101-000000", "run-20260101-000000-2")
@@ -33,16 +33,16 @@ def test_a_study_is_found_again_under_its_setting(tmp_path: Path) -> None:
 
 
 def test_several_processes_share_a_folder_or_ask_for_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load("fit", ["study=none", f"output={tmp_path}"])
+    cfg = load("fit", ["experiment=none", f"output={tmp_path}"])
     launched = run_folder(cfg)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run_folder(cfg) == launched
     monkeypatch.delenv(STAMP)
     with pytest.raises(UserError, match="2 processes, which need name=NAME"):
         run_folder(cfg)
-    assert run_folder(load("fit", ["study=none", "name=x", f"output={tmp_path}"])) == tmp_path / "x"
+    assert run_folder(load("fit", ["experiment=none", "name=x", f"output={tmp_path}"])) == tmp_path / "x"
 
 
 def test_resuming_needs_a_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"resume=auto .* needs name=NAME"):
-        run_folder(load("fit", ["study=none", "resume=auto", f"output={tmp_path}"]))
+        run_folder(load("fit", ["experiment=none", "resume=auto", f"output={tmp_path}"]))

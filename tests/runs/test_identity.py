@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import load
+from attnpo.config import check, compose, load
 from attnpo.runs import identity
-from attnpo.runs.identity import SHOWING, source_digest
+from attnpo.runs.identity import SHOWING, numbers_of, result_of, source_digest
+from attnpo.runs.resume import check_same
+from attnpo.schema import UserError
 from attnpo.studies.arms import point_folder
 from attnpo.studies.bases import make_basis
 from attnpo.studies.study import Arm, Point
@@ -101,7 +103,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a study lays it: its points lie in folders named by these facts."""
-    cfg = build_world(tmp_path).config("study=quickstart")
+    cfg = build_world(tmp_path).config("experiment=quickstart")
     study = cfg.study
     monkeypatch.setattr(identity, "PACKAGE", package)
     codes = []
@@ -120,8 +122,27 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
 
 
 def folder_of(*overrides: str) -> str:
-    cfg = load("fit", ["setting=testbed", "study=none", *overrides])
+    cfg = load("fit", ["setting=testbed", "experiment=none", *overrides])
     return point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name
+
+
+def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
+    """Its file has ``study=none`` among its overrides, ``_target_`` in its grids and no grids of the methods."""
+    cfg = compose("fit", ["setting=testbed", "experiment=none", "weights=attention"])
+    old = cfg.copy()
+    OmegaConf.set_struct(old, False)
+    old.composed.overrides = ["setting=testbed", "experiment=none", "weights=attention"]
+    old.composed.choices = {**old.composed.choices, "study": "none", "experiment": None}
+    grid = {"_target_": "attnpo.studies.study.Grid", **old.grid}
+    old.grid, old.grids = grid, {"beta_sweep": grid}
+    save(old, tmp_path / "config.yaml")
+    stored = OmegaConf.load(tmp_path / "config.yaml")
+    assert isinstance(stored, DictConfig)
+    check(stored, complete=False)
+    check_same(numbers_of(stored), numbers_of(cfg), tmp_path)
+    assert result_of(stored) == result_of(cfg)
+    with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
+        check_same(numbers_of(stored), numbers_of(compose("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template"])
@@ -146,7 +167,7 @@ def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
 def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own digest does not see it."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    cfg = load("fit", ["setting=testbed", "study=none", "weights=uniform"])
+    cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
     cfg.values["transforms"] = {"mine": {"_target_": "my_transforms.Mine"}}  # what is read alone; it is not built
     point = Point(Arm("arm", ()), (), 0)
     found = []

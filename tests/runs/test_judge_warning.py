@@ -15,7 +15,7 @@ def test_a_judge_that_knows_nothing_is_a_warning_wherever_its_run_is_shown(
 ) -> None:
     overrides = [
         "setting=real_smoke",
-        "study=none",
+        "experiment=none",
         f"model.path={shared / 'models' / 'stories260K'}",
         f"data.path={shared / 'data' / 'ultrafeedback_sample'}",
         'data.train_rows="150"',

@@ -140,7 +140,7 @@ def test_what_no_launcher_stands_behind_is_refused(settings: TrainerSettings, wo
 
 def test_a_split_with_fewer_pairs_than_processes_is_refused(world: World, tmp_path: Path) -> None:
     given = (
-        "study=none",
+        "experiment=none",
         "weights=uniform",
         "name=x",
         f"output={tmp_path}",
@@ -154,7 +154,7 @@ def test_a_split_with_fewer_pairs_than_processes_is_refused(world: World, tmp_pa
 def test_a_command_leaves_the_process_group(world: World, tmp_path: Path) -> None:
     """Left open, its threads may abort a process at exit."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    given = ("study=none", "weights=uniform", "name=x", f"output={tmp_path}", "trainer.max_steps=1")
+    given = ("experiment=none", "weights=uniform", "name=x", f"output={tmp_path}", "trainer.max_steps=1")
     assert main(world.config(*given)) == 0
     assert not torch.distributed.is_initialized()
 

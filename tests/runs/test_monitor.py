@@ -43,7 +43,7 @@ def validated(folder: Path, name: str) -> dict[int, float]:
 def test_best_is_the_best_in_the_direction_of_its_metric(
     world: World, tmp_path: Path, metric: str, pick: type[max]
 ) -> None:
-    argv = world.overrides(*LOUD, "study=none", "name=run", f"output={tmp_path}", "trainer.validate_every=1")
+    argv = world.overrides(*LOUD, "experiment=none", "name=run", f"output={tmp_path}", "trainer.validate_every=1")
     assert run_entry(fit.main, "fit", [*argv, f"callbacks.monitor={metric}"], "", "") == 0
     values, kept = validated(tmp_path / "run", metric), read_account(tmp_path / "run" / "best")
     assert len(set(values.values())) == 6, values

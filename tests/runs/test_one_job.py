@@ -26,8 +26,9 @@ from attnpo.schema import UserError
 from tests.runs.worlds import World, build_world
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAIN = ("study=none", "name=x", "callbacks=none", "weights=uniform", "trainer.validate_every=1")
+PLAIN = ("experiment=none", "name=x", "callbacks=none", "weights=uniform", "trainer.validate_every=1")
 STUDY = """
+# @package study
 _target_: attnpo.studies.study.Study
 name: tiny
 arms: {uniform: [weights=uniform], sharper: [weights=uniform, objective.beta=0.7]}
@@ -41,8 +42,8 @@ shared: [callbacks=none]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("world")
-    (folder / "configs" / "study").mkdir(parents=True)
-    (folder / "configs" / "study" / "tiny.yaml").write_text(STUDY)
+    (folder / "configs" / "experiment").mkdir(parents=True)
+    (folder / "configs" / "experiment" / "tiny.yaml").write_text(STUDY)
     return build_world(folder)
 
 
@@ -93,7 +94,7 @@ def test_a_second_start_is_refused_until_the_first_is_gone(
     world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
     """SIGKILL needs no hand. A study's workers work under its lock."""
-    given = PLAIN if kind == "run" else ("study=tiny", "name=x")
+    given = PLAIN if kind == "run" else ("experiment=tiny", "name=x")
     cfg = world.config(*given, f"output={tmp_path}", "trainer.max_steps=1", "seed=2", config_dir=config_dir(world))
     with started(world, tmp_path, *given, "trainer.max_epochs=100000") as first:
         until_locked(tmp_path / "x", first)

@@ -24,7 +24,7 @@ KILLS = 20
 STEPS = 12
 # Ten pairs in steps of four are steps of 4, 4 and 2 pairs, one pair at a time.
 RUN = (
-    "study=none",
+    "experiment=none",
     'data.train_rows="10"',
     'data.val_rows="4"',
     "batch.pairs=4",

@@ -254,7 +254,7 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, dict[str, 
     How many devices there are, the launcher says.
     """
     world, folder, result = first
-    more = ["study=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
+    more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
     command = ["attnpo.fit", *world.overrides("trainer.validate_every=1", "batch.micro=1", *more)]
     codes, output = in_two_processes(["-m", *command], tmp_path)
     assert codes == [0, 0], output[-6000:]

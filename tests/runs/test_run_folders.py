@@ -97,7 +97,7 @@ def test_a_checkpoint_of_another_folder_is_not_mixed_with_the_run_that_is_there(
 
 
 def test_a_finished_run_without_checkpoints_is_not_overwritten(world: World, tmp_path: Path) -> None:
-    overrides = (*SHORT, "callbacks=none", "study=none", "name=x", f"output={tmp_path}")
+    overrides = (*SHORT, "callbacks=none", "experiment=none", "name=x", f"output={tmp_path}")
     assert main(world.config(*overrides)) == 0
     before = contents(tmp_path / "x")
     with pytest.raises(UserError, match=r"x holds a finished run: .*resume=auto.* another name"):
@@ -177,7 +177,7 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
 @pytest.mark.slow
 def test_a_sharded_run_killed_behind_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
     """Nothing gathers the policy when no step is left: it comes from the checkpoint."""
-    more = ["study=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
+    more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
     command = ["-m", "attnpo.fit", *world.overrides("batch.micro=1", "callbacks.report=false", *more)]
     run(world.config("callbacks=none"), tmp_path / "fills the store")
     codes, output = in_two_processes(command, tmp_path)
@@ -200,12 +200,12 @@ def test_an_output_that_cannot_be_is_named_before_anything_is_read(world: World,
     output = {"file": tmp_path / "file", "longer": tmp_path / ("long" * 100)}[form]
     nowhere = World(world.model, tmp_path / "nowhere", world.store)  # its data would not be found
     with pytest.raises(UserError, match=r"^output=: the folder .* written into, but: .*; give output=") as refused:
-        main(nowhere.config(*SHORT, "study=none", "name=x", f"output={output}"))
+        main(nowhere.config(*SHORT, "experiment=none", "name=x", f"output={output}"))
     assert str(output) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_folder_in_the_way_of_no_file(tmp_path: Path, world: World) -> None:
-    folder = run_folder(world.config("study=none", "name=a/b", f"output={tmp_path}"))
+    folder = run_folder(world.config("experiment=none", "name=a/b", f"output={tmp_path}"))
     make_folder(folder)
     make_folder(folder)
     assert list(folder.iterdir()) == []

@@ -16,7 +16,7 @@ from attnpo.studies.runner import run_study
 from attnpo.studies.study import ONLY, Arm, Grid, Point, Study, expand_arms
 from tests.runs.worlds import build_world
 
-STUDIES = [name for name in groups()["study"] if name != "none"]
+STUDIES = [name for name in groups()["experiment"] if name != "none"]
 DEPTH = 4  # layers of the testbed's base
 
 
@@ -46,7 +46,7 @@ def expanded(cfg: FitConfig, study: Study) -> tuple[list[Arm], dict[tuple[str, s
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     """In the first of its worlds; what the others set is set by no arm (tests/test_experiments.py)."""
-    cfg = composed(f"study={name}", "setting=testbed")
+    cfg = composed(f"experiment={name}", "setting=testbed")
     whole: Study = cfg.study
     study = replace(whole, worlds=dict(list(whole.worlds.items())[:1]))
     arms, made = expanded(cfg, study)
@@ -81,13 +81,13 @@ def test_an_override_that_spoils_a_study_is_refused(given: str, message: str) ->
     cfg = composed(f"experiment={experiment}", override)
     with pytest.raises(UserError, match=message) as refused:
         check_user(cfg, cfg.study)
-    assert "study=none" in str(refused.value) and "\n" not in str(refused.value)
+    assert "experiment=none" in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        "study=quickstart objective.beta=0.1 optimizer.lr=1e-3",  # a study without a grid
+        "experiment=quickstart objective.beta=0.1 optimizer.lr=1e-3",  # a study without a grid
         "experiment=layer_sweep weights.layer=2",  # goes to `shuffled`; arms of a layer keep theirs
         "experiment=layer_sweep grid.beta=[0.7] weights.heads=[1]",
         "experiment=layer_sweep grid.lr=[] optimizer.lr=1e-3",  # the grid has no such axis any more
@@ -106,7 +106,7 @@ def test_an_override_that_arms_can_take_is_not_refused(given: str) -> None:
 
 def distinct(arms: dict[str, list[str]], depth: int = 0, grids: dict[str, Grid] | None = None) -> None:
     """Checks a study of these arms."""
-    cfg = composed("setting=testbed", "study=quickstart")
+    cfg = composed("setting=testbed", "experiment=quickstart")
     study = Study("twins", arms, grid=Grid(beta=(0.1, 0.3)), grids=grids or {}, control=None)
     made = {(ONLY, name): arm_config(cfg, study, overrides).config for name, overrides in arms.items()}
     depths = dict.fromkeys(made, depth) if depth else None
@@ -148,6 +148,7 @@ def test_another_judge_or_another_grid_is_another_run() -> None:
 
 
 TWINS = """
+# @package study
 _target_: attnpo.studies.study.Study
 name: twins
 arms:
@@ -158,10 +159,10 @@ seeds: 1
 
 
 def test_a_study_with_equal_arms_ends_before_anything_is_computed(tmp_path: Path) -> None:
-    (tmp_path / "configs" / "study").mkdir(parents=True)
-    (tmp_path / "configs" / "study" / "twins.yaml").write_text(TWINS, encoding="utf-8")
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "twins.yaml").write_text(TWINS, encoding="utf-8")
     world = build_world(tmp_path)
-    cfg = world.config("study=twins", config_dir=tmp_path / "configs")
+    cfg = world.config("experiment=twins", config_dir=tmp_path / "configs")
     with pytest.raises(UserError, match="its arms uniform and same again would be the same runs"):
         run_study(cfg, tmp_path / "out")
     assert not world.store.exists() and not list((tmp_path / "out").iterdir())
@@ -179,7 +180,7 @@ ARMS = {
 
 def point_of(arm: str, *overrides: str) -> FitConfig:
     """The config of a point of an arm of weight_sources under further overrides."""
-    return composed("setting=testbed", "study=none", "callbacks=none", *overrides, *ARMS[arm])
+    return composed("setting=testbed", "experiment=none", "callbacks=none", *overrides, *ARMS[arm])
 
 
 def folder_of(cfg: FitConfig) -> Path:
@@ -228,7 +229,7 @@ def test_a_point_that_would_differ_is_run(arm: str, overrides: tuple[str, ...]) 
 
 
 def test_what_is_done_beside_the_training_counts_for_results_alone() -> None:
-    cfg = composed("setting=testbed", "study=none")
+    cfg = composed("setting=testbed", "experiment=none")
     assert {"truth.prompts", "callbacks.samples", "trainer.validate_every"} <= result_of(cfg).keys()
     assert not {"truth.prompts", "callbacks.samples", "trainer.validate_every"} & numbers_of(cfg).keys()
     assert numbers_of(cfg).items() <= result_of(cfg).items()

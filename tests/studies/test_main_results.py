@@ -12,7 +12,7 @@ from attnpo.config import load
 from attnpo.reports.finished import run_row
 from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
-from attnpo.studies.arms import Composed, check_distinct, check_user, layered, of_points, point_config
+from attnpo.studies.arms import Composed, check_distinct, check_user, of_points, point_config
 from attnpo.studies.bases import compose_arms
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.ranking import RANK, ranked, ranking_table
@@ -138,7 +138,7 @@ def test_a_row_of_a_llama_setting_is_one_point_with_its_published_values(setting
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("+objective.lam=0.3", r"grids\.orpo\.keys=\{objective\.lam:\[0\.3\]\}, or add study=none"),
+        ("+objective.lam=0.3", r"grids\.orpo\.keys=\{objective\.lam:\[0\.3\]\}, or give experiment=none"),
         (
             "optimizer.lr=1e-3",
             r"optimizer\.lr=1e-3 would be lost, the study's grid sets it: .*grids\.rrhf\.lr=\[1e-3\]",
@@ -162,10 +162,9 @@ def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     assert of_points(cfg) == ["experiment=main_results"]
 
 
-def test_another_settings_values_can_be_asked_for() -> None:
-    cfg = composed("setting=real_smoke", "methods@grids=testbed")
-    assert cfg.study.grid_of("SimPO").beta == (2.6, 7.8, 26.0)
-    assert not any("methods" in word for word in layered(of_points(cfg)))
+def test_a_setting_without_grids_has_every_method_once_at_its_defaults() -> None:
+    study = study_on("real_smoke")
+    assert {study.grid_of(name) for name in study.arms} == {Grid(origin="defaults")}
 
 
 # ------------------------------------------------------------------------------------------------ a run
@@ -173,17 +172,17 @@ def test_another_settings_values_can_be_asked_for() -> None:
 
 def test_a_study_over_other_keys_runs_to_its_table_and_is_read_back(tmp_path: Path) -> None:
     """Three objectives, each with its own key, as single points of a tiny world."""
-    (tmp_path / "configs" / "study").mkdir(parents=True)
-    (tmp_path / "configs" / "study" / "few.yaml").write_text(
-        "_target_: attnpo.studies.study.Study\nname: few\narms:\n"
+    (tmp_path / "configs" / "experiment").mkdir(parents=True)
+    (tmp_path / "configs" / "experiment" / "few.yaml").write_text(
+        "# @package study\n_target_: attnpo.studies.study.Study\nname: few\narms:\n"
         "  DPO: [weights=uniform]\n  ORPO: [objective=orpo, weights=uniform]\ncontrol: DPO\n"
-        "grids:\n  ORPO:\n    _target_: attnpo.studies.study.Grid\n    keys: {objective.lam: [0.1, 1.0]}\n"
+        "grids:\n  ORPO:\n    keys: {objective.lam: [0.1, 1.0]}\n"
         "    origin: as published\n"
         "seeds: 1\nworkers: 1\nshared: [callbacks=none, reference=cached, trainer.max_steps=1]\n",
         encoding="utf-8",
     )
     world = build_world(tmp_path)
-    cfg = world.config("study=few", config_dir=tmp_path / "configs")
+    cfg = world.config("experiment=few", config_dir=tmp_path / "configs")
     outcome = run_study(cfg, tmp_path / "out")
     assert not outcome.failed
     assert [point.values for point, _ in outcome.points] == [(), ("objective.lam=0.1",), ("objective.lam=1.0",)]

@@ -27,7 +27,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return build_world(tmp_path_factory.mktemp("world"))
 
 
-STUDY = "study=quickstart"
+STUDY = "experiment=quickstart"
 
 
 def test_an_override_that_fits_one_arm_is_left_out_of_the_other(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,19 +61,43 @@ def test_the_studys_own_keys_do_not_reach_its_points(world: World) -> None:
     assert "batch.micro=1" in overrides and not [item for item in overrides if "study." in item]
 
 
-OTHER = "+grids.other={_target_:attnpo.studies.study.Grid,beta:[0.7]}"
+MORE = """
+# @package _global_
+defaults: [layer_sweep, _self_]
+batch: {shuffle: false}
+seed: 4
+"""
+
+
+def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Path) -> None:
+    """Its seed is the study's first; anything else on the command line reaches the points."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
+    cfg = compose("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
+    with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
+        check_user(cfg, build(cfg.study))
+    cfg = compose("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
+    study = build(cfg.study)
+    check_user(cfg, study)
+    made, _ = arm_config(cfg, study, ["weights=uniform"])
+    assert (made.seed, made.batch.shuffle) == (4, False)
+
+
+OTHER = "+grids.other={beta:[0.7]}"
 
 
 @pytest.mark.parametrize(
-    ("more", "idle"),
+    ("experiment", "more", "idle"),
     [
-        ([], {"+grids.other.beta=[0.7]": "study layer_sweep does not use it"}),
-        (["+study.grids.attention=${grids.other}"], {}),
-        (["study=none"], {"+grids.other.beta=[0.7]": "there is no study (study=none)"}),
+        ("layer_sweep", [], {"+grids.other.beta=[0.7]": "study layer_sweep does not use it"}),
+        ("layer_sweep", ["+study.grids.attention=${grids.other}"], {}),
+        ("none", [], {"+grids.other.beta=[0.7]": "there is no study (experiment=none)"}),
     ],
 )
-def test_a_named_grid_has_an_effect_where_an_arm_gets_it(more: list[str], idle: dict[str, str]) -> None:
-    cfg = compose("fit", ["experiment=layer_sweep", OTHER, *more])
+def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
+    experiment: str, more: list[str], idle: dict[str, str]
+) -> None:
+    cfg = compose("fit", [f"experiment={experiment}", OTHER, *more])
     cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
     assert idle_overrides(cfg) == idle
 
@@ -186,7 +210,7 @@ def test_cut_judge_prompts_are_counted_from_the_store_too(world: World) -> None:
 
 @pytest.mark.slow
 def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, tmp_path: Path) -> None:
-    overrides = world.overrides("study=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
+    overrides = world.overrides("experiment=none", "callbacks=none", "trainer.max_steps=1", "weights=uniform")
     jobs = [([*overrides, f"seed={seed}"], tmp_path / f"spawned{seed}") for seed in (0, 1)]
     spawned = {place: result for place, result, error in execute(jobs, 2, None, None) if error is None}
     here = {

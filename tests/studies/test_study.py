@@ -193,6 +193,7 @@ def test_the_record_changes_with_what_was_fixed() -> None:
 
 
 STUDY = """
+# @package study
 _target_: attnpo.studies.study.Study
 name: tiny
 arms:
@@ -213,10 +214,10 @@ shared: [callbacks=none, reference=cached, trainer.max_steps=1]
 def study(tmp_path_factory: pytest.TempPathFactory) -> tuple[FitConfig, World, Path]:
     """A study of three arms, of which one cannot run; its configuration lies in a folder of the user's own."""
     folder = tmp_path_factory.mktemp("study")
-    (folder / "configs" / "study").mkdir(parents=True)
-    (folder / "configs" / "study" / "tiny.yaml").write_text(STUDY)
+    (folder / "configs" / "experiment").mkdir(parents=True)
+    (folder / "configs" / "experiment" / "tiny.yaml").write_text(STUDY)
     world = build_world(folder)
-    return world.config("study=tiny", "batch.eval_micro=4", config_dir=folder / "configs"), world, folder / "out"
+    return world.config("experiment=tiny", "batch.eval_micro=4", config_dir=folder / "configs"), world, folder / "out"
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +249,7 @@ def test_a_point_is_what_its_overrides_say(
     config, overrides = made.config, made.overrides
     assert (config.optimizer.lr, config.objective.beta, config.batch.eval_micro) == (1e-3, 0.2, 4)
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
-    assert "study=tiny" not in overrides and "weights=attention" in overrides
+    assert "experiment=tiny" not in overrides and "weights=attention" in overrides
     (place,) = (folder / "points").glob("attention-lr=0.001-beta=0.2-seed0-*")
     assert json.loads((place / "result.json").read_text()) == result
     assert "before the first step" in (place / "log.txt").read_text()
@@ -315,7 +316,7 @@ def test_another_setting_is_another_study_in_the_same_folder(
 ) -> None:
     """Results are found by what was set, not by the name of the study; when every point fails that is an error."""
     _, world, folder = study
-    cfg = world.config("study=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
+    cfg = world.config("experiment=tiny", "batch.eval_micro=4", "seed=1", config_dir=folder.parent / "configs")
     tried: list[str] = []
 
     def run(config: FitConfig, place: Path, point: bool) -> dict[str, Any]:
@@ -363,7 +364,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
         run_folder(cfg)
     with pytest.raises(UserError, match=expected):
         run_study(cfg, tmp_path / "out")
-    single = load("fit", ["experiment=layer_sweep", "study=none", "name=x"])
+    single = load("fit", ["experiment=none", "name=x"])
     assert run_folder(single).name == "x"
 
 
@@ -371,6 +372,7 @@ def test_several_processes_are_refused_with_the_name_of_what_started_them(
 
 
 WIDE = """
+# @package study
 _target_: attnpo.studies.study.Study
 name: wide
 arms:
@@ -402,11 +404,11 @@ shared: [callbacks=none, reference=cached, trainer.max_steps=1]
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path, Outcome]:
     """A study of two worlds, one of which has no pairs to validate on, and of an arm whose judge is not there."""
     folder = tmp_path_factory.mktemp("wide")
-    (folder / "configs" / "study").mkdir(parents=True)
-    (folder / "configs" / "study" / "wide.yaml").write_text(WIDE)
+    (folder / "configs" / "experiment").mkdir(parents=True)
+    (folder / "configs" / "experiment" / "wide.yaml").write_text(WIDE)
     world = build_world(folder)
     probe.asked.clear()
-    return world, folder, run_study(world.config("study=wide", config_dir=folder / "configs"), folder / "out")
+    return world, folder, run_study(world.config("experiment=wide", config_dir=folder / "configs"), folder / "out")
 
 
 def test_a_world_and_an_arm_that_cannot_be_had_are_lost_alone(wide: tuple[World, Path, Outcome]) -> None:
@@ -436,12 +438,12 @@ def test_analyses_are_measured_once_and_one_that_fails_is_named(wide: tuple[Worl
     assert outcome.measured == {"probe": {("short", 0): {"pairs": 12, "value": 1.5, "1": [2, 3]}}, "broken": {}}
     assert outcome.unmeasured == ["FAILED analysis broken, world short, seed 0: RuntimeError: nothing to see"]
     probe.asked.clear()
-    again = run_study(world.config("study=wide", config_dir=folder / "configs"), folder / "out")
+    again = run_study(world.config("experiment=wide", config_dir=folder / "configs"), folder / "out")
     assert len(probe.asked) == 1, "only the one that failed is tried again"
     assert again.measured == outcome.measured
     assert [result for _, result in again.points] == [result for _, result in outcome.points]
     probe.asked.clear()
-    other = world.config("study=wide", "study.analyses.probe.value=2.0", config_dir=folder / "configs")
+    other = world.config("experiment=wide", "study.analyses.probe.value=2.0", config_dir=folder / "configs")
     assert run_study(other, folder / "out").measured["probe"]["short", 0]["value"] == 2.0
     assert len(probe.asked) == 2
 
@@ -451,7 +453,7 @@ def test_a_damaged_record_of_an_analysis_is_measured_anew(
     name: str, wide: tuple[World, Path, Outcome], caplog: pytest.LogCaptureFixture
 ) -> None:
     world, folder, outcome = wide
-    cfg = world.config("study=wide", config_dir=folder / "configs")
+    cfg = world.config("experiment=wide", config_dir=folder / "configs")
     (record,) = (
         path for path in (folder / "out" / "analyses").glob("probe-short-*.json") if "1.5" in path.read_text("utf-8")
     )
@@ -483,13 +485,13 @@ def test_what_is_lost_and_what_is_measured_stand_in_every_table(
 
 def test_what_a_world_sets_cannot_be_overridden(wide: tuple[World, Path, Outcome]) -> None:
     world, folder, _ = wide
-    cfg = world.config("study=wide", "lengths.max_length=300", config_dir=folder / "configs")
+    cfg = world.config("experiment=wide", "lengths.max_length=300", config_dir=folder / "configs")
     with pytest.raises(UserError, match=r"for each of its worlds, so lengths\.max_length=300 would be lost"):
         run_study(cfg, folder / "other")
 
 
 def test_a_study_whose_every_base_is_lost_says_why(wide: tuple[World, Path, Outcome]) -> None:
     world, folder, _ = wide
-    cfg = world.config("study=wide", "~study.worlds.short", config_dir=folder / "configs")
+    cfg = world.config("experiment=wide", "~study.worlds.short", config_dir=folder / "configs")
     with pytest.raises(UserError, match=r"data\.val_split=nowhere"):
         run_study(cfg, folder / "other")

@@ -44,7 +44,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, float]]:
 
 
 def run(world: World, output: Path, *more: str) -> int:
-    quick = ("study=none", f"output={output}", "name=run", "callbacks.samples=0", "callbacks.report=false")
+    quick = ("experiment=none", f"output={output}", "name=run", "callbacks.samples=0", "callbacks.report=false")
     return run_entry(main, "fit", world.overrides(*quick, *more), "", "")
 
 

@@ -1,0 +1,124 @@
+"""What users are shown of the config groups, the help and docs/options.md, against the files in configs/."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnpo.config import CONFIG_DIR, compose, groups
+from attnpo.config_help import WIDTH, Group, described
+from attnpo.runs.settings import LAYOUTS, REFERENCES
+from attnpo.schema import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
+OLD = ("none", "null", "quickstart", "layer_sweep")
+GROUPS = described(CONFIG_DIR / "fit.yaml")
+
+
+def help_of(command: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", f"attnpo.{command}", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.splitlines()
+
+
+# ------------------------------------------------------------------------------------------------ help
+
+
+def test_every_group_has_a_meaning_under_a_heading() -> None:
+    assert {group.name for group in GROUPS} == groups().keys()
+    assert all(group.meaning and group.heading for group in GROUPS)
+    assert all(group.default == "null" or group.default in groups()[group.name] for group in GROUPS)
+
+
+@pytest.mark.parametrize(("command", "lines"), [("fit", 40), ("weigh", 40), ("generate", 40), ("report", 44)])
+def test_help_fits_one_screen(command: str, lines: int) -> None:
+    shown = help_of(command)
+    assert len(shown) <= lines and max(map(len, shown)) <= WIDTH
+
+
+def test_help_begins_with_commands_and_has_every_choice() -> None:
+    shown = " ".join(" ".join(help_of("fit")).split())
+    assert shown.index("examples: python -m attnpo.fit ") < shown.index(f"{GROUPS[0].heading} (")
+    for group in GROUPS:
+        options = groups()[group.name]
+        assert options == [group.default] or f"# {group.meaning}" in shown
+        assert options == [group.default] or all(re.search(rf"[=| ]{option}\b", shown) for option in options)
+
+
+def test_help_shows_the_groups_a_command_composes() -> None:
+    shown = "\n".join(help_of("generate"))
+    assert "model=causal_lm | lora" in shown and "experiment=" not in shown
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def test_the_document_has_the_headings_and_groups_of_the_help() -> None:
+    expected: list[tuple[str, ...]] = []
+    for group in GROUPS:
+        if (group.heading,) not in expected:
+            expected.append((group.heading,))
+        expected.append((group.name, group.meaning))
+    found = re.findall(r"^## (.+)|^### `(\w+)`: (.+)", OPTIONS, re.MULTILINE)
+    named: list[tuple[str, ...]] = [(heading,) if heading else (name, meaning) for heading, name, meaning in found]
+    assert named == [*expected, ("Keys with few values",)]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name)
+def test_the_document_has_a_row_for_every_option(group: Group) -> None:
+    name, default = group.name, group.default
+    table = OPTIONS.partition(f"### `{name}`: ")[2].partition("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)
+    assert sorted(rows) == groups()[name]
+    assert default == "null" or rows[0] == default
+    assert (default == "null") == ("None unless given" in table)
+
+
+def test_the_document_has_the_values_of_keys() -> None:
+    for key, values in (("layout", LAYOUTS), ("reference", REFERENCES)):
+        listed = ", ".join(f"`{value}`" for value in values)
+        assert f"| `{key}` | {listed}: " in OPTIONS
+
+
+def test_readers_are_led_to_the_document() -> None:
+    assert "(docs/options.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------ groups that were
+
+
+@pytest.mark.parametrize("given", [f"{sign}study={name}" for sign in ("", "+", "++") for name in OLD])
+def test_a_study_is_asked_for_by_the_group_experiment(given: str) -> None:
+    name = given.partition("=")[2].replace("null", "none")
+    with pytest.raises(UserError) as refused:
+        compose("fit", [given])
+    assert str(refused.value) == f"{given}: the group is called experiment now; give experiment={name}"
+    compose("fit", [f"experiment={name}"])
+
+
+def test_a_study_taken_away_or_of_a_file_of_ones_own_is_told_as_well() -> None:
+    with pytest.raises(UserError, match=r"~study: .*give experiment=none"):
+        compose("fit", ["~study"])
+    with pytest.raises(UserError, match=r"give experiment=mine, with your file as experiment/mine\.yaml, first line"):
+        compose("fit", ["study=mine"])
+
+
+def test_the_grids_of_methods_are_a_settings() -> None:
+    with pytest.raises(UserError, match=r"methods@grids=testbed: .* give setting=testbed, or single .*grids\.simpo"):
+        compose("fit", ["experiment=main_results", "methods@grids=testbed"])
+
+
+def test_keys_of_the_study_are_typed_as_before() -> None:
+    cfg = compose("fit", ["experiment=layer_sweep", "study.layers=[1,2]", "study.seeds=2", "study.workers=1"])
+    assert (list(cfg.study.layers), cfg.study.seeds, cfg.study.workers) == ([1, 2], 2, 1)
+
+
+def test_what_options_have_in_common_is_no_option() -> None:
+    with pytest.raises(UserError) as refused:
+        compose("fit", ["experiment=nowhere"])
+    assert "Available options in 'experiment': attention_sink, " in str(refused.value)
+    assert not re.search(r"[=| ]_", "\n".join(help_of("fit")))
