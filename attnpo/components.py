@@ -22,7 +22,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -32,7 +32,6 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import is_user_error, missing_package
-from attnpo.files import Json
 
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
@@ -67,7 +66,7 @@ def required(path: str) -> str:
 
 def _describe(hint: object) -> str:
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return "one of " + ", ".join(_spelling(member) for member in hint)
+        return "one of " + ", ".join(spelling(member) for member in hint)
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_describe(member) for member in get_args(hint))
     if get_origin(hint) is Literal:
@@ -105,7 +104,8 @@ def _can_be(target: type, role: type) -> bool:
     return _members(role) <= has
 
 
-def _spelling(member: Enum) -> str:
+def spelling(member: Enum) -> str:
+    """A member of an enum as a configuration writes it."""
     return member.value if isinstance(member.value, str) else member.name.lower()
 
 
@@ -137,10 +137,11 @@ def _parameters(target: type) -> dict[str, bool]:
     }
 
 
-def _hints(target: type) -> dict[str, object]:
+def hints_of(target: type) -> dict[str, object]:
+    """The type hints of a class's fields; none where a name of them exists for type checkers alone."""
     try:
         return get_type_hints(target)
-    except NameError:  # names of another package that exist for its type checker only
+    except NameError:
         return {}
 
 
@@ -200,36 +201,6 @@ def at_their_origin(problems: Sequence[str], origins: dict[str, str]) -> list[st
         leads_nowhere = rest.startswith("Interpolation")
         told.append(problem if leads_nowhere else f"{key} (read from {origin}): {rest}")
     return told
-
-
-def bookkeeping_keys(part: object, path: str = "") -> Iterator[str]:
-    """Keys below ``part``, a component or the class of one, that move no number.
-
-    A field says so for itself and all below it: ``field(metadata={"moves_numbers": False})``. Of a class the
-    annotations are followed, through unions too. What stands below a protocol, a mapping or a sequence is known of a
-    component alone, by what is there.
-    """
-    kind = part if inspect.isclass(part) else type(part)
-    if isinstance(part, Mapping):
-        for key, item in part.items():
-            yield from bookkeeping_keys(item, join(path, key))
-    elif isinstance(part, list | tuple):
-        for index, item in enumerate(part):
-            yield from bookkeeping_keys(item, join(path, index))
-    elif dataclasses.is_dataclass(kind):
-        hints = _hints(kind) if kind is part else {}
-        for item in dataclasses.fields(kind):
-            key = join(path, item.name)
-            if not item.init:
-                continue
-            if not item.metadata.get("moves_numbers", True):
-                yield key
-            elif kind is part:
-                hint = hints.get(item.name)
-                members = get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]
-                yield from dict.fromkeys(below for member in members for below in bookkeeping_keys(member, key))
-            else:
-                yield from bookkeeping_keys(getattr(part, item.name), key)
 
 
 class Reader:
@@ -367,7 +338,7 @@ class Reader:
     def make(self, target: type, keys: dict[object, object], path: str) -> object:
         """The dataclass ``target`` with the values of ``keys``, once all of them hold."""
         known = _parameters(target)
-        hints = _hints(target)
+        hints = hints_of(target)
         before = len(self.problems)
         values: dict[str, object] = {}
         for key, item in keys.items():
@@ -392,26 +363,3 @@ class Reader:
         if callable(unread):
             self.unread.update({join(path, key): reason for key, reason in unread().items()})
         return built
-
-
-def as_values(component: object) -> dict[str, Json]:
-    """A component as its configuration would say it: its keys with ``_target_``, enums by value."""
-    kind = type(component)
-    keys = {item.name: _as_value(getattr(component, item.name)) for item in _fields(component) if item.init}
-    return {"_target_": f"{kind.__module__}.{kind.__qualname__}", **keys}
-
-
-def _as_value(value: object) -> Json:
-    if dataclasses.is_dataclass(value):
-        return as_values(value)
-    if isinstance(value, Enum):
-        return _spelling(value)
-    if isinstance(value, Mapping):
-        return {str(key): _as_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_value(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
-
-
-def _fields(component: object) -> tuple[dataclasses.Field[object], ...]:
-    return dataclasses.fields(component) if dataclasses.is_dataclass(component) else ()

@@ -8,8 +8,7 @@ must therefore be light, and reports wrong keys and types before a model loads (
 import logging
 import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,12 +20,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from attnpo.components import ABSENT, Reader, as_values, at_their_origin, did_you_mean, join, required, resolve
+from attnpo.component_fields import as_values
+from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, join, required, resolve
 from attnpo.components import MISSING as MISSING
-from attnpo.config_help import Arguments
-from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
+from attnpo.console import user_error
 from attnpo.files import Json
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
@@ -199,7 +198,8 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
 # --------------------------------------------------------------------------------------------- components
 
 
-def _report(problems: list[str]) -> None:
+def report_problems(problems: list[str]) -> None:
+    """Raises one UserError with all ``problems``, if there are any."""
     if len(problems) == 1:
         raise user_error(problems[0])
     if problems:
@@ -254,41 +254,40 @@ def _changed(node: Any, names: Sequence[str], value: object) -> Any:
     return replace(node, **{names[0]: _changed(getattr(node, names[0]), names[1:], value)})
 
 
-def check(cfg: DictConfig, *, complete: bool = True) -> None:
-    """Raises one UserError with all problems of ``cfg``, each under the key the user types.
+@dataclass(frozen=True)
+class Reading:
+    """What reading a configuration gave.
 
-    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). ``complete=False`` lets values
-    that are still ``???`` pass.
+    ``root`` is ABSENT where it cannot be built. ``missing`` are the keys that are still ``???``; ``unread`` those
+    without effect as the others stand, with the reason (see ``unread`` in ``attnpo.components``).
     """
-    _report(_read(cfg, complete)[1])
+
+    root: object
+    problems: list[str]
+    missing: list[str]
+    unread: dict[str, str]
+
+    def of(self, kind: type[SomeRoot]) -> SomeRoot:
+        """The root, which must be of the class ``kind``. Raises one UserError with all problems."""
+        report_problems(self.problems or [required(path) for path in self.missing if self.root is ABSENT])
+        if not isinstance(self.root, kind):
+            got = type(self.root).__name__
+            raise user_error(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
+        return self.root
+
+    def idle_overrides(self) -> dict[str, str]:
+        """The overrides it was composed with that have no effect in it, each with the reason."""
+        idle = {}
+        for override in self.root.composed.overrides if isinstance(self.root, Root) else ():
+            key = override.partition("=")[0].lstrip("+~")
+            reason = next((why for path, why in self.unread.items() if f"{key}.".startswith(f"{path}.")), None)
+            if reason is not None:
+                idle[override] = reason
+        return idle
 
 
-def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
-    """The typed root of the configuration ``name`` with ``overrides`` applied: ``typed(compose(...), ITS_CLASS)``."""
-    return typed(compose(name, overrides, config_dir), Root)
-
-
-def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
-    """``cfg`` as its typed root of the class ``kind``, built once for all rooms.
-
-    Texts that are still ``???`` stand for themselves; any other such value, and whatever ``check`` reports, is a
-    UserError.
-    """
-    root, problems, reader = _read(cfg, complete=False)
-    _report(problems or [required(path) for path in reader.missing if root is ABSENT])
-    return _of_kind(root, kind)
-
-
-def _of_kind(root: object, kind: type[SomeRoot]) -> SomeRoot:
-    if not isinstance(root, kind):
-        raise user_error(
-            f"configuration: expected a {kind.__name__} as _target_ of its root, got {type(root).__name__}"
-        )
-    return root
-
-
-def _read(cfg: DictConfig, complete: bool) -> tuple[object, list[str], Reader]:
-    """The typed root of a configuration (ABSENT where it cannot be built), its problems, and what read it."""
+def read(cfg: DictConfig, *, complete: bool = False) -> Reading:
+    """Reads ``cfg`` as its typed root. Texts that are still ``???`` stand for themselves, unless it is ``complete``."""
     _register_resolvers()
     reader = Reader(complete=complete)
     origins: dict[str, str] = {}
@@ -296,25 +295,26 @@ def _read(cfg: DictConfig, complete: bool) -> tuple[object, list[str], Reader]:
     root = reader.read(values, Any, "")
     if isinstance(root, Root):
         object.__setattr__(root, "values", values)
-    return root, at_their_origin(reader.problems, origins), reader
+    return Reading(root, at_their_origin(reader.problems, origins), reader.missing, reader.unread)
 
 
-def idle_overrides(cfg: DictConfig) -> dict[str, str]:
-    """The overrides a configuration was composed with that have no effect in it, each with the reason.
+def check(cfg: DictConfig, *, complete: bool = True) -> None:
+    """Raises one UserError with all problems of ``cfg``, each under the key the user types.
 
-    What reads a key is known to the components: see ``unread`` in ``attnpo.components``.
+    Walks the whole tree: keys, types and the components' own rules (``__post_init__``). ``complete=False`` lets values
+    that are still ``???`` pass.
     """
-    return _idle(cfg.get("composed", {}).get("overrides", []), _read(cfg, complete=False)[2].unread)
+    report_problems(read(cfg, complete=complete).problems)
 
 
-def _idle(overrides: Iterable[str], unread: Mapping[str, str]) -> dict[str, str]:
-    idle = {}
-    for override in overrides:
-        key = override.partition("=")[0].lstrip("+~")
-        reason = next((why for path, why in unread.items() if key == path or key.startswith(f"{path}.")), None)
-        if reason is not None:
-            idle[override] = reason
-    return idle
+def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Any:
+    """The typed root of the configuration ``name`` with ``overrides`` applied. Raises UserError like ``check``."""
+    return read(compose(name, overrides, config_dir)).of(Root)
+
+
+def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+    """``cfg`` as its typed root of the class ``kind``, built once for all rooms. Raises UserError like ``check``."""
+    return read(cfg).of(kind)
 
 
 def build(node: object) -> Any:
@@ -329,7 +329,7 @@ def build(node: object) -> Any:
     if not isinstance(value, dict) or "_target_" not in value:
         raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
     built = reader.component(value, Any, path)
-    _report(reader.problems)
+    report_problems(reader.problems)
     return built
 
 
@@ -338,138 +338,10 @@ def plain(cfg: DictConfig) -> dict[str, Json]:
     _register_resolvers()
     problems: list[str] = []
     values = cast(dict[str, Json], resolve(cfg, "", problems))
-    _report(problems)
+    report_problems(problems)
     return values
 
 
 def as_yaml(values: Mapping[str, Json]) -> str:
     """Plain values as YAML."""
     return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
-
-
-# --------------------------------------------------------------------------------------------- command line
-
-
-def _shown(cfg: DictConfig, key: str) -> str:
-    node: Any = OmegaConf.create(plain(cfg))
-    if key != "job":
-        node = OmegaConf.select(node, key, default=ABSENT)
-    if node is ABSENT:
-        names = ", ".join(str(name) for name in cfg if name != "_target_")
-        raise user_error(f"--cfg {key}: expected `job` or a key of the configuration: {names}")
-    return OmegaConf.to_yaml(node) if OmegaConf.is_config(node) else f"{node}\n"
-
-
-def run_entry(
-    main: Callable[[SomeRoot], int | None],
-    config_name: str,
-    argv: Sequence[str] | None,
-    description: str,
-    examples: str,
-    *,
-    positional: str | None = None,
-    complete: Callable[[SomeRoot], bool] = lambda cfg: False,
-) -> int:
-    """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
-
-    Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), reads it as its typed root and
-    calls ``main`` with that. ``positional`` names a key that takes the arguments which are no overrides, as a list.
-    ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
-    An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
-    """
-    parser = Arguments(config_name, description, examples, positional)
-
-    def command() -> int:
-        try:
-            return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
-        except MissingMandatoryValue as error:
-            raise user_error(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
-
-    with reporting(), stoppable():
-        return guarded(command)
-
-
-def _run(
-    main: Callable[[SomeRoot], int | None],
-    name: str,
-    argv: list[str],
-    parser: Arguments,
-    positional: str | None,
-    complete: Callable[[SomeRoot], bool],
-) -> int:
-    options = parser.parse_intermixed_args(argv)
-    if options.help:
-        sys.stdout.write(parser.text(CONFIG_DIR / f"{name}.yaml", groups(options.config_dir)))
-        return 0
-    # Not Path.exists, which raises for an override that is longer than a name can be.
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]
-    overrides = [word for word in options.words if word not in bare]
-    if bare and positional is None:
-        raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
-
-    def ready(job: Sequence[str]) -> DictConfig:
-        cfg = compose(name, job, options.config_dir)
-        if bare:
-            OmegaConf.update(cfg, str(positional), bare)
-        return cfg
-
-    if options.cfg:
-        sys.stdout.write(_shown(ready(overrides), options.cfg))
-        return 0
-    if options.multirun and world_size() > 1:
-        raise user_error(
-            f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
-            "start one group of processes per job without -m"
-        )
-    jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
-    roots: list[tuple[SomeRoot, dict[str, str]]] = [_whole(ready(job), complete) for job in jobs]
-    _note_idle([_idle(root.composed.overrides, unread) for root, unread in roots])
-    if not options.multirun:
-        return main(roots[0][0]) or 0
-    return _each(main, [(" ".join(job), root) for job, (root, _) in zip(jobs, roots, strict=True)])
-
-
-def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> tuple[SomeRoot, dict[str, str]]:
-    """The typed root of a job and its keys without effect; UserError also for values that ``complete`` asks for."""
-    root, problems, reader = _read(cfg, complete=False)
-    if not problems and reader.missing and (root is ABSENT or complete(cast(SomeRoot, root))):
-        problems = [required(path) for path in reader.missing]
-    _report(problems)
-    return cast(SomeRoot, _of_kind(root, Root)), reader.unread  # the entry point's own class, as its _target_ says
-
-
-def _is_path(word: str) -> bool:
-    """Whether ``word`` is a file or folder; an override may be longer than a name can be."""
-    try:
-        return Path(word).exists()
-    except OSError:
-        return False
-
-
-def _note_idle(jobs: Sequence[Mapping[str, str]]) -> None:
-    """Warns once of every key given on the command line that has an effect in none of the jobs."""
-    idle = [{override.partition("=")[0]: why for override, why in job.items()} for job in jobs]
-    for key, why in idle[0].items():
-        if all(key in other for other in idle):
-            _log.warning("warning: %s has no effect: %s", key, why)
-
-
-def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, SomeRoot]]) -> int:
-    failed = []
-    for number, (job, cfg) in enumerate(jobs, start=1):
-        _log.info("job %d of %d: %s", number, len(jobs), job)
-        try:
-            status = main(cfg) or 0
-        except Exception as error:
-            if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
-                raise
-            status = 1  # one job's failure is reported, the others still run
-            if is_user_error(error):
-                _log.error("error: %s", error)
-            else:
-                _log.exception("job %d failed", number)
-        if status:
-            failed.append(job)
-    if failed:
-        sys.stderr.write(f"error: {len(failed)} of {len(jobs)} jobs failed:\n  " + "\n  ".join(failed) + "\n")
-    return 1 if failed else 0

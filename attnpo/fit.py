@@ -72,6 +72,6 @@ def _work(cfg: "FitConfig", folder: "Path") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.config import run_entry
+    from attnpo.command_line import run_entry
 
     leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))

@@ -27,6 +27,6 @@ def main(cfg: "AnswerConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.config import run_entry
+    from attnpo.command_line import run_entry
 
     sys.exit(run_entry(main, "generate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

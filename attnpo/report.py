@@ -35,6 +35,6 @@ def complete(cfg: "ReportConfig") -> bool:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.config import run_entry
+    from attnpo.command_line import run_entry
 
     sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete))

@@ -30,6 +30,6 @@ def main(cfg: "RunConfig") -> int:
 
 if __name__ == "__main__":
     hear_signals()
-    from attnpo.config import run_entry
+    from attnpo.command_line import run_entry
 
     sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import components, config
+from attnpo import command_line, component_fields, config
 from attnpo.reports.report_config import ReportConfig
 from attnpo.runs import settings
 from attnpo.schema import UserError
@@ -344,11 +344,13 @@ def test_a_literal_takes_its_own_values_alone() -> None:
 
 
 def test_keys_that_move_no_number_are_declared_at_their_fields() -> None:
-    assert list(components.bookkeeping_keys(Quiet)) == ["words"]
+    assert list(component_fields.bookkeeping_keys(Quiet)) == ["words"]
     of_class = ["log", "either.words", "either.quiet.words", "either.device"]
-    assert list(components.bookkeeping_keys(Whole)) == of_class, "what a protocol stands for is not known of a class"
+    assert list(component_fields.bookkeeping_keys(Whole)) == of_class, (
+        "what a protocol stands for is not known of a class"
+    )
     built = Whole(Loud(), named={"a": Quiet()}, several=(Quiet(), Quiet()))
-    assert list(components.bookkeeping_keys(built)) == [
+    assert list(component_fields.bookkeeping_keys(built)) == [
         *("talks.quiet.words", "talks.device", "log", "named.a.words", "several.0.words", "several.1.words")
     ]
 
@@ -359,13 +361,13 @@ def test_the_root_of_fit_is_one_typed_component() -> None:
     changed = root.with_value("model.path", "x").with_value("weights.layer", 2)
     assert (changed.model.path, changed.weights.layer) == ("x", 2) and root.model.path == "???"
     assert (changed.values["model"]["path"], changed.values["weights"]["layer"]) == ("x", 2)
-    assert {key.partition(".")[0] for key in components.bookkeeping_keys(root)} >= {
+    assert {key.partition(".")[0] for key in component_fields.bookkeeping_keys(root)} >= {
         "batch",
         "trainer",
         "output",
         "study",
     }
-    assert "optimizer.lr" not in set(components.bookkeeping_keys(root))
+    assert "optimizer.lr" not in set(component_fields.bookkeeping_keys(root))
     with pytest.raises(UserError, match="expected a ReportConfig as _target_ of its root, got FitConfig"):
         config.typed(config.compose("fit"), ReportConfig)
 
@@ -495,7 +497,9 @@ Main = Callable[[Fit], int | None]
 
 
 def enter(main: Main, *argv: str, positional: str | None = None) -> int:
-    return config.run_entry(main, "fit", list(argv), "Trains.", "python -m attnpo.fit seed=1", positional=positional)
+    return command_line.run_entry(
+        main, "fit", list(argv), "Trains.", "python -m attnpo.fit seed=1", positional=positional
+    )
 
 
 def never(cfg: Fit) -> int:
@@ -516,7 +520,9 @@ def test_help_lists_groups_and_the_example(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_is_quick() -> None:
-    code = "from attnpo.config import run_entry; run_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
+    code = (
+        "from attnpo.command_line import run_entry\nrun_entry(print, 'fit', ['-h'], 'Trains.', 'python -m attnpo.fit')"
+    )
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -577,10 +583,12 @@ def test_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("configs")
 def test_complete_says_when_nothing_may_be_missing(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["model=???"]
-    assert config.run_entry(lambda cfg: len(cfg.model) - 3, "fit", argv, "", "") == 0  # main may still fill in texts
-    assert config.run_entry(never, "fit", argv, "", "", complete=lambda cfg: cfg.path is None) == 2
+    assert (
+        command_line.run_entry(lambda cfg: len(cfg.model) - 3, "fit", argv, "", "") == 0
+    )  # main may still fill in texts
+    assert command_line.run_entry(never, "fit", argv, "", "", complete=lambda cfg: cfg.path is None) == 2
     assert capsys.readouterr().err == "error: model: required; give model=VALUE\n"
-    assert config.run_entry(never, "fit", ["weights.layer=???"], "", "") == 2  # nothing stands for a number
+    assert command_line.run_entry(never, "fit", ["weights.layer=???"], "", "") == 2  # nothing stands for a number
     assert capsys.readouterr().err == "error: weights.layer: required; give weights.layer=VALUE\n"
 
 
@@ -684,11 +692,11 @@ def test_an_import_error_of_our_own_keeps_its_traceback() -> None:
 
 def test_warnings_become_lines_but_those_for_library_authors_are_dropped(configs: Path) -> None:
     code = (
-        "import warnings, sys; from attnpo import config; from pathlib import Path\n"
+        "import warnings, sys; from attnpo import command_line, config; from pathlib import Path\n"
         "def main(cfg):\n"
         "    warnings.warn('first\\nsecond'); warnings.warn('old', FutureWarning)\n"
         f"config.CONFIG_DIR = Path({str(configs)!r})\n"
-        "sys.exit(config.run_entry(main, 'fit', [], '', ''))\n"
+        "sys.exit(command_line.run_entry(main, 'fit', [], '', ''))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -759,7 +767,7 @@ IDLE = [
 
 @pytest.mark.parametrize(("overrides", "key", "reason"), IDLE)
 def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, reason: str) -> None:
-    found = config.idle_overrides(config.compose("fit", overrides))
+    found = config.read(config.compose("fit", overrides)).idle_overrides()
     assert [override.partition("=")[0] for override in found] == [key]
     assert all(reason in why for why in found.values())
 
@@ -781,13 +789,13 @@ def test_an_override_without_effect_is_noticed(overrides: list[str], key: str, r
     ],
 )
 def test_an_override_that_some_part_reads_is_not(overrides: list[str]) -> None:
-    assert config.idle_overrides(config.compose("fit", overrides)) == {}
+    assert config.read(config.compose("fit", overrides)).idle_overrides() == {}
 
 
 def test_a_grid_is_warned_of_what_has_an_effect_in_none_of_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
     def warned(*argv: str) -> list[str]:
         caplog.clear()
-        assert config.run_entry(lambda cfg: 0, "fit", ["-m", "experiment=none", *argv], "", "") == 0
+        assert command_line.run_entry(lambda cfg: 0, "fit", ["-m", "experiment=none", *argv], "", "") == 0
         return [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
 
     assert warned("weights=uniform,attention", "judge.dtype=bfloat16") == []

@@ -213,7 +213,7 @@ import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from attnpo.console import hear_signals
 hear_signals()
-from attnpo.config import run_entry
+from attnpo.command_line import run_entry
 def main(cfg):
     sys.stdout.write("ready\\n")
     sys.stdout.flush()

@@ -13,7 +13,7 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-EDGE = {"config", "config_files", "console", "locks", "machine"}
+EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine"}
 ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
@@ -23,9 +23,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "schema": {"files"},
     "console": {"schema"},
-    "components": {"console", "schema"},
-    "config": {"components", "config_help", "console", "schema"},
+    "components": {"console", "files", "schema"},
+    "component_fields": {"components", "files"},
+    "config": {"component_fields", "components", "console", "files", "schema"},
     "config_help": {"console"},
+    "command_line": {"components", "config", "config_help", "console"},
     "config_files": {"config", "schema"},
     "hub": set(),
     "files": set(),
@@ -47,21 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "studies": STUDIES,
     "reports": REPORTS,
     "conformance": STUDIES,
-    **{name: REPORTS | {"conformance", "reports"} for name in ENTRY_POINTS},
+    **{name: REPORTS | {"command_line", "conformance", "reports"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
-LIGHT_FILES = {
-    "config",
-    "config_files",
-    "config_help",
-    "components",
-    "console",
-    "files",
-    "hub",
-    "locks",
-    "machine",
-} | ENTRY_POINTS
+LIGHT_FILES = ENTRY_POINTS | {
+    *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
+    *("files", "hub", "locks", "machine"),
+}
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[str, int, bool]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.components import bookkeeping_keys
+from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import CONFIG_DIR, build, plain
 from attnpo.files import Json, file_digest, flat
 from attnpo.runs.run_config import RunConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from attnpo.components import as_values
+from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
 from attnpo.display.figures import training_curves
 from attnpo.display.heat import HeatRow, heat_row

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnpo import fit, weigh
-from attnpo.config import run_entry
+from attnpo.command_line import run_entry
 from tests.runs.worlds import World
 
 MAINS = {"weigh": weigh.main, "fit": fit.main}

@@ -13,7 +13,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from attnpo.config import load, run_entry
+from attnpo.command_line import run_entry
+from attnpo.config import load
 from attnpo.files import SEAL
 from attnpo.runs.context import settle
 from attnpo.runs.inputs import make_inputs

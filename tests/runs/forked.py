@@ -116,7 +116,7 @@ def trace(board: Board) -> None:
 
 
 def child(order: dict[str, Any]) -> int:
-    from attnpo.config import run_entry
+    from attnpo.command_line import run_entry
     from attnpo.fit import DESCRIPTION, EXAMPLES, main
 
     output = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import check, compose, load
+from attnpo.config import as_yaml, load
 from attnpo.runs import identity
-from attnpo.runs.identity import SHOWING, numbers_of, result_of, source_digest
+from attnpo.runs.identity import SHOWING, numbers_of, saved_numbers, source_digest
 from attnpo.runs.resume import check_same
 from attnpo.schema import UserError
 from attnpo.studies.arms import point_folder
@@ -128,21 +128,18 @@ def folder_of(*overrides: str) -> str:
 
 def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_path: Path) -> None:
     """Its file has ``study=none`` among its overrides, ``_target_`` in its grids and no grids of the methods."""
-    cfg = compose("fit", ["setting=testbed", "experiment=none", "weights=attention"])
-    old = cfg.copy()
-    OmegaConf.set_struct(old, False)
-    old.composed.overrides = ["setting=testbed", "experiment=none", "weights=attention"]
-    old.composed.choices = {**old.composed.choices, "study": "none", "experiment": None}
-    grid = {"_target_": "attnpo.studies.study.Grid", **old.grid}
-    old.grid, old.grids = grid, {"beta_sweep": grid}
-    save(old, tmp_path / "config.yaml")
-    stored = OmegaConf.load(tmp_path / "config.yaml")
-    assert isinstance(stored, DictConfig)
-    check(stored, complete=False)
-    check_same(numbers_of(stored), numbers_of(cfg), tmp_path)
-    assert result_of(stored) == result_of(cfg)
+    given = ["setting=testbed", "experiment=none", "weights=attention"]
+    cfg = load("fit", given)
+    grid = {"_target_": "attnpo.studies.study.Grid", **cfg.below("grid")}
+    choices = {**cfg.composed.choices, "study": "none", "experiment": None}
+    composed = {"overrides": ["setting=testbed", "study=none", "weights=attention"], "choices": choices}
+    old = {**cfg.values, "grid": grid, "grids": {"beta_sweep": grid}, "composed": composed}
+    (tmp_path / "config.yaml").write_text(as_yaml(old), encoding="utf-8")
+    stored = saved_numbers(tmp_path / "config.yaml", cfg)
+    check_same(stored, numbers_of(cfg), tmp_path)
+    assert stored == numbers_of(cfg)
     with pytest.raises(UserError, match=r"resume: optimizer\.lr was"):
-        check_same(numbers_of(stored), numbers_of(compose("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
+        check_same(stored, numbers_of(load("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
 
 
 @pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from attnpo import fit, report
-from attnpo.config import run_entry
+from attnpo.command_line import run_entry
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import pytest
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.config import load, run_entry
+from attnpo.command_line import run_entry
+from attnpo.config import load
 from attnpo.fit import main
 from attnpo.machine import as_launched, device_of, environment, planned_processes, require_world
 from attnpo.runs.folders import STAMP

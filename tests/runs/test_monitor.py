@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo import fit
-from attnpo.config import run_entry
+from attnpo.command_line import run_entry
 from attnpo.files import seal
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.resume import finished

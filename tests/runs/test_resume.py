@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer
 
-from attnpo.components import bookkeeping_keys
+from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import load
 from attnpo.runs.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import compose, idle_overrides
+from attnpo.config import compose, read
 from attnpo.console import process
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import make_inputs
@@ -99,7 +99,7 @@ def test_a_named_grid_has_an_effect_where_an_arm_gets_it(
 ) -> None:
     cfg = compose("fit", [f"experiment={experiment}", OTHER, *more])
     cfg.composed.overrides = [*cfg.composed.overrides[:1], "+grids.other.beta=[0.7]"]
-    assert idle_overrides(cfg) == idle
+    assert read(cfg).idle_overrides() == idle
 
 
 def test_weights_that_nobody_reads_are_refused(world: World) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attnpo.config import run_entry
+from attnpo.command_line import run_entry
 from attnpo.fit import main
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.module import PreferenceModule
