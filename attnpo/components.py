@@ -126,7 +126,7 @@ def _parameters(target: Any) -> dict[str, bool]:
     """Each field of a dataclass with whether it is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        for field in sorted(dataclasses.fields(target), key=lambda field: field.kw_only)  # a base's own come last
+        for field in sorted(dataclasses.fields(target), key=lambda field: field.kw_only is True)  # a base's own come last
         if field.init
     }
 
