@@ -3,21 +3,38 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import PretrainedConfig
 
-from attnpo.config import groups, load
+from attnpo.config import build, compose, groups
+from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
+from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.context import RunContext
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What of a configuration says how much memory its training takes; the packages it needs may be absent."""
+
+    model: ModelSpec
+    objective: PreferenceObjective
+    optimizer: Optimizer
+    trainer: TrainerSettings
+    lengths: LengthRules
+    batch: BatchPlan
 
 
 def log_memory(context: RunContext) -> None:
@@ -34,10 +51,11 @@ def log_memory(context: RunContext) -> None:
     config = load_config(spec.path, spec.revision)
     capacity = capacity_of(cfg)
     with _estimating(spec.path):
-        found = training_estimate(cfg, spec, config)
+        planned = Planned(spec, cfg.objective, cfg.optimizer, cfg.trainer, cfg.lengths, cfg.batch)
+        found = training_estimate(planned, cfg.reference, config)
         others = {}
         if capacity is not None and not found.fits(capacity):
-            others = dict(alternatives(cfg, spec, config))
+            others = dict(alternatives(cfg, spec.path, config))
         log_once(found.lines(capacity, others))
     if "judge" in cfg.weights.requires:
         judge = cfg.judge
@@ -66,16 +84,16 @@ def capacity_of(cfg: RunConfig) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def training_estimate(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
+def training_estimate(cfg: Planned, reference: str, config: PretrainedConfig) -> MemoryEstimate:
     """What training this configuration needs on each device."""
     plan = cfg.batch
     return estimate_training(
         config,
-        spec,
+        cfg.model,
         cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
-        reference=cfg.reference if "reference" in cfg.objective.requires else None,
+        reference=reference if "reference" in cfg.objective.requires else None,
         strategy=cfg.trainer.strategy,
         devices=planned_processes(cfg.trainer),
         micro=plan.per_forward,
@@ -85,15 +103,16 @@ def training_estimate(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig)
     )
 
 
-def alternatives(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
+def alternatives(cfg: RunConfig, path: str, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
     """The same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
     folder = cfg.composed.config_dir
     for option in groups(folder).get("hardware", []):
         try:
-            other: RunConfig = load("fit", [*given, f"hardware={option}"], folder)
+            other = compose("fit", [*given, f"hardware={option}"], folder)
         except UserError:  # its keys contradict those given
             continue
-        other = other.with_value("model.path", spec.path)
-        if planned_processes(other.trainer) <= max(1, torch.cuda.device_count()):
-            yield f"hardware={option}", training_estimate(other, other.model, config)
+        other.model.path = path
+        planned = Planned(**{part.name: build(other[part.name]) for part in fields(Planned)})
+        if planned_processes(planned.trainer) <= max(1, torch.cuda.device_count()):
+            yield f"hardware={option}", training_estimate(planned, other.reference, config)

@@ -193,7 +193,7 @@ def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> Non
 
 @pytest.mark.parametrize(("name", "value"), [("quantize", "nf4"), ("compile", "inductor")])
 def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: str) -> None:
-    cfg = world.config(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
+    cfg = world.composed(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
     with pytest.raises(UserError, match=f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp"):
         check(cfg)
 

@@ -137,7 +137,7 @@ def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
     later = {key for key, value in asked.items() if key not in older and value is not None}
     assert later - LATER.keys() == set()
     check_same(older, asked, Path("last"))
-    moved = {key for key, value in older.items() if key.endswith("_target_") and asked[key] != value}
+    moved = {key for key, value in older.items() if key.endswith("._target_") and asked[key] != value}
     assert "judge._target_" in moved  # a class that has changed its module since
     with pytest.raises(
         UserError, match=r"^resume: judge\._target_ was 'attnpo\.studies\.judging\.Judge' in last and is "
