@@ -55,5 +55,5 @@ def test_composing_is_light_and_checking_loads_no_models() -> None:
 def test_entry_points_are_light() -> None:
     """``--help`` of each has to answer in two seconds."""
     present = [path.stem for path in (ROOT / "attnpo").glob("*.py") if "run_entry" in path.read_text(encoding="utf-8")]
-    for name in sorted(set(present) - {"config"}):
+    for name in sorted(set(present)):
         assert loaded_after(f"import attnpo.{name}") == set(), name

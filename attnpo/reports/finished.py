@@ -1,7 +1,7 @@
 """Finished folders read back: a study's tables and runs, a single run's row. Reads files alone, loads no model."""
 
 import csv
-import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, cell_texts, format_cell
 from attnpo.files import SEAL, changed, is_sealed, sealed
 from attnpo.runs.folders import STUDY_FILES, TABLES
+from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
 from attnpo.studies.study import BETA, LR, short
 
@@ -230,31 +231,33 @@ def run_row(folder: Path) -> dict[str, Cell]:
     if (damage := damage_of(folder)) is not None:
         raise UserError(f"{folder}: {damage}; run it again (resume=auto makes its result anew from its last step)")
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-        metrics, inputs, seconds = result["metrics"], result["inputs"]["train"], result["seconds"]["all"]
-    except (ValueError, KeyError, TypeError) as problem:
-        raise UserError(f"{path}: expected the result of a run, but it cannot be read ({problem!r})") from problem
+        result = RunResult.read(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise UserError(f"{path}: expected the result of a run, but it cannot be read ({problem})") from problem
     row: dict[str, Cell] = {
         "run": folder.resolve().name,
         **settings_in(folder / CONFIG),
-        "seed": result.get("seed"),
-        "steps": result.get("steps"),
-        "val loss": metrics.get("val/loss"),
-        "val accuracy": metrics.get("val/rewards/accuracies"),
-        "val margin": metrics.get("val/rewards/margins"),
-        "eff. weights/n": inputs.get("effective_share"),
-        "coverage": inputs.get("coverage"),
+        "seed": result.seed,
+        "steps": result.steps,
+        "val loss": result.metrics.get("val/loss"),
+        "val accuracy": result.metrics.get("val/rewards/accuracies"),
+        "val margin": result.metrics.get("val/rewards/margins"),
+        "eff. weights/n": _known(result.input("train", "effective_share")),
+        "coverage": _known(result.input("train", "coverage")),
     }
-    scores = ((result.get("truth") or {}).get("scores") or {}).get("test", {})
+    scores = {} if result.truth is None else result.truth["test"].numbers
     names = {"reward": "reward", "win rate": "win_rate", "KL": "kl", "length": "length"}
     row |= {name: scores[key] for name, key in names.items() if key in scores}
-    return {**row, "s/run": seconds}
+    return {**row, "s/run": result.seconds["all"]}
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def run_warnings(folder: Path) -> list[str]:
     """What a finished run says of its judge, where its verdicts tell nothing of preference."""
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    warning = result["inputs"].get("judge", {}).get("warning")
+    warning = RunResult.read((folder / RESULT).read_text(encoding="utf-8")).judge_warning
     return [] if warning is None else [f"WARNING: {folder.resolve().name}: {warning}"]
 
 

@@ -17,13 +17,14 @@ from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.display.tables import Cell
-from attnpo.files import flat, write_whole
+from attnpo.files import Json, flat, write_whole
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.runs.folders import store_root
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.result import RunResult
 from attnpo.runs.weighing import SPLITS
 from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
@@ -63,18 +64,19 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
     return rows
 
 
-def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackSettings, folder: Path) -> None:
+def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path) -> None:
     """Writes ``curves.png`` and ``report.html`` of one run."""
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
-    warning = result["inputs"].get("judge", {}).get("warning")
+    warning = result.judge_warning
     blocks: list[Section] = [
         *([Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)])] if warning else []),
         Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
     ]
-    if result["truth"]:
-        scores = result["truth"]["scores"]
-        names = [name for name in scores["test"] if name != "rewards"]
-        table: list[list[Cell]] = [[split, *(values[name] for name in names)] for split, values in scores.items()]
+    if result.truth is not None:
+        names = list(result.truth["test"].numbers)
+        table: list[list[Cell]] = [
+            [split, *(scores.numbers[name] for name in names)] for split, scores in result.truth.items()
+        ]
         blocks.append(Section("Against the truth, on held-out prompts", [TableBlock(["prompts", *names], table)]))
     blocks.append(
         Section(
@@ -83,8 +85,8 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
                 KeyValues(
                     {
                         f"{part}: {name}": value if isinstance(value, str | float | int | None) else str(value)
-                        for part, values in result["inputs"].items()
-                        for name, value in flat(values, " ")
+                        for part in result.inputs
+                        for name, value in flat(result.split(part), " ")
                     }
                 )
             ],
@@ -99,7 +101,7 @@ def write_run_report(inputs: Inputs, result: dict[str, Any], settings: CallbackS
         Section(
             "Versions and configuration",
             [
-                KeyValues(result["versions"]),
+                KeyValues(result.versions),
                 Preformatted(as_yaml(inputs.context.cfg.values)),
             ],
         )
@@ -124,7 +126,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def publish_run(
-    loggers: Sequence[Logger], inputs: Inputs, result: Mapping[str, Any], settings: CallbackSettings, folder: Path
+    loggers: Sequence[Logger], inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path
 ) -> None:
     """Sends a finished run's result, account, samples, curves and heat maps to its W&B run, if it has one.
 
@@ -135,8 +137,8 @@ def publish_run(
 
         from attnpo.display.heatmap import heatmap_html
 
-        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result)})
-        media: dict[str, Any] = {"account": _table(account_table(result["inputs"]))}
+        tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
+        media: dict[str, Any] = {"account": _table(account_table(result.inputs))}
         if settings.samples and (samples := sample_table(folder / "generations.jsonl")) is not None:
             media["samples"] = _table(samples)
         if settings.report and (folder / CURVES).is_file():
@@ -144,12 +146,14 @@ def publish_run(
         if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
             page = heatmap_html(shown, title=folder.name)
             media["weights/heat_maps"] = wandb.Html(page, inject=False)
-        tracker.log_metrics(media, step=int(result["steps"]))
+        tracker.log_metrics(media, step=result.steps)
 
 
-def account_table(inputs: Mapping[str, Any]) -> Table:
+def account_table(inputs: Mapping[str, Json]) -> Table:
     """Columns and rows of a run's account: every number of its inputs, one column per split."""
-    per_split = {split: dict(numbers(inputs[split])) for split in SPLITS}
+    every = dict(numbers(inputs))
+    per_split = {split: {name.removeprefix(f"{split}/"): every[name] for name in every if name.startswith(f"{split}/")}
+                 for split in SPLITS}  # fmt: skip
     names = list(dict.fromkeys(name for values in per_split.values() for name in values))
     return ["entry", *SPLITS], [[name, *(per_split[split].get(name) for split in SPLITS)] for name in names]
 

@@ -1,11 +1,9 @@
 """What a run's folder may hold, and from where a run continues."""
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import OmegaConf
@@ -15,6 +13,7 @@ from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.identity import LATER, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
@@ -185,7 +184,7 @@ def check_contents(inputs: Inputs, resume: Path) -> None:
         check_same(stored["contents"], asked, resume.parent)
 
 
-def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+def read_result(folder: Path) -> tuple[RunResult | None, str | None]:
     """The result of the run in ``folder``, or None and why there is none although its file is there.
 
     Result and config are compared with the digests that the run wrote as its last act.
@@ -195,10 +194,13 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     problem = changed(folder, only=MADE)
     if problem is not None:
         return None, problem
-    return json.loads((folder / RESULT).read_text(encoding="utf-8")), None
+    try:
+        return RunResult.read((folder / RESULT).read_text(encoding="utf-8")), None
+    except ValueError as error:  # of a version that kept no digests
+        return None, f"{RESULT} cannot be read ({error})"
 
 
-def finished(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any] | None:
+def finished(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """The result of a run that ``resume=auto`` asks to go on with and that is over already, or None.
 
     One that is damaged, or whose config is, does not count, which is said (for a study's ``point`` the study has).
@@ -219,7 +221,7 @@ def finished(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any
     if result is None:
         return None
     check_same(saved_numbers(folder / CONFIG, cfg), numbers_of(cfg), folder / CONFIG)
-    if is_auto(getattr(cfg.weights, "layer", None)) and CHOICE not in result["inputs"]:
+    if is_auto(getattr(cfg.weights, "layer", None)) and CHOICE not in result.inputs:
         raise UserError(
             f"resume: the run in {folder} was given its {LAYER} by hand, and is asked for with {LAYER}=auto now: give "
             "the layer again, or another name"

@@ -47,6 +47,7 @@ from attnpo.runs.models import (
     with_reference,
 )
 from attnpo.runs.report import make_exporter, publish_run, write_run_report
+from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
     RESULT,
     check_contents,
@@ -230,11 +231,11 @@ def _metrics(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}
 
 
-def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
-    """The result of one run as plain data, also written to ``result.json`` in its folder.
+def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
+    """The result of one run, also written to ``result.json`` in its folder.
 
     Config, metrics, curves, report, checkpoints and samples lie beside it. In a job of several processes the first one
-    writes and scores; the others get an empty result. ``resume`` auto in the folder of a finished run gives its result;
+    writes and scores; the others get None. ``resume`` auto in the folder of a finished run gives its result;
     a run that was killed after its last step is scored and reported then. ``point``: a study's, which mends by itself
     what is damaged in its folder.
 
@@ -247,7 +248,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     leads = int(getattr(rank_zero_only, "rank", 0)) == 0
     before = finished(cfg, folder, point)
     if before is not None:
-        return before if leads else {}
+        return before if leads else None
     check_tracker(cfg.logger)
     resume = find_resume(cfg, folder, point)
     check_folder(folder, resume)
@@ -266,7 +267,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
         if not leads:
-            return {}
+            return None
         merge_metrics(folder)
         tidy_checkpoints(folder)
         callbacks = cfg.callbacks
@@ -274,20 +275,13 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
             keep_last(folder, resume)
         trained.policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
         attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
-        result: dict[str, Any] = {
-            "seed": cfg.seed,
-            "steps": trained.steps,
-            "seconds": {"train": round(trained.seconds, 2)},
-            "metrics": trained.metrics,
-            "inputs": example_statistics(inputs),
-            "versions": versions(),
-            "truth": score_truth(inputs, trained),
-        }
+        statistics, truth = example_statistics(inputs), score_truth(inputs, trained)
         if callbacks.samples:
             write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
-        result["seconds"]["all"] = round(time.perf_counter() - began, 2)
+        seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
+        result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth)
         part = folder / f"{RESULT}.part"
-        part.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
         if callbacks.report:
             write_run_report(inputs, result, callbacks, folder)
         publish_run(loggers, inputs, result, callbacks, folder)
@@ -295,7 +289,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> dict[str, Any]:
     return result
 
 
-def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
+def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Scores] | None:
     """Scores against a known truth on validation and test prompts, or None in settings that have none."""
     cfg = inputs.context.cfg
     if cfg.truth is None:
@@ -303,19 +297,19 @@ def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Any] | None:
     scorer = cfg.truth
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
-    scores, of_base = {}, {}
+    scores: dict[str, Scores] = {}
     for split in ("validation", "test"):
         key = (replace(inputs.context.model, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
-        scores[split] = {**score.scalars(), "rewards": score.rewards.mean(axis=1).round(6).tolist()}
-        of_base[split] = score.base_rewards.mean(axis=1).round(6).tolist()
+        rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
+        scores[split] = Scores(score.scalars(), rewards, of_base)
     log.info(
         "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
-        *(scores["test"][name] for name in ("reward", "base_reward", "win_rate", "kl")),
+        *(scores["test"].numbers[name] for name in ("reward", "base_reward", "win_rate", "kl")),
     )
-    return {"scores": scores, "base_rewards": of_base}
+    return scores
 
 
 # The base answers the same prompts alike at every point of a study: sampled once per process.

@@ -1,8 +1,8 @@
 """What a reader must know of a study beside its numbers: warnings above the table, footnotes below it."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from attnpo.runs.result import RunResult
 from attnpo.studies.arms import key_of
 from attnpo.studies.selection import all_seeds, gather, has_truth, label_of, lacking_seeds
 from attnpo.studies.study import Arm, Outcome, Point, last_line
@@ -106,39 +106,39 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
 
 def _judges(outcome: Outcome) -> Iterator[str]:
     """A line per world, seed and judge on how good it is; judges are told apart by how they judge."""
-    for where, judge in _judged(outcome):
+    for where, result in _judged(outcome):
+        parts = ("pair_accuracy", "agreement", "consistency", "other_tokens")
+        pairs, rounds, orders, other = (f"{100 * result.input('judge', name):.1f} %" for name in parts)
         yield (
-            f"{where}, on the study's pairs: "
-            f"{100 * judge['pair_accuracy']:.1f} % agree with the labels (both orders averaged), "
-            f"{100 * judge['agreement']:.1f} % of single rounds, orders agree in "
-            f"{100 * judge['consistency']:.1f} %, {100 * judge['other_tokens']:.1f} % of verdicts are neither label"
+            f"{where}, on the study's pairs: {pairs} agree with the labels (both orders averaged), {rounds} of single "
+            f"rounds, orders agree in {orders}, {other} of verdicts are neither label"
         )
 
 
 def _poor_judges(outcome: Outcome) -> Iterator[str]:
     """A line per judge whose verdicts tell nothing of preference."""
-    for where, judge in _judged(outcome):
-        if "warning" in judge:
-            yield f"WARNING: {where}: {judge['warning']}"
+    for where, result in _judged(outcome):
+        if result.judge_warning is not None:
+            yield f"WARNING: {where}: {result.judge_warning}"
 
 
-def _judged(outcome: Outcome) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each judge in words (of which arms, world, seed) with the account of its verdicts."""
-    judged: dict[tuple[str, int], list[tuple[Mapping[str, Any], list[str]]]] = {}
+def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
+    """Each judge in words (of which arms, world, seed) with a result that has the account of its verdicts."""
+    judged: dict[tuple[str, int], list[tuple[RunResult, list[str]]]] = {}
     for point, result in outcome.points:
-        if "judge" not in result["inputs"]:
+        if not result.judge:
             continue
         known = judged.setdefault((point.arm.world, point.seed), [])
-        arms = next((arms for judge, arms in known if judge == result["inputs"]["judge"]), None)
+        arms = next((arms for other, arms in known if other.judge == result.judge), None)
         if arms is None:
-            known.append((result["inputs"]["judge"], [point.arm.name]))
+            known.append((result, [point.arm.name]))
         elif point.arm.name not in arms:
             arms.append(point.arm.name)
     worlds = {world: i for i, world in enumerate(outcome.worlds)}
     for (world, seed), found in sorted(judged.items(), key=lambda item: (worlds[item[0][0]], item[0][1])):
-        for judge, arms in found:
+        for result, arms in found:
             whose = f" of {', '.join(arms)}" if len(found) > 1 else ""
-            yield f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}", judge
+            yield f"judge{whose}, {f'world {world}, ' if world else ''}seed {seed}", result
 
 
 def _costs(outcome: Outcome) -> Iterator[str]:

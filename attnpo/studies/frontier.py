@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from attnpo.analysis.intervals import Interval, paired_difference
+from attnpo.runs.result import Scores
 from attnpo.studies.selection import Spot, complete
 
 Rewards = Float[np.ndarray, "seeds prompts"]
@@ -64,19 +65,19 @@ def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[PathPoint]]:
 
 
 def _path_point(spot: Spot, seeds: Sequence[int]) -> PathPoint:
-    chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
-    kl = float(np.mean([found["scores"]["test"]["kl"] for found in chosen]))
-    validation = float(np.mean([found["scores"]["validation"]["reward"] for found in chosen]))
-    return PathPoint(
-        float(np.maximum(kl, 0.0)), validation, np.array([found["scores"]["test"]["rewards"] for found in chosen])
-    )
+    test, validation = (_of_seeds(spot, seeds, split) for split in ("test", "validation"))
+    kl = float(np.mean([scores.numbers["kl"] for scores in test]))
+    reward = float(np.mean([scores.numbers["reward"] for scores in validation]))
+    return PathPoint(float(np.maximum(kl, 0.0)), reward, np.array([scores.rewards for scores in test]))
+
+
+def _of_seeds(spot: Spot, seeds: Sequence[int], split: str) -> list[Scores]:
+    return [spot.scores(split)[spot.seeds.index(seed)] for seed in seeds]
 
 
 def _base(spot: Spot, seeds: Sequence[int]) -> PathPoint | None:
-    chosen = [spot.results[spot.seeds.index(seed)]["truth"] for seed in seeds]
-    if not all("base_rewards" in found for found in chosen):
-        return None
-    return PathPoint(0.0, -math.inf, np.array([found["base_rewards"]["test"] for found in chosen]))
+    rewards = [scores.base_rewards for scores in _of_seeds(spot, seeds, "test")]
+    return None if None in rewards else PathPoint(0.0, -math.inf, np.array(rewards))
 
 
 def at_kl(spots: Sequence[Spot], level: float) -> AtKL | None:

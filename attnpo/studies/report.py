@@ -118,7 +118,7 @@ def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
         [*([point.arm.world] if worlds else []), point.arm.name, point.seed, " ".join(point.values)]
         for point, _ in outcome.points
     ]
-    every = [dict(numbers(result)) for _, result in outcome.points]
+    every = [dict(numbers(result.to_json())) for _, result in outcome.points]
     names = list(dict.fromkeys(name for one in every for name in one))
     media: dict[str, Any] = {
         "study/table": _table((columns, [[row.get(name) for name in columns] for row in rows])),
@@ -215,11 +215,12 @@ def all_points(spots: Sequence[Spot]) -> str:
         for seed, result in zip(spot.seeds, spot.results, strict=True):
             row: Row = {**({"world": spot.arm.world} if spot.arm.world else {}), "arm": spot.arm.name, "seed": seed}
             row.update({key: value for key, value in (item.split("=", 1) for item in spot.values)})
-            for split, scores in (result["truth"] or {"scores": {}})["scores"].items():
-                row.update({f"{split}/{name}": value for name, value in scores.items() if name != "rewards"})
-            row.update({name: value for name, value in result["metrics"].items() if name.startswith("val/")})
-            row["pairs"], row["steps"] = result["inputs"]["train"].get("pairs"), result["steps"]
-            row["seconds"] = result["seconds"]["all"]
+            for split, scores in (result.truth or {}).items():
+                row.update({f"{split}/{name}": value for name, value in scores.numbers.items()})
+            row.update({name: value for name, value in result.metrics.items() if name.startswith("val/")})
+            pairs = result.split("train").get("pairs")
+            row["pairs"], row["steps"] = pairs if isinstance(pairs, int) else None, result.steps
+            row["seconds"] = result.seconds["all"]
             rows.append(row)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     return table_csv(columns, rows)

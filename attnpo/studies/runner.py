@@ -1,12 +1,14 @@
 """Runs a study: every base judged once, points run (two at a time on a laptop), finished ones reused, all collected."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnpo.runs.folders import make_folder
+from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
 from attnpo.schema import UserError, digest
 from attnpo.studies.arms import (
@@ -172,9 +174,9 @@ def _run_points(
     bases: Mapping[WorldSeed, Basis],
     missing: Mapping[WorldSeed, str],
     folder: Path,
-) -> tuple[dict[int, dict[str, Any]], dict[int, str]]:
+) -> tuple[dict[int, RunResult], dict[int, str]]:
     """Results and errors of the points by their place among them; those without a base or weights are not run."""
-    done: dict[int, dict[str, Any]] = {}
+    done: dict[int, RunResult] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
     configs: list[FitConfig] = []
@@ -199,12 +201,12 @@ def _run_points(
     for job, result, error in execute(list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone):
         i = places[job]
         count = len(done) + len(errors) + 1
-        if error is None:
+        if result is not None:
             done[i] = result
             log.info("point %d/%d %s: %s", count, len(points), points[i].label, headline(result))
         else:
-            errors[i] = error
-            log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, last_line(error))
+            errors[i] = error or ""
+            log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, last_line(errors[i]))
     return done, errors
 
 
@@ -217,7 +219,7 @@ def _lost(study: Study, point: Point, bases: Mapping[WorldSeed, Basis], missing:
     return bases[place].lost.get(name)
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
+def finished(folder: Path) -> RunResult | None:
     """The result in a point's folder, or None when there is none; one that is damaged is said to be, and made anew."""
     result, problem = read_result(folder)
     if problem is not None:
@@ -225,10 +227,10 @@ def finished(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-def headline(result: dict[str, Any]) -> str:
+def headline(result: RunResult) -> str:
     """The numbers of a point's log line."""
-    if result.get("truth"):
-        score = result["truth"]["scores"]["validation"]
-        return f"validation reward {score['reward']:.3f}, KL {score['kl']:.2f} ({result['seconds']['all']:.0f} s)"
-    metrics = result["metrics"]
-    return f"val/loss {metrics.get('val/loss', float('nan')):.4f} ({result['seconds']['all']:.0f} s)"
+    seconds = f"({result.seconds['all']:.0f} s)"
+    if result.truth is not None:
+        scores = result.truth["validation"].numbers
+        return f"validation reward {scores['reward']:.3f}, KL {scores['kl']:.2f} {seconds}"
+    return f"val/loss {result.metrics.get('val/loss', math.nan):.4f} {seconds}"

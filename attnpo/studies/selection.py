@@ -4,15 +4,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from attnpo.analysis.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.runs.result import RunResult, Scores
 from attnpo.studies.study import Arm, Outcome, Point, short
-
-Result = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,15 +20,22 @@ class Spot:
     arm: Arm
     values: tuple[str, ...]
     seeds: tuple[int, ...]
-    results: tuple[Result, ...]
+    results: tuple[RunResult, ...]
+
+    def scores(self, split: str) -> list[Scores]:
+        """The scores of a split, one per seed. ValueError where no truth is known."""
+        known = [result.truth[split] for result in self.results if result.truth is not None]
+        if len(known) < len(self.results):
+            raise ValueError(f"{self.label} has no scores against a known truth")
+        return known
 
     def truth(self, split: str, name: str) -> float:
         """The mean over seeds of a truth score."""
-        return float(np.mean([result["truth"]["scores"][split][name] for result in self.results]))
+        return float(np.mean([scores.numbers[name] for scores in self.scores(split)]))
 
     def rewards(self, split: str) -> Float[np.ndarray, "seeds prompts"]:
         """True rewards, a row per seed and a column per held-out prompt."""
-        return np.array([result["truth"]["scores"][split]["rewards"] for result in self.results])
+        return np.array([scores.rewards for scores in self.scores(split)])
 
     @cached_property
     def interval(self) -> Interval:
@@ -39,26 +44,25 @@ class Spot:
 
     def metric(self, name: str) -> float:
         """The mean over seeds of a last logged metric; NaN where it is missing."""
-        return float(np.mean([result["metrics"].get(name, math.nan) for result in self.results]))
+        return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
     def input(self, name: str, split: str = "train") -> float:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
-        return float(np.mean([result["inputs"][split].get(name, math.nan) for result in self.results]))
+        return float(np.mean([result.input(split, name) for result in self.results]))
 
     def tokens(self, side: str) -> float:
         """The median training tokens of a side's responses, mean over seeds; NaN where they are missing."""
-        found = [result["inputs"]["train"].get("tokens", {}).get(side, {}) for result in self.results]
-        return float(np.mean([counts.get("p50", math.nan) for counts in found]))
+        return float(np.mean([result.input("train", f"tokens.{side}.p50") for result in self.results]))
 
     @property
     def steps(self) -> float:
         """The mean optimiser steps of a run."""
-        return float(np.mean([result["steps"] for result in self.results]))
+        return float(np.mean([result.steps for result in self.results]))
 
     @property
     def seconds(self) -> float:
         """The mean seconds of a run."""
-        return float(np.mean([result["seconds"]["all"] for result in self.results]))
+        return float(np.mean([result.seconds["all"] for result in self.results]))
 
     @property
     def label(self) -> str:
@@ -72,9 +76,9 @@ def label_of(values: Sequence[str]) -> str:
     return " ".join(f"{short(key)} {value}" for key, value in pairs)
 
 
-def gather(points: Sequence[tuple[Point, Result]]) -> list[Spot]:
+def gather(points: Sequence[tuple[Point, RunResult]]) -> list[Spot]:
     """The results by world, arm and grid point, in the order the study lists them."""
-    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, Result]]] = {}
+    groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, RunResult]]] = {}
     for point, result in points:
         groups.setdefault((point.arm.world, point.arm.name, point.values), []).append((point, result))
     out = []
@@ -88,7 +92,7 @@ def gather(points: Sequence[tuple[Point, Result]]) -> list[Spot]:
 
 def has_truth(spots: Sequence[Spot]) -> bool:
     """Whether every result carries scores against a known truth."""
-    return all(result.get("truth") for spot in spots for result in spot.results)
+    return all(result.truth is not None for spot in spots for result in spot.results)
 
 
 def complete(spots: Sequence[Spot]) -> list[Spot]:

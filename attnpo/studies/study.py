@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.weights.layers import distinct_layers
 
@@ -284,7 +285,7 @@ class Outcome:
 
     study: Study
     arms: list[Arm]
-    points: list[tuple[Point, dict[str, Any]]]
+    points: list[tuple[Point, RunResult]]
     failed: list[tuple[Point, str]]
     record: dict[str, object]
     folder: Path

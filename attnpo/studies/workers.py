@@ -8,12 +8,12 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any
 
 from attnpo.config import load
 from attnpo.console import end_with_parent
 from attnpo.runs.identity import source_digest
 from attnpo.runs.inputs import forget, remembering
+from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
@@ -21,7 +21,7 @@ from attnpo.schema import UserError
 Job = tuple[list[str], Path]  # the overrides of a point and its folder
 
 
-Done = tuple[int, dict[str, Any], str | None]  # a job's place, its result, its error
+Done = tuple[int, RunResult | None, str | None]  # a job's place, its result, its error
 
 KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
 EDITED = "the package's source was changed while the study ran; run the study's command again"
@@ -59,7 +59,7 @@ def execute(
         for place in (yield from _until_broken(calls, left, workers)):
             # One that was killed by itself is the culprit; beside others each is tried once more, by itself.
             if workers == 1 or (yield from _until_broken(calls, deque([place]), 1)):
-                yield place, {}, KILLED
+                yield place, None, KILLED
 
 
 Call = tuple[list[str], Path, Path | None, str | None, int]
@@ -67,7 +67,7 @@ Call = tuple[list[str], Path, Path | None, str | None, int]
 
 def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Generator[Done, None, list[int]]:
     """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
-    at_work: dict[Future[tuple[dict[str, Any], str | None]], int] = {}
+    at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
     with ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
@@ -112,7 +112,7 @@ def _begin(source: str) -> None:
 
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[RunResult | None, str | None]:
     """The result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
     import traceback
 
@@ -121,7 +121,7 @@ def run_point(
     if _ended:
         raise _ended[0]
     if _edited:
-        return {}, _edited[0]
+        return None, _edited[0]
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,10 +143,10 @@ def run_point(
             _ended.append(stop)
         raise
     except UserError as error:
-        return {}, str(error)
+        return None, str(error)
     except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
         (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        return {}, traceback.format_exc().strip()
+        return None, traceback.format_exc().strip()
     finally:
         root.setLevel(level)
         root.removeHandler(handler)

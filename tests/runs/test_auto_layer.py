@@ -190,11 +190,11 @@ def test_a_run_with_auto_is_the_run_of_the_layer_found(tmp_path: Path) -> None:
     quick = ["weights=attention", "auto_layer.pairs=4", "auto_layer.draws=1", "callbacks=none", "trainer.max_epochs=1"]
     cfg = world.config(*quick, "weights.layer=auto", "resume=auto")
     result = run(cfg, tmp_path / "auto")
-    layer = result["inputs"][CHOICE]["layer"]
+    layer = result.inputs[CHOICE]["layer"]
     kept = OmegaConf.load(tmp_path / "auto" / "config.yaml")
     assert kept.weights.layer == layer
     by_hand = run(world.config(*quick, f"weights.layer={layer}"), tmp_path / "number")
-    assert by_hand["metrics"]["val/loss"] == result["metrics"]["val/loss"]
+    assert by_hand.metrics["val/loss"] == result.metrics["val/loss"]
     with judge_loads() as loads:
         assert run(cfg, tmp_path / "auto") == result  # finished: nothing is looked for again
     assert not loads

@@ -193,7 +193,7 @@ def test_the_study_runs_with_two_vocabularies(world: World, judge: Path, tmp_pat
     assert not outcome.failed
     names = ["uniform", "attention", "other judge L2", "other judge shuffled"]
     assert [point.arm.name for point, _ in outcome.points] == names
-    assert len({result["metrics"]["val/loss"] for _, result in outcome.points}) == 4
+    assert len({result.metrics["val/loss"] for _, result in outcome.points}) == 4
 
 
 def test_a_study_on_the_testbed_settles_its_second_base_while_judging(world: World, tmp_path: Path) -> None:

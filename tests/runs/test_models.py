@@ -18,6 +18,7 @@ from attnpo.models.spec import LoraSpec
 from attnpo.runs.context import RunContext, make_context, reference_fingerprint
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.models import load_policy, load_reference, load_start
+from attnpo.runs.result import RunResult
 from attnpo.runs.run import Trained, run, train
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
@@ -34,7 +35,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def runs(world: World, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, RunResult]]:
     """Folder and result of one run per kind of reference, three steps each, every step validated."""
     place = tmp_path_factory.mktemp("runs")
     return {
@@ -51,9 +52,9 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["adapter_off", "cached", "live"])
-def test_the_loss_starts_at_ln_2_and_moves(runs: dict[str, tuple[Path, dict[str, Any]]], kind: str) -> None:
+def test_the_loss_starts_at_ln_2_and_moves(runs: dict[str, tuple[Path, RunResult]], kind: str) -> None:
     folder, result = runs[kind]
-    metrics = result["metrics"]
+    metrics = result.metrics
     sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
     assert sums > 10
     # A cached and a live reference are scored in batches of other shapes, which round otherwise.
@@ -64,7 +65,7 @@ def test_the_loss_starts_at_ln_2_and_moves(runs: dict[str, tuple[Path, dict[str,
     assert json.loads((folder / "result.json").read_text())["steps"] == 3
 
 
-def test_every_kind_of_reference_trains_alike(runs: dict[str, tuple[Path, dict[str, Any]]]) -> None:
+def test_every_kind_of_reference_trains_alike(runs: dict[str, tuple[Path, RunResult]]) -> None:
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         wanted = losses(runs["live"][0], name)
         assert len(wanted) >= 3
@@ -76,8 +77,8 @@ def test_checkpointing_and_half_precision_run_the_whole_way(world: World, tmp_pa
     """The form an 8B model takes on one GPU: bfloat16 base, float32 adapters, autocast, recomputed activations."""
     half = ("model.dtype=bfloat16", "trainer.precision=bf16-mixed", "model.gradient_checkpointing=true")
     result = run(world.config(*LORA, *half, "reference=adapter_off"), tmp_path / "half")
-    assert abs(result["metrics"]["first/val/loss"] - math.log(2)) < 1e-7
-    assert abs(result["metrics"]["val/loss"] - math.log(2)) > 1e-3
+    assert abs(result.metrics["first/val/loss"] - math.log(2)) < 1e-7
+    assert abs(result.metrics["val/loss"] - math.log(2)) > 1e-3
 
 
 def test_cached_log_probs_are_the_bases_to_the_bit(world: World, tmp_path: Path) -> None:
@@ -171,14 +172,14 @@ def test_a_base_of_four_bits_runs_the_whole_way(world: World, tmp_path: Path) ->
     """Stored or with the adapters off, the reference is the quantised base; what is exported is whole."""
     for kind in ("cached", "adapter_off"):
         result = run(world.config(*QLORA, f"reference={kind}", "trainer.validate_every=1"), tmp_path / kind)
-        metrics = result["metrics"]
+        metrics = result.metrics
         sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
         assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
         assert abs(metrics["val/loss"] - math.log(2)) > 1e-3
     found = [losses(tmp_path / kind, "train/loss") for kind in ("cached", "adapter_off")]
     assert found[0] == pytest.approx(found[1], rel=2e-5) and len(found[0]) == 3
     whole = run(world.config(*LORA[1:4], "model=lora", "reference=cached", "callbacks=none"), tmp_path / "whole")
-    assert whole["metrics"]["first/val/logps/chosen"] != pytest.approx(metrics["first/val/logps/chosen"], rel=1e-4)
+    assert whole.metrics["first/val/logps/chosen"] != pytest.approx(metrics["first/val/logps/chosen"], rel=1e-4)
     state = torch.load(tmp_path / "cached" / "last" / "state.ckpt", weights_only=False)["state_dict"]
     assert state and all(".lora_" in name for name in state)
     exported = load_model(tmp_path / "cached" / "last")
@@ -199,9 +200,7 @@ def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: st
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
-def test_compiled_blocks_train_alike(
-    world: World, runs: dict[str, tuple[Path, dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_compiled_blocks_train_alike(world: World, runs: dict[str, tuple[Path, RunResult]], tmp_path: Path) -> None:
     cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=aot_eager")
     run(cfg, tmp_path / "compiled")
     for name in ("train/loss", "val/loss"):

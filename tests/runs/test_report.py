@@ -18,6 +18,7 @@ from attnpo.display.figures import training_curves
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.runs.report import card_facts, make_exporter, numbers, publish_run
+from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
 from attnpo.studies.arms import study_overrides
 from attnpo.studies.report import publish_study
@@ -86,7 +87,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     (folder / "generations.jsonl").write_text(json.dumps({"prompt": turns, "policy": "good", "reference": "bad"}))
     cfg = inputs.context.cfg
     settings = cfg.callbacks
-    result = {**RESULT, "inputs": example_statistics(inputs)}
+    result = RunResult.from_json({**RESULT, "inputs": example_statistics(inputs)})
     logger = make_config(inputs, *TRACKED).logger
     with open_loggers(logger, folder, {}) as loggers:
         loggers[-1].log_metrics({"train/loss": 0.6}, step=2)
@@ -105,7 +106,7 @@ def test_a_run_sends_its_result_account_samples_curves_and_heat_maps(inputs: Inp
     entries = {row[0]: row[1:] for row in account["data"]}
     assert account["columns"] == ["entry", "train", "val"] and entries["read"] == [TRAIN + 1, VAL]
     assert entries["pairs"] == [TRAIN, VAL]
-    assert entries["coverage"] == [result["inputs"][split]["coverage"] for split in ("train", "val")]
+    assert entries["coverage"] == [result.inputs[split]["coverage"] for split in ("train", "val")]
     summary: dict[str, Any] = {}
     for record in records(session):
         if record.WhichOneof("record_type") == "summary":
@@ -127,7 +128,7 @@ def test_what_was_switched_off_is_not_sent(inputs: Inputs, tmp_path: Path) -> No
     (folder / "generations.jsonl").write_text("rubbish of an earlier run")
     (folder / "curves.png").write_bytes(b"rubbish")
     cfg = make_config(inputs, *TRACKED, "callbacks.samples=0", "callbacks.report=false", "callbacks.heat_maps=0")
-    result = {**RESULT, "inputs": example_statistics(inputs)}
+    result = RunResult.from_json({**RESULT, "inputs": example_statistics(inputs)})
     with open_loggers(cfg.logger, folder, {}) as loggers:
         publish_run(loggers, inputs, result, cfg.callbacks, folder)
         publish_run(loggers[:1], inputs, result, inputs.context.cfg.callbacks, folder)
@@ -154,7 +155,7 @@ def test_a_study_sends_its_table_and_every_point(world: World, tmp_path: Path) -
             "seconds": {"all": 1.5},
             "truth": None,
         }
-        points.append((Point(arm, (), 7), result))
+        points.append((Point(arm, (), 7), RunResult.from_json(result)))
     study = Study("duel", {"attention": [], "uniform": []})
     outcome = Outcome(study, arms, points, [], {"grid": {}}, tmp_path / "duel", 3.0)
     publish_study(world.config(), outcome)
@@ -182,7 +183,9 @@ def test_the_points_of_a_study_of_worlds_name_theirs(world: World, tmp_path: Pat
     }
     arms = [Arm("uniform", (), world=name) for name in ("calm", "noisy")]
     study = Study("duel", {"uniform": []}, worlds={"calm": [], "noisy": []})
-    outcome = Outcome(study, arms, [(Point(arm, (), 7), result) for arm in arms], [], {}, tmp_path / "duel", 3.0)
+    outcome = Outcome(
+        study, arms, [(Point(arm, (), 7), RunResult.from_json(result)) for arm in arms], [], {}, tmp_path / "duel", 3.0
+    )
     publish_study(world.config(*TRACKED), outcome)
     (session,) = sessions(tmp_path / "duel")
     (row,) = flat_rows(session)
@@ -255,7 +258,7 @@ def test_a_whole_run_is_tracked_and_exported(world: World, tmp_path: Path) -> No
     assert [row["_step"] for row in seen if "val/loss" in row] == [0, 1, 2, 3]
     assert [row["_step"] for row in seen if "train/loss" in row] == [0, 1, 2]
     assert all(row["_step"] == row["trainer/global_step"] for row in seen)
-    assert next(row for row in reversed(seen) if "val/loss" in row)["val/loss"] == result["metrics"]["val/loss"]
+    assert next(row for row in reversed(seen) if "val/loss" in row)["val/loss"] == result.metrics["val/loss"]
     last = flat_rows(session)[-1]
     for name in ("account", "samples", "curves", "weights/heat_maps"):
         assert media(session, last, name).is_file(), name
@@ -277,7 +280,7 @@ class WithoutWandb(PathFinder):
         return None if name.partition(".")[0] == "wandb" else super().find_spec(name, path, target)
 sys.meta_path = [WithoutWandb if finder is PathFinder else finder for finder in sys.meta_path]
 from attnpo.fit import main
-from attnpo.config import compose, load, run_entry
+from attnpo.command_line import run_entry
 codes = [run_entry(main, "fit", arguments, "", "") for arguments in {arguments!r}]
 sys.exit(0 if codes == [0, 2] and "wandb" not in sys.modules else f"exit codes {codes}")
 """

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer
 from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import load
 from attnpo.runs.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of
+from attnpo.runs.result import RunResult
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
 from attnpo.schema import UserError
@@ -28,13 +28,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 @pytest.fixture(scope="module")
-def done(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def done(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunResult]:
     """A finished run's folder and its result."""
     folder = tmp_path_factory.mktemp("done") / "run"
     return folder, run(world.config(*SHORT), folder)
 
 
-def test_a_finished_run_gives_its_result_back(world: World, done: tuple[Path, dict[str, Any]]) -> None:
+def test_a_finished_run_gives_its_result_back(world: World, done: tuple[Path, RunResult]) -> None:
     """Nothing is read, trained or written again."""
     folder, result = done
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -44,7 +44,7 @@ def test_a_finished_run_gives_its_result_back(world: World, done: tuple[Path, di
 
 
 def test_a_run_that_was_killed_while_scoring_is_scored_without_training(
-    world: World, done: tuple[Path, dict[str, Any]], tmp_path: Path
+    world: World, done: tuple[Path, RunResult], tmp_path: Path
 ) -> None:
     """The state behind the last step is there, the result is not."""
     folder, result = done
@@ -53,7 +53,7 @@ def test_a_run_that_was_killed_while_scoring_is_scored_without_training(
     for name in ("last", "best"):
         (copy / name).symlink_to(folder / name)
     again = run(world.config(*SHORT, "resume=auto"), copy)
-    assert again["metrics"] == result["metrics"] and again["steps"] == result["steps"] == 3
+    assert again.metrics == result.metrics and again.steps == result.steps == 3
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_run_that_was_killed_while_scoring_is_scored_without_training(
     ],
 )
 def test_another_run_is_refused_by_its_first_differing_key(
-    world: World, done: tuple[Path, dict[str, Any]], change: str, named: str
+    world: World, done: tuple[Path, RunResult], change: str, named: str
 ) -> None:
     folder, _ = done
     cfg = world.config(*SHORT, "resume=auto", change)
@@ -89,7 +89,7 @@ def test_another_run_is_refused_by_its_first_differing_key(
         "trainer.validate_every=2",
     ],
 )
-def test_bookkeeping_may_change(world: World, done: tuple[Path, dict[str, Any]], change: str) -> None:
+def test_bookkeeping_may_change(world: World, done: tuple[Path, RunResult], change: str) -> None:
     folder, _ = done
     assert find_resume(world.config(*SHORT, "resume=auto", change), folder) == folder / "last" / STATE
 
@@ -112,7 +112,7 @@ def test_keys_that_older_versions_wrote_beside_the_numbers_do_not_stop_a_run() -
 
 
 def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
-    world: World, done: tuple[Path, dict[str, Any]]
+    world: World, done: tuple[Path, RunResult]
 ) -> None:
     """A run saved without these keys goes on, and only as it was."""
     stored = read_account(done[0] / "last")["config"]
@@ -154,7 +154,7 @@ def test_keys_of_reference_spans_count_where_spans_are_those(world: World) -> No
 
 
 def test_other_contents_under_the_same_settings_are_refused(
-    world: World, done: tuple[Path, dict[str, Any]], tmp_path: Path
+    world: World, done: tuple[Path, RunResult], tmp_path: Path
 ) -> None:
     """Two training pairs have changed places."""
     folder, _ = done
@@ -169,7 +169,7 @@ def test_other_contents_under_the_same_settings_are_refused(
 
 
 def test_another_chat_template_at_the_same_path_is_refused(
-    world: World, done: tuple[Path, dict[str, Any]], tmp_path: Path
+    world: World, done: tuple[Path, RunResult], tmp_path: Path
 ) -> None:
     """Weights, config and pairs are the same; the ids that are trained on would be others."""
     model = tmp_path / "model"
@@ -183,7 +183,7 @@ def test_another_chat_template_at_the_same_path_is_refused(
 
 
 def test_the_newest_state_is_found_between_two_renames(
-    world: World, done: tuple[Path, dict[str, Any]], tmp_path: Path
+    world: World, done: tuple[Path, RunResult], tmp_path: Path
 ) -> None:
     """Killed when last/ had been moved aside and its successor was not yet in its place."""
     folder, _ = done
@@ -194,7 +194,7 @@ def test_the_newest_state_is_found_between_two_renames(
     assert find_resume(world.config(*SHORT, "resume=auto"), tmp_path) is None
 
 
-def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, dict[str, Any]]) -> None:
+def test_a_new_run_does_not_take_a_folder_with_checkpoints(world: World, done: tuple[Path, RunResult]) -> None:
     folder, _ = done
     with pytest.raises(UserError, match=r"holds a run that was saved after step 3: .*resume=auto.* another name"):
         refuse_taken(world.config(*SHORT), folder)

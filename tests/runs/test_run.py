@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from attnpo.config import load
 from attnpo.files import seal
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.inputs import forget, make_inputs, remembering
+from attnpo.runs.result import RunResult
 from attnpo.runs.resume import find_resume
 from attnpo.runs.run import run
 from attnpo.schema import UserError
@@ -41,7 +41,7 @@ def world(template: World, tmp_path: Path) -> World:
 
 
 @pytest.fixture(scope="module")
-def first(template: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path, dict[str, Any]]:
+def first(template: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Path, RunResult]:
     """A world whose store one run has filled, that run's folder and its result."""
     place = tmp_path_factory.mktemp("first")
     world = World(template.model, template.data, place / "store")
@@ -55,10 +55,10 @@ def losses(folder: Path, name: str = "train/loss") -> list[float]:
 # ------------------------------------------------------------------------------------------------ what a run leaves
 
 
-def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, dict[str, Any]]) -> None:
+def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunResult]) -> None:
     _, folder, result = first
-    assert json.loads((folder / "result.json").read_text()) == result
-    assert result["steps"] == 3 and len(losses(folder)) == 3
+    assert json.loads((folder / "result.json").read_text()) == result.to_json()
+    assert result.steps == 3 and len(losses(folder)) == 3
     assert len(losses(folder, "val/loss")) == 4
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     page = (folder / "report.html").read_text()
@@ -68,14 +68,14 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, dict[s
     assert len((folder / "generations.jsonl").read_text().splitlines()) == 2
     config = OmegaConf.load(folder / "config.yaml")
     assert config.objective.beta == 0.1 and "???" not in (folder / "config.yaml").read_text()
-    inputs = result["inputs"]
+    inputs = result.inputs
     assert (inputs["train"]["read"], inputs["train"]["pairs"], inputs["val"]["pairs"]) == (TRAIN, TRAIN, VAL)
     assert inputs["weights"] == {"from_store": 0, "computed": PAIRS}
     assert 0.0 < inputs["train"]["effective_share"] < 1.0
     assert set(inputs["judge"]) >= {"agreement", "pair_accuracy", "consistency"}
 
 
-def test_best_and_last_are_model_folders(first: tuple[World, Path, dict[str, Any]]) -> None:
+def test_best_and_last_are_model_folders(first: tuple[World, Path, RunResult]) -> None:
     world, folder, _ = first
     start = AutoModelForCausalLM.from_pretrained(world.model).state_dict()
     for name in ("best", "last"):
@@ -86,10 +86,10 @@ def test_best_and_last_are_model_folders(first: tuple[World, Path, dict[str, Any
         assert AutoTokenizer.from_pretrained(folder / name).chat_template is not None
 
 
-def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, dict[str, Any]]) -> None:
+def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, RunResult]) -> None:
     """Policy and reference are one model then; what may differ is rounding of the summed log-probabilities."""
     _, _, result = first
-    metrics = result["metrics"]
+    metrics = result.metrics
     sums = abs(metrics["first/val/logps/chosen"]) + abs(metrics["first/val/logps/rejected"])
     assert sums > 10
     assert abs(metrics["first/val/loss"] - math.log(2)) < 0.1 * sums * 2**-21
@@ -100,18 +100,18 @@ def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, dict[s
 
 
 def test_stored_weights_train_like_fresh_ones_without_a_judge(
-    first: tuple[World, Path, dict[str, Any]], tmp_path: Path
+    first: tuple[World, Path, RunResult], tmp_path: Path
 ) -> None:
     world, folder, _ = first
     with judge_loads() as loaded:
         result = run(world.config("trainer.validate_every=1", *QUICK), tmp_path / "again")
     assert loaded == []
-    assert result["inputs"]["weights"] == {"from_store": PAIRS, "computed": 0}
+    assert result.inputs["weights"] == {"from_store": PAIRS, "computed": 0}
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert losses(tmp_path / "again", name) == losses(folder, name), name
 
 
-def test_a_cached_reference_trains_like_a_live_one(first: tuple[World, Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_a_cached_reference_trains_like_a_live_one(first: tuple[World, Path, RunResult], tmp_path: Path) -> None:
     world, folder, _ = first
     run(world.config("trainer.validate_every=1", "reference=cached", *QUICK), tmp_path / "cached")
     for name in ("train/loss", "val/loss"):
@@ -141,7 +141,7 @@ def computed(cfg: FitConfig) -> int:
     ],
 )
 def test_what_changes_the_judges_numbers_changes_the_key(
-    first: tuple[World, Path, dict[str, Any]], tmp_path: Path, change: str
+    first: tuple[World, Path, RunResult], tmp_path: Path, change: str
 ) -> None:
     world, _, _ = first
     if change == "model.chat_template":
@@ -170,9 +170,7 @@ def test_what_changes_the_judges_numbers_changes_the_key(
         "model.dtype=bfloat16",
     ],
 )
-def test_what_does_not_change_them_finds_the_stored_ones(
-    first: tuple[World, Path, dict[str, Any]], change: str
-) -> None:
+def test_what_does_not_change_them_finds_the_stored_ones(first: tuple[World, Path, RunResult], change: str) -> None:
     assert computed(first[0].config(change)) == 0
 
 
@@ -248,7 +246,7 @@ def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
 
 
 @pytest.mark.slow
-def test_two_sharded_processes_make_one_run(first: tuple[World, Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult], tmp_path: Path) -> None:
     """FSDP2 through the command line: the losses of one process, one set of files, samples of the gathered policy.
 
     How many devices there are, the launcher says.
@@ -262,7 +260,7 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, dict[str, 
         assert losses(tmp_path / "two", name) == pytest.approx(losses(folder, name), rel=2e-5, abs=2e-5), name
     assert {path.name for path in (tmp_path / "two").iterdir()} == {path.name for path in folder.iterdir()}
     assert json.loads((tmp_path / "two" / "result.json").read_text())["inputs"] == {
-        **result["inputs"],
+        **result.inputs,
         "weights": {"from_store": PAIRS, "computed": 0},
     }
     assert len((tmp_path / "two" / "generations.jsonl").read_text().splitlines()) == 2
@@ -293,7 +291,7 @@ def test_paths_that_are_not_given_are_asked_for(given: list[str], lacking: str, 
     ],
 )
 def test_a_wrong_setting_is_named(
-    first: tuple[World, Path, dict[str, Any]], tmp_path: Path, override: str, message: str
+    first: tuple[World, Path, RunResult], tmp_path: Path, override: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
         run(first[0].config(override), tmp_path / "run")
@@ -317,7 +315,7 @@ def test_resume_auto_starts_anew_where_there_is_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_wandb_offline_needs_no_account(
-    first: tuple[World, Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: tuple[World, Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two runs in one process are two W&B runs; metrics.csv is written as ever."""
     import wandb

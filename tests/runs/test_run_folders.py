@@ -112,7 +112,7 @@ def test_a_run_forked_behind_the_last_step_has_a_whole_folder(world: World, done
     source = contents(done)
     result = run(world.config(*SHORT, f"resume={done / 'last'}"), folder)
     assert contents(done) == source
-    assert result["steps"] == 3 and read_account(folder / "last")["step"] == 3
+    assert result.steps == 3 and read_account(folder / "last")["step"] == 3
     assert (folder / "last" / "model.safetensors").read_bytes() == (done / "last" / "model.safetensors").read_bytes()
     assert find_resume(world.config(*SHORT, "resume=auto"), folder) == folder / "last" / STATE
     assert read_metrics(folder / "metrics.csv") == read_metrics(done / "metrics.csv")
@@ -166,8 +166,8 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
     state = (folder / "last" / STATE).read_bytes()
     rows, numbers = read_metrics(folder / "metrics.csv"), json.loads((folder / "result.json.part").read_text())
     result = run(cfg, folder)
-    assert json.loads((folder / "result.json").read_text()) == result
-    assert result["metrics"] == numbers["metrics"] and result["steps"] == 3
+    assert json.loads((folder / "result.json").read_text()) == result.to_json()
+    assert result.metrics == numbers["metrics"] and result.steps == 3
     assert (folder / "last" / STATE).read_bytes() == state
     assert read_metrics(folder / "metrics.csv") == rows
     assert (folder / "report.html").is_file() and (folder / "curves.png").is_file()
@@ -248,5 +248,5 @@ def test_a_damaged_last_is_left_behind_by_way_of_best(world: World, done: Path, 
     (folder / "result.json").unlink()
     (folder / "last" / STATE).write_bytes(b"")
     result = run(world.config(*SHORT, f"resume={folder / 'best'}"), folder)
-    assert result["steps"] == 3
+    assert result.steps == 3
     assert find_resume(world.config(*SHORT, "resume=auto"), folder) == folder / "last" / STATE

@@ -63,12 +63,12 @@ def test_a_whole_run_on_known_parts(world: World, tmp_path: Path) -> None:
     with loads() as loaded:
         result = run(world.config(*KNOWN, f"store={tmp_path}"), tmp_path / "one")
     assert len(loaded) == 1
-    account = result["inputs"]["verbalizer"]
+    account = result.inputs["verbalizer"]
     assert (account["pairs"], account["answers"], account["parse_rate"]) == (PAIRS, 2 * PAIRS, 1.0)
     assert (account["coverage"], account["problems"], account["dropped_pairs"]) == (1.0, {}, 0)
     assert account["parts"] >= 2 * PAIRS
-    assert result["inputs"]["train"]["pairs"] == TRAIN
-    assert "judge_prompts" not in result["inputs"] and "judge" not in result["inputs"]
+    assert result.inputs["train"]["pairs"] == TRAIN
+    assert "judge_prompts" not in result.inputs and "judge" not in result.inputs
     stored = json.loads((tmp_path / "one" / "result.json").read_text(encoding="utf-8"))
     assert stored["inputs"]["verbalizer"] == account
 
@@ -138,8 +138,8 @@ def test_an_objective_that_reads_no_weights_is_refused_before_anything_loads(wor
 def test_true_importance_trains(world: World, tmp_path: Path) -> None:
     overrides = ("weights=true_importance", "weights.grammar={min_clauses: 1, max_clauses: 2}")
     result = run(world.config(*overrides, f"store={tmp_path}"), tmp_path / "truth")
-    assert result["inputs"]["train"]["pairs"] == TRAIN
-    assert result["inputs"]["train"]["effective_share"] < 0.5
+    assert result.inputs["train"]["pairs"] == TRAIN
+    assert result.inputs["train"]["effective_share"] < 0.5
 
 
 def test_several_processes_do_not_ask_the_same(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

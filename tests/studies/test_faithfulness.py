@@ -14,6 +14,7 @@ from attnpo.display.page import Image, TableBlock, report_page
 from attnpo.runs.auto_layer import calibration_pairs
 from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.weighing import weigh
 from attnpo.schema import PreferencePair, UserError
 from attnpo.studies.faithfulness import EQUAL, ROLLOUT, TRUTH, Faithfulness, true_mass
@@ -140,8 +141,8 @@ def outcome(folder: Path, rewards: dict[int, dict[int, list[tuple[float, float]]
     for seed, found in rewards.items():
         for layer, grid in found.items():
             for number, (kl, reward) in enumerate(grid):
-                scores = {"reward": reward, "kl": kl, "rewards": [reward] * 3}
-                result = {"truth": {"scores": {"validation": scores, "test": scores}}, "metrics": {}, "inputs": {}}
+                scores = Scores({"reward": reward, "kl": kl}, [reward] * 3)
+                result = RunResult(seed, 1, {}, {}, {}, {}, {"validation": scores, "test": scores})
                 points.append((Point(arms[layer], (f"objective.beta={number}",), seed), result))
     study = Study("faithfulness", {"uniform": ["weights=uniform"], "attention": ["weights=attention"]})
     return Outcome(study, list(arms.values()), points, [], {}, folder, 1.0)

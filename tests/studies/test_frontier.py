@@ -1,11 +1,11 @@
 """Rewards at a KL, read off an arm's path: numbers derived by hand."""
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
+from attnpo.runs.result import RunResult, Scores
 from attnpo.studies.frontier import at_kl, difference, path_of
 from attnpo.studies.selection import Spot
 from attnpo.studies.study import Arm
@@ -14,12 +14,12 @@ ARM = Arm("attention", ())
 BASE = [-1.0, 0.0]  # rewards of the base on two test prompts
 
 
-def result(kl: float, validation: float, rewards: list[float], base: list[float] | None = BASE) -> dict[str, Any]:
+def result(kl: float, validation: float, rewards: list[float], base: list[float] | None = BASE) -> RunResult:
     scores = {
-        "validation": {"reward": validation, "kl": 9.0},  # another KL than on test prompts, and not looked at
-        "test": {"reward": float(np.mean(rewards)), "kl": kl, "rewards": rewards},
+        "validation": Scores({"reward": validation, "kl": 9.0}, []),  # another KL than on test prompts, not looked at
+        "test": Scores({"reward": float(np.mean(rewards)), "kl": kl}, rewards, base),
     }
-    return {"truth": {"scores": scores, **({} if base is None else {"base_rewards": {"test": base}})}}
+    return RunResult(0, 1, {}, {}, {}, {}, scores)
 
 
 def spot(name: str, kl: float, validation: float, rewards: list[float], seeds: tuple[int, ...] = (0,)) -> Spot:

@@ -10,6 +10,7 @@ import pytest
 
 from attnpo.config import load
 from attnpo.reports.finished import run_row
+from attnpo.runs.result import RunResult
 from attnpo.runs.settings import require_reference
 from attnpo.schema import UserError
 from attnpo.studies.arms import Composed, check_distinct, check_user, of_points, point_config
@@ -208,15 +209,17 @@ def scores(reward: float, kl: float) -> dict[str, Any]:
     return {**own, "base_reward": 0.0, "base_length": 18.0, "base_broken": 0.0}
 
 
-def result(reward: float, kl: float) -> dict[str, Any]:
+def result(reward: float, kl: float) -> RunResult:
     both = {"validation": scores(reward, kl), "test": scores(reward, kl)}
-    return {
-        "steps": 1,
-        "metrics": {},
-        "inputs": {"train": {"pairs": 2, "effective_share": 1.0, "coverage": 1.0}},
-        "seconds": {"all": 1.0},
-        "truth": {"scores": both, "base_rewards": {"test": [0.0], "validation": [0.0]}},
-    }
+    return RunResult.from_json(
+        {
+            "steps": 1,
+            "metrics": {},
+            "inputs": {"train": {"pairs": 2, "effective_share": 1.0, "coverage": 1.0}},
+            "seconds": {"all": 1.0},
+            "truth": {"scores": both, "base_rewards": {"test": [0.0], "validation": [0.0]}},
+        }
+    )
 
 
 STUDY = Study(

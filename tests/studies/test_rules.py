@@ -222,4 +222,4 @@ def test_points_in_processes_of_their_own_end_like_those_run_here(world: World, 
     }
     assert spawned.keys() == here.keys() == {0, 1}
     for place in (0, 1):
-        assert spawned[place]["metrics"] == pytest.approx(here[place]["metrics"], rel=1e-5, abs=1e-6)
+        assert spawned[place].metrics == pytest.approx(here[place].metrics, rel=1e-5, abs=1e-6)

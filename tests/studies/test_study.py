@@ -236,8 +236,8 @@ def test_a_failed_point_is_named_and_the_others_are_run(outcome: tuple[Outcome, 
     ((point, error),) = found.failed
     assert point.arm.name == "broken" and "data.val_split=nowhere" in error
     for _, result in found.points:
-        assert result["steps"] == 1
-    assert [result["inputs"].get("weights") for _, result in found.points] == [None, {"from_store": 18, "computed": 0}]
+        assert result.steps == 1
+    assert [result.inputs.get("weights") for _, result in found.points] == [None, {"from_store": 18, "computed": 0}]
 
 
 def test_a_point_is_what_its_overrides_say(
@@ -252,7 +252,7 @@ def test_a_point_is_what_its_overrides_say(
     assert (config.study, config.callbacks.checkpoints, config.trainer.max_steps) == (None, False, 1)
     assert "experiment=tiny" not in overrides and "weights=attention" in overrides
     (place,) = (folder / "points").glob("attention-lr=0.001-beta=0.2-seed0-*")
-    assert json.loads((place / "result.json").read_text()) == result
+    assert json.loads((place / "result.json").read_text()) == result.to_json()
     assert "before the first step" in (place / "log.txt").read_text()
 
 

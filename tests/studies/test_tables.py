@@ -11,6 +11,7 @@ import pytest
 from attnpo.analysis.intervals import Interval
 from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
+from attnpo.runs.result import RunResult
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
 from attnpo.studies.selection import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
@@ -57,12 +58,16 @@ def result(
     }
 
 
+def typed(points: list[tuple[Point, dict[str, Any]]]) -> list[tuple[Point, RunResult]]:
+    return [(point, RunResult.from_json(made)) for point, made in points]
+
+
 def make_outcome(points: list[tuple[Point, dict[str, Any]]], failed: list[tuple[Point, str]] | None = None) -> Outcome:
-    return Outcome(STUDY, [UNIFORM, ATTENTION], points, failed or [], {"grid": "g"}, Path("out"), 12.0)
+    return Outcome(STUDY, [UNIFORM, ATTENTION], typed(points), failed or [], {"grid": "g"}, Path("out"), 12.0)
 
 
 def spot(values: tuple[str, ...], *results: dict[str, Any]) -> Spot:
-    return Spot(ATTENTION, values, tuple(range(len(results))), results)
+    return Spot(ATTENTION, values, tuple(range(len(results))), tuple(map(RunResult.from_json, results)))
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -119,9 +124,9 @@ def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
         (Point(UNIFORM, LOW, 0), result(validation=0.5)),
         (Point(ATTENTION, LOW, 0), result(validation=0.75)),
     ]
-    spots = gather(points)
+    spots = gather(typed(points))
     assert [(found.arm.name, found.seeds) for found in spots] == [("attention", (0, 1)), ("uniform", (0,))]
-    assert [row["truth"]["scores"]["validation"]["reward"] for row in spots[0].results] == [0.75, 0.25]
+    assert [row.truth["validation"].numbers["reward"] for row in spots[0].results] == [0.75, 0.25]
     assert spots[0].truth("validation", "reward") == 0.5
     assert spots[0].label == "lr 5e-05 beta 0.1"
     assert list(best_by_arm(make_outcome(points))) == ["uniform", "attention"]
@@ -151,11 +156,12 @@ def test_rows_are_the_base_and_every_arm_at_its_best_point() -> None:
 
 
 def test_arms_are_compared_on_the_seeds_they_share() -> None:
-    one = Spot(ATTENTION, LOW, (0, 2), (result(test=[0.5, 0.5]), result(test=[1.0, 1.0])))
-    other = Spot(UNIFORM, LOW, (1, 2), (result(test=[0.75, 0.75]), result(test=[0.25, 0.5])))
+    made = [RunResult.from_json(result(test=test)) for test in ([0.5, 0.5], [1.0, 1.0], [0.75, 0.75], [0.25, 0.5])]
+    one = Spot(ATTENTION, LOW, (0, 2), (made[0], made[1]))
+    other = Spot(UNIFORM, LOW, (1, 2), (made[2], made[3]))
     found = against(one, other)
     assert found is not None and found.mean == pytest.approx((0.75 + 0.5) / 2)
-    assert against(one, Spot(UNIFORM, LOW, (1,), (result(),))) is None
+    assert against(one, Spot(UNIFORM, LOW, (1,), (RunResult.from_json(result()),))) is None
 
 
 def test_without_a_truth_the_table_holds_validation_metrics() -> None:
@@ -267,7 +273,7 @@ def test_a_judge_that_knows_nothing_is_a_warning_above_the_table() -> None:
 
 
 def test_every_run_is_a_row_of_the_file() -> None:
-    lines = all_points(gather(POINTS)).splitlines()
+    lines = all_points(gather(typed(POINTS))).splitlines()
     assert len(lines) == 5
     assert lines[0].split(",")[:4] == ["arm", "seed", "optimizer.lr", "objective.beta"]
     assert "test/reward" in lines[0] and "test/rewards" not in lines[0].split(",")
@@ -293,7 +299,7 @@ def run_of(arm: Arm, values: tuple[str, ...], validation: float, kl: float, test
 
 def tuned(points: list[tuple[Point, dict[str, Any]]], study: Study = TUNED, **more: Any) -> Outcome:
     arms = list(dict.fromkeys(point.arm for point, _ in [*points, *more.get("failed", [])]))
-    return Outcome(study, arms, points, more.get("failed", []), {}, Path("out"), 1.0)
+    return Outcome(study, arms, typed(points), more.get("failed", []), {}, Path("out"), 1.0)
 
 
 def test_at_equal_kl_each_arm_stands_on_its_own_path() -> None:
@@ -375,7 +381,7 @@ def test_worlds_are_compared_within_themselves() -> None:
         (world, arm) for world in ("calm", "noisy") for arm in ("base", "uniform", "attention")
     ]
     assert [row.get("minus uniform") for row in rows[2::3]] == ["+0.500 [0.500, 0.500]", "-0.250 [-0.250, -0.250]"]
-    assert all_points(gather(points)).startswith("world,arm,seed")
+    assert all_points(gather(typed(points))).startswith("world,arm,seed")
 
 
 # ------------------------------------------------------------------------------------------------ what is lost

@@ -203,7 +203,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_run_trains_with_transport_weights(world: Any, tmp_path: Path, reference: str) -> None:
     chosen = ("weights=transport", "objective=otpo", "objective.beta=0.5", "optimizer.lr=1e-2", "callbacks=none")
     result = run(world.config(*chosen, f"reference={reference}", "trainer.validate_every=1"), tmp_path / "run")
-    metrics = result["metrics"]
+    metrics = result.metrics
     assert metrics["first/val/loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(metrics["val/loss"] - math.log(2)) > 1e-3
     logged = read_metrics(tmp_path / "run" / "metrics.csv")

@@ -1,0 +1,105 @@
+"""The result of a run: what ``result.json`` holds, typed. Written and read here alone."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from attnpo.files import Json, flat
+
+REWARDS = "rewards"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores of a policy on the held-out prompts of one split.
+
+    ``numbers`` are scalars by name (reward, win_rate, kl, ...); ``rewards`` the true reward of every prompt, the mean
+    of its answers; ``base_rewards`` the same of the base, None in results of versions that did not keep them.
+    """
+
+    numbers: dict[str, float]
+    rewards: list[float]
+    base_rewards: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run says of itself.
+
+    ``seconds``: of the training ("train") and of the whole run ("all"). ``metrics``: the last logged values.
+    ``inputs``: what became of the inputs, by split and part (``runs.input_summary``). ``truth``: scores by split, None
+    in settings without a known truth.
+    """
+
+    seed: int
+    steps: int
+    seconds: dict[str, float]
+    metrics: dict[str, float]
+    inputs: dict[str, Json]
+    versions: dict[str, str]
+    truth: dict[str, Scores] | None
+
+    def split(self, name: str) -> dict[str, Json]:
+        """What became of a split's pairs; empty where it is not said."""
+        part = self.inputs.get(name)
+        return part if isinstance(part, dict) else {}
+
+    def input(self, split: str, name: str) -> float:
+        """A number of a split's account by its dotted ``name``; NaN where it is missing."""
+        value = dict(flat(self.split(split))).get(name)
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def judge(self) -> dict[str, Json]:
+        """How good the judge's verdicts are; empty where none were read."""
+        return self.split("judge")
+
+    @property
+    def judge_warning(self) -> str | None:
+        """What is wrong with the judge's verdicts, if they tell nothing of preference."""
+        warning = self.judge.get("warning")
+        return None if warning is None else str(warning)
+
+    def to_json(self) -> dict[str, object]:
+        """The content of ``result.json``."""
+        truth = None
+        if self.truth is not None:
+            truth = {
+                "scores": {split: {**found.numbers, REWARDS: found.rewards} for split, found in self.truth.items()},
+                "base_rewards": {
+                    split: found.base_rewards for split, found in self.truth.items() if found.base_rewards is not None
+                },
+            }
+        parts = ("seed", "steps", "seconds", "metrics", "inputs", "versions")
+        return {**{name: getattr(self, name) for name in parts}, "truth": truth}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RunResult":
+        """The result that ``to_json`` wrote. ValueError for what is no result of a run."""
+        try:
+            truth = None
+            if data["truth"]:
+                base = data["truth"].get("base_rewards", {})
+                truth = {
+                    split: Scores(
+                        {name: value for name, value in found.items() if name != REWARDS},
+                        found.get(REWARDS, []),
+                        base.get(split),
+                    )
+                    for split, found in data["truth"]["scores"].items()
+                }
+            seconds, metrics, inputs = (dict(data[name]) for name in ("seconds", "metrics", "inputs"))
+            versions = dict(data.get("versions", {}))
+            return cls(int(data.get("seed", 0)), int(data["steps"]), seconds, metrics, inputs, versions, truth)
+        except (KeyError, TypeError, AttributeError) as problem:
+            raise ValueError(f"it is no result of a run: {problem!r}") from problem
+
+    @classmethod
+    def read(cls, text: str) -> "RunResult":
+        """The result in the text of a ``result.json``. ValueError for what is none."""
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
+        return cls.from_json(data)
