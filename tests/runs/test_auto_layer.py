@@ -78,7 +78,7 @@ def test_four_pairs_carry_no_choice_and_every_run_is_told(
 
 def choice(scores: dict[int, float], error: float | None, errors: dict[int, float | None], **more: Any) -> LayerChoice:
     values = {"full": 2.0, "pairs": 60, "left_out": 4, "emptied": 0, "prompts": 9, "seconds": 1.0} | more
-    return LayerChoice(best_layer(scores), scores, error, errors, rules={"pairs": 64}, **values)
+    return LayerChoice(best_layer(scores), scores, error, errors, rules=AutoLayer(pairs=64), **values)
 
 
 @pytest.mark.parametrize(

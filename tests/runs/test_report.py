@@ -268,7 +268,7 @@ def test_a_whole_run_is_tracked_and_exported(world: World, tmp_path: Path) -> No
     assert ends == tokenizer.eos_token_id
     assert str(AutoModelForCausalLM.from_pretrained(folder / "last", dtype="auto").dtype) == "torch.bfloat16"
     card = (folder / "last" / "README.md").read_text()
-    assert "Validation at step 3" in card and f"| val/loss | {result['metrics']['val/loss']:.6g} |" in card
+    assert "Validation at step 3" in card and f"| val/loss | {result.metrics['val/loss']:.6g} |" in card
 
 
 BLOCK = """

@@ -24,7 +24,8 @@ def outcomes(
     monkeypatch.setattr(workers, "run_point", fragile)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [([name], folder) for name in names]
-    found = {names[place]: (result.get("name"), error) for place, result, error in execute(jobs, 2, None, None, here)}
+    ended = execute(jobs, 2, None, None, here)
+    found = {names[place]: (result and result["name"], error) for place, result, error in ended}
     assert found.keys() == set(names)
     return found
 
@@ -62,7 +63,7 @@ def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, m
     monkeypatch.setattr(workers, "source_digest", lambda: "another")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [(["seed=0"], tmp_path / name) for name in ("one", "two")]
-    assert sorted(execute(jobs, 2, None, None)) == [(0, {}, EDITED), (1, {}, EDITED)]
+    assert sorted(execute(jobs, 2, None, None)) == [(0, None, EDITED), (1, None, EDITED)]
     assert not list(tmp_path.iterdir())
 
 
