@@ -123,10 +123,11 @@ def _locate(dotted: str) -> Any:
 
 
 def _parameters(target: Any) -> dict[str, bool]:
-    """Each field of a dataclass with whether it is required."""
+    """Each field of a dataclass with whether it is required; those by keyword alone, a base's own, come last."""
+    declared = sorted(dataclasses.fields(target), key=lambda field: field.kw_only is True)
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        for field in sorted(dataclasses.fields(target), key=lambda field: field.kw_only is True)  # a base's own come last
+        for field in declared
         if field.init
     }
 
