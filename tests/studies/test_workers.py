@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
+from attnpo.config import load
 from attnpo.studies import workers
 from attnpo.studies.workers import EDITED, KILLED, Job, execute, on_gpu
 from tests.runs.fragile import fragile
@@ -133,7 +133,7 @@ def test_a_study_on_a_cpu_leaves_the_gpu_of_its_machine_alone(
     there: bool, accelerators: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    assert on_gpu([OmegaConf.create({"trainer": {"accelerator": name}}) for name in accelerators]) == expected
+    assert on_gpu([load("fit", [f"trainer.accelerator={name}"]) for name in accelerators]) == expected
 
 
 def test_a_study_on_a_cpu_runs_in_processes_on_a_machine_with_a_gpu(
