@@ -19,6 +19,7 @@ else:  # the tests' type checker (beartype) fails on an alias that refers to its
 """What a JSON text can hold."""
 
 SEAL = "digests.json"
+WRITING = ".writing-"
 RECORD = "digest"
 # The umask can only be read by setting it, which two threads must not do at once: read at import, with one thread.
 _UMASK = os.umask(0)
@@ -30,7 +31,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
     The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
@@ -192,6 +193,12 @@ def in_bytes(count: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes what a killed process was writing into ``folder``; no other process may be writing there."""
+    for path in folder.glob(f"{WRITING}*"):
+        path.unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------- nested values

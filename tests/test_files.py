@@ -9,10 +9,12 @@ import pytest
 
 from attnpo.files import (
     SEAL,
+    WRITING,
     changed,
     file_digest,
     is_sealed,
     read_record,
+    remove_unfinished,
     seal,
     set_aside,
     share,
@@ -130,3 +132,11 @@ def test_a_record_with_another_digit_or_without_a_digest_is_none(tmp_path: Path)
     assert read_record(path) is None
     path.write_text('{"score": 0.25}')
     assert read_record(path) is None
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in (f"{WRITING}abc", "config.yaml", ".hidden"):
+        (tmp_path / name).write_text("x")
+    remove_unfinished(tmp_path)
+    remove_unfinished(tmp_path / "absent")
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", ".hidden"}

@@ -136,7 +136,7 @@ def test_a_methods_row_is_one_run_of_its_search(name: str) -> None:
 def _set(cfg: FitConfig, word: str) -> bool:
     """Whether a configuration has what an override sets."""
     key, _, text = word.partition("=")
-    return bool(flat(cfg.values).get(key) == yaml_value(text))
+    return bool(dict(flat(cfg.values)).get(key) == yaml_value(text))
 
 
 @pytest.mark.parametrize("setting", LLAMAS)

@@ -23,8 +23,9 @@ from attnpo.weights.base import WeightSource
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# The class of the root, which is that of the command.
+# The class of the root, which is that of the command, and keys of studies, which runs do not have.
 ROOT = ("_target_",)
+OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_epochs", "live_reference")
 # What lies at these paths is compared instead.
 PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
@@ -105,7 +106,7 @@ def component(value: object) -> object:
 
 def may_lack(key: str) -> bool:
     """Whether a config may lack ``key`` among its numbers and still be that of the same run."""
-    return below(key, (*ROOT, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
+    return below(key, (*ROOT, *OF_STUDIES, LAYER, *bookkeeping_keys(RunConfig), *PATHS, *BESIDE, *NEEDED))
 
 
 def below(key: str, parents: Sequence[str]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attnpo.config import as_yaml
-from attnpo.files import SEAL, changed, file_digest, is_sealed, seal, sealed, to_disk, write_whole
+from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.identity import LATER, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
@@ -305,6 +305,8 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
 
     A run that goes on from another one's checkpoint begins with the rows of its metrics.
     """
+    for place in (folder, folder / LOGS):
+        remove_unfinished(place)
     if resume is None or forked(folder, resume):
         clear(folder)
     (folder / RESULT).unlink(missing_ok=True)

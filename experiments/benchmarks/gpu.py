@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.gpu [--max-length 1024] [--layouts shared_prefix packed padded] [--json FILE]
     python -m experiments.benchmarks.gpu --tiny                    a toy size on any machine, to see that it runs
 
-Needs torch, transformers and of attnpo the schema, models and objectives, so that it runs where the rest is not
+Needs torch, transformers and of attnpo the files, schema, models and objectives, so that it runs where the rest is not
 installed. A time is that of a whole optimiser step of ``--pairs`` pairs: forward and backward of its micro-batches with
 the reference's log-probabilities at hand (``--reference live``: a second model runs in every step), and the optimiser.
 FLOPs are counted as they are run (on a CPU without those of attention); the floor is what no exact step can do without

@@ -109,7 +109,7 @@ def end_of(folder: Path) -> dict[str, Any]:
         "result": result,
         "rows": [without_speed(row) for row in read_metrics(folder / "metrics.csv")],
         "policies": [(folder / name / "model.safetensors").read_bytes() for name in ("best", "last")],
-        "settings": saved_numbers(folder / "config.yaml"),
+        "settings": saved_numbers(folder / "config.yaml", load("fit", ["experiment=none"])),
     }
 
 

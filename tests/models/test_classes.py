@@ -18,7 +18,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
 from attnpo.training.memory import count_parameters
 from attnpo.training.model_shape import Shape
-from tests.models.classes import VOCAB, tiny_folder
+from tests.models.classes import SHAPE, VOCAB, tiny_folder
 
 # Beginnings in common, a prompt longer than every window here, and one that is not.
 START = [(7 * place + 3) % VOCAB for place in range(30)]

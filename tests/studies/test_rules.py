@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.config import compose, read
+from attnpo.config import compose, load, read
 from attnpo.console import process
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import make_inputs
@@ -73,13 +73,12 @@ def test_an_experiment_that_sets_what_no_point_would_get_is_refused(tmp_path: Pa
     """Its seed is the study's first; anything else on the command line reaches the points."""
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "more.yaml").write_text(MORE, encoding="utf-8")
-    cfg = compose("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
+    cfg = load("fit", ["setting=real_smoke", "experiment=more"], tmp_path)
     with pytest.raises(UserError, match=r"experiment sets batch\.shuffle, .*put it into study\.shared"):
-        check_user(cfg, build(cfg.study))
-    cfg = compose("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
-    study = build(cfg.study)
-    check_user(cfg, study)
-    made, _ = arm_config(cfg, study, ["weights=uniform"])
+        check_user(cfg, cfg.study)
+    cfg = load("fit", ["setting=real_smoke", "experiment=more", "batch.shuffle=false"], tmp_path)
+    check_user(cfg, cfg.study)
+    made = arm_config(cfg, cfg.study, ["weights=uniform"]).config
     assert (made.seed, made.batch.shuffle) == (4, False)
 
 
