@@ -7,8 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
 MOST = 40
 
-RESULT = "a run's result as it lies in result.json; it becomes a dataclass"
-ACCOUNT = "what became of a run's inputs, nested as result.json has it; it becomes a dataclass"
+ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
 REASONS = {
     "analysis/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
@@ -21,23 +20,17 @@ REASONS = {
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "runs/input_summary.py::example_statistics": ACCOUNT,
     "runs/input_summary.py::split_lines": ACCOUNT,
-    "runs/report.py::account_table": ACCOUNT,
-    **{f"runs/report.py::{name}": RESULT for name in ("write_run_report", "publish_run")},
+    "runs/result.py::from_json": "JSON as it was read, taken apart and checked here",
     "runs/report.py::_table": "a class of wandb, which is imported inside functions only",
     **{
         f"runs/report.py::{name}": CARD
         for name in ("card_facts", "_base_facts", "_data_facts", "_judge_facts", "_place")
     },
-    **{f"runs/resume.py::{name}": RESULT for name in ("read_result", "finished")},
-    **{f"runs/run.py::{name}": RESULT for name in ("run", "score_truth")},
     **{
         f"runs/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")
     },
-    **{f"studies/runner.py::{name}": RESULT for name in ("_run_points", "finished", "headline")},
     "studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
-    "studies/footnotes.py::_judged": RESULT,
-    "studies/workers.py::run_point": RESULT,
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
 }
 

@@ -1,6 +1,7 @@
 """Which checkpoint ``best/`` keeps: the direction follows from ``callbacks.monitor``, and cannot contradict it."""
 
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from attnpo import fit
 from attnpo.command_line import run_entry
 from attnpo.files import seal
 from attnpo.runs.identity import numbers_of
+from attnpo.runs.result import RunResult
 from attnpo.runs.resume import finished
 from attnpo.schema import UserError
 from attnpo.training.checkpoint_folders import read_account
@@ -99,7 +101,8 @@ def test_a_run_whose_mode_was_written_out_is_the_same_run(world: World, tmp_path
     assert numbers_of(world.config("callbacks=default", "callbacks.monitor=val/rewards/margins"))[name] == "max"
     old = world.composed("callbacks=default", "callbacks.mode=min", "callbacks.monitor=val/rewards/margins")
     OmegaConf.save(old, tmp_path / "config.yaml")
-    (tmp_path / "result.json").write_text('{"inputs": {}}', encoding="utf-8")
+    result = RunResult(0, 1, {}, {}, {}, {}, None)
+    (tmp_path / "result.json").write_text(json.dumps(result.to_json()), encoding="utf-8")
     seal(tmp_path)
     now = ("callbacks=default", "resume=auto", "callbacks.monitor=val/rewards/margins")
     with pytest.raises(UserError, match=r"callbacks\.mode was 'min' in .* and is 'max' now"):

@@ -85,7 +85,7 @@ def test_of_two_starts_under_one_name_one_trains(world: World, tmp_path: Path) -
     assert re.match(r"error: .*/x (is in use by process \d+ on host|holds a finished run)", refused[-1]), refused
     seed = codes.index(0) + 1
     result = json.loads((tmp_path / "x" / "result.json").read_text())
-    assert (result.seed, OmegaConf.load(tmp_path / "x" / "config.yaml").seed) == (seed, seed)
+    assert (result["seed"], OmegaConf.load(tmp_path / "x" / "config.yaml").seed) == (seed, seed)
     assert not (tmp_path / "x" / ".lock").exists()
 
 
