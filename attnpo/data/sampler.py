@@ -1,8 +1,8 @@
 """Batches that plan whole optimiser steps, the same for every way to cut them, resumable at any batch.
 
 An optimiser step is ``size`` consecutive pairs of the epoch's permutation; which pairs a step holds does not depend on
-how it is cut into micro-batches and shared over ranks (``data.partition``). Each batch knows the number of pairs of its
-whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
+how it is cut into micro-batches and shared over ranks (``data.micro_batches``). Each batch knows the number of pairs of
+its whole step, so a loss of ``sum over pairs / step_pairs`` needs no knowledge of the cutting.
 """
 
 from collections.abc import Iterator, Sequence

@@ -42,7 +42,7 @@ class TrainerSettings:
 
     ``validate_every`` counts optimiser steps (paper: 500), or is "epoch" for the end of every epoch; validation also
     runs before the first step and at the end.
-    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``studies.processes``).
+    Under a launcher ``devices`` and ``num_nodes`` are the launcher's (``machine``).
     ``strategy`` "auto" is one process or DDP; "fsdp" is FSDP2 through ModelParallelStrategy.
     """
 

@@ -97,11 +97,11 @@ class SlurmTasks(SLURMEnvironment):
         super().__init__(auto_requeue=False)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Leaves the comparison to ``studies.processes``."""
+        """Leaves the comparison to ``machine``."""
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Leaves the comparison to ``studies.processes``."""
+        """Leaves the comparison to ``machine``."""
 
 
 def make_trainer(
