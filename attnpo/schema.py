@@ -205,7 +205,6 @@ class JudgeModel(Protocol):
     @property
     def num_layers(self) -> int:
         """Depth of the model; layers are counted 1..num_layers."""
-        ...
 
     def read(
         self,
@@ -218,7 +217,6 @@ class JudgeModel(Protocol):
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
         """Readings of a list of prompts, in their order; 1-based ``layers``; one forward gives all that is asked."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -248,7 +246,6 @@ class Generator(Protocol):
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
         """One answer per prompt, in their order, special tokens removed."""
-        ...
 
 
 # --------------------------------------------------------------------------------------------- training

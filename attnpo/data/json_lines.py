@@ -23,15 +23,12 @@ class Table(Protocol):
     @property
     def column_names(self) -> list[str]:
         """Names of all columns."""
-        ...
 
     def __len__(self) -> int:
         """Number of rows."""
-        ...
 
     def select(self, indices: range) -> Iterable[Mapping[str, object]]:
         """The rows with these numbers."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -169,11 +169,9 @@ class AttentionMap(Protocol):
 
     def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""
-        ...
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
         """``weights @ A`` for the head-mean attention map A."""
-        ...
 
 
 def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, "batch"]) -> Float[Tensor, "batch T"]:

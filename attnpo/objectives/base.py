@@ -110,11 +110,9 @@ class PreferenceObjective(Protocol):
     @property
     def requires(self) -> frozenset[str]:
         """Names of the inputs the objective reads beyond the policy's log-probabilities."""
-        ...
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and detached rewards of the batch's pairs."""
-        ...
 
 
 @runtime_checkable
@@ -123,7 +121,6 @@ class StepObjective(PreferenceObjective, Protocol):
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
         """Sums over the rows of an "ahead" group; added up over the step and all ranks they are ``batch.state``."""
-        ...
 
 
 def log_ratios(

@@ -14,6 +14,7 @@ from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import DTYPES, ModelSpec
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.schema import BOOKKEEPING, Generator, Kind, Sampling, UserError, check_choice, check_least
+from attnpo.testbed.prepare import Prepared, PreparedJudge
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgeRules
 from attnpo.text.score_prompt import ScoreTemplate
@@ -71,57 +72,11 @@ def wants_auto(source: WeightSource) -> bool:
 
 
 @runtime_checkable
-class Prepared(Protocol):
-    """Where a ``prepare`` component has put model and data."""
-
-    @property
-    def model_path(self) -> Path:
-        """The model's folder."""
-        ...
-
-    @property
-    def data_path(self) -> Path:
-        """The folder of the pairs."""
-        ...
-
-    @property
-    def report(self) -> dict[str, object]:
-        """What was measured when they were built."""
-        ...
-
-    @property
-    def reused(self) -> bool:
-        """Whether they were there already."""
-        ...
-
-
-@runtime_checkable
-class PreparedJudge(Protocol):
-    """Where a ``prepare`` component has put another model to judge."""
-
-    @property
-    def path(self) -> Path:
-        """The model's folder."""
-        ...
-
-    @property
-    def report(self) -> dict[str, object]:
-        """What was measured when it was built."""
-        ...
-
-    @property
-    def reused(self) -> bool:
-        """Whether it was there already."""
-        ...
-
-
-@runtime_checkable
 class JudgePreparer(Protocol):
     """A ``prepare`` component that can also build another model to judge."""
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """Where it is, built if it is missing."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -186,7 +141,6 @@ class PairReader(Protocol):
 
     def load(self, split: str) -> PairSet:
         """The pairs of a split."""
-        ...
 
 
 @runtime_checkable
@@ -195,7 +149,6 @@ class Preparer(Protocol):
 
     def prepare(self, root: Path) -> Prepared:
         """Where the artefacts are."""
-        ...
 
 
 @runtime_checkable
@@ -204,11 +157,9 @@ class Truth(Protocol):
 
     def score(self, *arguments: Any, **named: Any) -> Any:
         """The scores."""
-        ...
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
         """The base's answers to the prompts of a split, to be sampled once for several scores."""
-        ...
 
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:
@@ -291,11 +242,9 @@ class GeneratorMaker(Protocol):
 
     def fingerprint(self) -> dict[str, object]:
         """Every setting that changes an answer."""
-        ...
 
     def generator(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> Generator:
         """The generator."""
-        ...
 
 
 @dataclass(frozen=True)

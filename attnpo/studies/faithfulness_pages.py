@@ -30,17 +30,14 @@ class Rules(Protocol):
     @property
     def shares(self) -> tuple[float, ...]:
         """Shares of the tokens that were removed or kept."""
-        ...
 
     @property
     def draws(self) -> int:
         """Random sets of tokens for each."""
-        ...
 
     @property
     def kl_limit(self) -> float:
         """KL to the base at which trained rewards are read."""
-        ...
 
 
 def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:

@@ -36,11 +36,9 @@ class StudyAnalysis(Protocol):
         ``context.cfg`` is the study's config in that world without the choices of any arm. The result is kept, and used
         again by a repeated command whose settings, world and judge are the same.
         """
-        ...
 
     def sections(self, outcome: "Outcome", measured: MeasuredBy) -> "list[Section]":
         """What is shown of it beside the study's tables; ``measured`` is by (world, seed), the only world being ""."""
-        ...
 
 
 @dataclass(frozen=True)

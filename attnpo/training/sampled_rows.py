@@ -28,7 +28,6 @@ class AnchoredObjective(Protocol):
     @property
     def anchor(self) -> Sampling:
         """Decoding settings, the seed included."""
-        ...
 
 
 @dataclass(frozen=True)

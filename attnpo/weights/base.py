@@ -31,7 +31,6 @@ class Fingerprinted(Protocol):
 
     def fingerprint(self) -> Mapping[str, object]:
         """Every such setting, as JSON-serialisable data."""
-        ...
 
 
 @runtime_checkable
@@ -41,15 +40,12 @@ class PromptBuilder(Protocol):
     @property
     def label_ids(self) -> tuple[int, int]:
         """Token ids of the two labels (A, B)."""
-        ...
 
     def build(self, pair: PreferencePair) -> tuple[JudgePrompt, JudgePrompt]:
         """Round 0 with the chosen response as answer A, round 1 with the rejected one."""
-        ...
 
     def fingerprint(self) -> Mapping[str, object]:
         """Every setting of the prompts that changes a number."""
-        ...
 
 
 @runtime_checkable
@@ -58,15 +54,12 @@ class QuestionBuilder(Protocol):
 
     def ask(self, pair: PreferencePair, side: str) -> list[Message]:
         """The chat prompt about one response; ``attnpo.text.chat.RefusedText`` when the model cannot be shown it."""
-        ...
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids and characters of the response's tokens, those alone that hold a character of it."""
-        ...
 
     def fingerprint(self) -> Mapping[str, object]:
         """Every setting of questions and tokens that changes a number."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -93,51 +86,40 @@ class WeightSource(Protocol):
     @property
     def kind(self) -> Kind:
         """Whether a row is a distribution over the response or a factor used as it is."""
-        ...
 
     @property
     def signed(self) -> bool:
         """Whether negative weights are legal."""
-        ...
 
     @property
     def tokens(self) -> str:
         """ "source": rows live on the source's own tokens and are aligned; "train": on the training ids."""
-        ...
 
     @property
     def requires(self) -> frozenset[str]:
         """What capturing needs: a subset of {"judge", "generator", "scorers"}; empty means nothing is captured."""
-        ...
 
     @property
     def postprocess(self) -> Postprocess | None:
         """How the rounds become one distribution; None takes the mean over rounds as it is."""
-        ...
 
     def resolve(self, num_layers: int) -> "WeightSource":
         """The same source with every layer name turned into a 1-based number; UserError when outside the range."""
-        ...
 
     def capture_layers(self, num_layers: int) -> tuple[int, ...]:
         """The 1-based layers to store, rising; (0,) for the one row of a source without layers; () stores nothing."""
-        ...
 
     def wanted(self) -> tuple[Row, ...]:
         """The stored rows that ``select`` reads, of a resolved source; empty for a source without layers."""
-        ...
 
     def capture_fingerprint(self) -> Mapping[str, object]:
         """Every setting that changes a stored number; never the layer, the heads or the post-processing."""
-        ...
 
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Raw weights of ``pairs`` in their order, a row for each of ``layers``."""
-        ...
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
-        ...
 
 
 @runtime_checkable
@@ -147,11 +129,9 @@ class NativeSource(WeightSource, Protocol):
     @property
     def neutral(self) -> bool:
         """Whether its weights say no more than an objective without weights does (equal weights)."""
-        ...
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """A weight for every training token of ``pair``'s response ``side``."""
-        ...
 
 
 @runtime_checkable
@@ -161,13 +141,11 @@ class OnlineSource(NativeSource, Protocol):
     @property
     def statistics(self) -> frozenset[str]:
         """What it reads of ``TokenStats`` beside the log-probabilities, named as in an objective's ``requires``."""
-        ...
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
         """The weights of the batch's main rows, from detached statistics; 0 off the response."""
-        ...
 
 
 @runtime_checkable
@@ -180,7 +158,6 @@ class PartialSource(WeightSource, Protocol):
     @property
     def min_coverage(self) -> float:
         """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
-        ...
 
 
 def is_neutral(source: WeightSource) -> bool:

@@ -90,11 +90,9 @@ class HeadSource(WeightSource, Protocol):
     @property
     def heads(self) -> tuple[int, ...]:
         """The chosen query heads, from 1; empty for the mean over all."""
-        ...
 
     def capture_heads(self, num_layers: int, num_heads: int) -> tuple[HeadRow, ...]:
         """The rows to store when heads are chosen; UserError when one is outside 1..``num_heads``."""
-        ...
 
 
 def rows_to_store(source: WeightSource, num_layers: int, num_heads: Callable[[], int]) -> tuple[Row, ...]:

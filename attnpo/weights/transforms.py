@@ -35,15 +35,12 @@ class WeightTransform(Protocol):
     @property
     def needs_fit(self) -> bool:
         """Whether ``fit`` must come before the first row."""
-        ...
 
     def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
         """The transform with what it learnt from ``rows``."""
-        ...
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The new weights of ``row``, on the same tokens."""
-        ...
 
 
 class _Pure:
