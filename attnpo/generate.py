@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.answers.answering import AnswerConfig
+    from attnpo.answers.answer_config import AnswerConfig
 
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
 EXAMPLES = """\

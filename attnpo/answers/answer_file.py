@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".jsonl"
 KEY = "key"
-SHOWN = 60  # characters of a value in an error
 
 Name = tuple[str, int]
 
@@ -87,27 +86,24 @@ class AnswerFile:
                 "from: move it away, or give another output=FILE.jsonl"
             )
         if isinstance(before, Mapping):
-            self._compare(before, key)
+            for name, was, now in differences(before, key):
+                raise UserError(
+                    f"{self.path} holds answers with {name} {was}, this command has {now}: answers of both cannot "
+                    "share a file; give another output=FILE.jsonl, or the settings of the first command"
+                )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
-            write_whole(self.sidecar, json.dumps({KEY: key}, indent=1, ensure_ascii=False) + "\n")
+            self.account(key, {})
         if self.part in files:
             _mend(self.part)
         return {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
-
-    def _compare(self, stored: Mapping[str, object], asked: Mapping[str, object]) -> None:
-        for name, before, now in differences(stored, asked):
-            raise UserError(
-                f"{self.path} holds answers with {name} {before}, this command has {now}: answers of both cannot share "
-                "a file; give another output=FILE.jsonl, or the settings of the first command"
-            )
 
     # ------------------------------------------------------------------------------------------ writing
 
     def append(self, rows: Iterable[AnswerRow]) -> None:
         """Adds rows to this process's part and waits until they are handed to the system."""
         with self.part.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(_line(row) for row in rows)
 
     def merge(self, order: Sequence[Name]) -> list[AnswerRow] | None:
         """The rows of ``order``, or None while some are missing.
@@ -119,20 +115,21 @@ class AnswerFile:
         rows = {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
         if any(name not in rows for name in order):
             return None
-        wanted = set(order)
-        others = [row for name, row in rows.items() if name not in wanted]
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in [*(rows[name] for name in order), *others]]
-        write_whole(self.path, "".join(lines))
-        for file in files:
-            if file != self.path:
-                file.unlink(missing_ok=True)
-        if others:
-            log.info("%s also keeps %d answers to other prompts", self.path, len(others))
-        return [rows[name] for name in order]
+        asked = [rows.pop(name) for name in order]
+        write_whole(self.path, "".join(_line(row) for row in [*asked, *rows.values()]))
+        for part in set(files) - {self.path}:
+            part.unlink(missing_ok=True)
+        if rows:
+            log.info("%s also keeps %d answers to other prompts", self.path, len(rows))
+        return asked
 
     def account(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Writes ``key`` and what became of the prompts beside the file."""
         write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
+
+
+def _line(row: AnswerRow) -> str:
+    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _mend(file: Path) -> None:

@@ -1,7 +1,4 @@
-"""Answers of a model to prompts: what fits is answered batch by batch into a file, what does not is counted and named.
-
-The rules are a light component; everything that loads a model is imported where it is used.
-"""
+"""Answers of a model to prompts: what fits is answered batch by batch into a file, what does not is counted, by name."""
 
 import logging
 import re
@@ -10,21 +7,23 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from transformers import PreTrainedModel
+from transformers.utils import logging as quiet
+
+from attnpo.answers.answer_config import AnswerConfig, AnswerRules
 from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
-from attnpo.config import RUNS_ROOT, Root
+from attnpo.config import RUNS_ROOT
+from attnpo.config_files import read_template
+from attnpo.console import process
 from attnpo.data.prompts import Prompt, PromptSet, PromptSource
 from attnpo.locks import locked
+from attnpo.machine import device_of, versions
+from attnpo.models.generate import Answer, HFGenerator, Request, longest_sequence
+from attnpo.models.loading import attention_of, load_model, load_tokenizer, weights_fingerprint
 from attnpo.models.spec import ModelSpec
-from attnpo.schema import Sampling, UserError, check_choice
-from attnpo.training.settings import ACCELERATORS
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from attnpo.models.generate import Answer, HFGenerator, Request
-    from attnpo.text.chat import ChatFormat
+from attnpo.schema import Sampling, UserError
+from attnpo.text.chat import ChatFormat
 
 log = logging.getLogger(__name__)
 
@@ -32,41 +31,6 @@ log = logging.getLogger(__name__)
 REFUSED = "refused by the chat template"
 NAMED = 3  # ids named in the log per reason
 LOG_EVERY = 10.0  # seconds between two lines on the progress
-
-
-@dataclass(frozen=True)
-class AnswerRules:
-    """How prompts are answered, beside the sampling.
-
-    ``per_prompt`` answers are drawn for each. A batch has at most ``batch_size`` prompts and ``token_budget`` tokens
-    (padded prompts and room for answers); neither changes a draw. A prompt that leaves no room for
-    ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the positions of the model) is left out.
-    """
-
-    per_prompt: int = 1
-    batch_size: int = 32
-    token_budget: int = 65536
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if value is not None and value < 1:
-                raise UserError(f"answers.{name} must be at least 1, got {value}")
-
-
-@dataclass(frozen=True)
-class AnswerConfig(Root):
-    """The whole of what ``attnpo.generate`` composes."""
-
-    model: ModelSpec
-    data: PromptSource
-    sampling: Sampling
-    answers: AnswerRules
-    trainer: dict[str, str]
-    output: str | None = None
-
-    def __post_init__(self) -> None:
-        check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
 
 @dataclass(frozen=True)
@@ -79,7 +43,7 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], chat: "ChatFormat", new_tokens: int, max_length: int | None
+    prompts: Iterable[Prompt], chat: ChatFormat, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
     """The prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
 
@@ -103,17 +67,19 @@ def encode_prompts(
     return EncodedPrompts(kept, left_out, refusal)
 
 
-def chat_generator(model: "PreTrainedModel", chat: "ChatFormat", rules: AnswerRules | None = None) -> "HFGenerator":
+def chat_generator(
+    model: PreTrainedModel,
+    chat: ChatFormat,
+    batch_size: int = AnswerRules.batch_size,
+    token_budget: int | None = AnswerRules.token_budget,
+) -> HFGenerator:
     """The generator that answers in a chat format: its prompts, its ends of turn."""
-    from attnpo.models.generate import HFGenerator
-
-    rules = rules or AnswerRules()
     return HFGenerator(
         model,
         chat.tokenizer,
         chat.prompt_ids,
-        batch_size=rules.batch_size,
-        token_budget=rules.token_budget,
+        batch_size=batch_size,
+        token_budget=token_budget,
         end_ids=sorted(chat.end_ids),
     )
 
@@ -130,8 +96,6 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
             or sampling, or another job is writing into it.
     """
-    from attnpo.console import process
-
     rules, sampling, source = cfg.answers, cfg.sampling, cfg.data
     if rules.per_prompt > 1 and sampling.temperature == 0:
         raise UserError(
@@ -144,8 +108,6 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
 
 
 def _answer(cfg: AnswerConfig, rules: AnswerRules, sampling: Sampling, source: PromptSource, file: AnswerFile) -> Path:
-    from attnpo.models.generate import Request
-
     model, chat = _open_model(cfg)
     found = source.load()
     limit = _limit(model, rules, sampling)
@@ -161,7 +123,7 @@ def _answer(cfg: AnswerConfig, rules: AnswerRules, sampling: Sampling, source: P
     log.info("%d answers wanted, %d are in %s, %d to compute here", len(wanted), len(have), file.path, len(lacking))
     began = time.perf_counter()
     if lacking:
-        generator = chat_generator(_load(cfg, model), chat, rules)
+        generator = chat_generator(_load(cfg, model), chat, rules.batch_size, rules.token_budget)
         _fill(file, generator, lacking, turns, sampling)
     rows = file.merge(wanted)
     if rows is None:
@@ -186,14 +148,8 @@ def output_path(cfg: AnswerConfig) -> Path:
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
-def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, "ChatFormat"]:
+def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, ChatFormat]:
     """The model's description and chat format; no weights are read."""
-    from transformers.utils import logging as quiet
-
-    from attnpo.config_files import read_template
-    from attnpo.models.loading import load_tokenizer
-    from attnpo.text.chat import ChatFormat
-
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     if cfg.model.lora is not None:
         raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
@@ -210,16 +166,8 @@ def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, "ChatFormat"]:
 
 def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | None:
     """The longest sequence: answers.max_length, or the model's positions."""
-    from attnpo.models.described import require_exact
-    from attnpo.models.generate import context_length
-    from attnpo.models.loading import load_config
-
-    config = load_config(model.path, model.revision)
-    if rules.max_length is not None:
-        require_exact(config, model.path, "answers.max_length", rules.max_length)
-        return rules.max_length
-    limit = context_length(config)
-    if limit is not None and sampling.max_new_tokens >= limit:
+    limit = longest_sequence(model.path, model.revision, "answers.max_length", rules.max_length)
+    if rules.max_length is None and limit is not None and sampling.max_new_tokens >= limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
             "positions"
@@ -227,10 +175,8 @@ def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | No
     return limit
 
 
-def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, object]:
+def _key(model: ModelSpec, chat: ChatFormat, sampling: Sampling) -> dict[str, object]:
     """What decides the answer to a given prompt."""
-    from attnpo.models.loading import attention_of, weights_fingerprint
-
     return {
         "model": weights_fingerprint(model.path, model.revision),
         "model.dtype": model.dtype,
@@ -240,10 +186,7 @@ def _key(model: ModelSpec, chat: "ChatFormat", sampling: Sampling) -> dict[str, 
     }
 
 
-def _load(cfg: AnswerConfig, model: ModelSpec) -> "PreTrainedModel":
-    from attnpo.machine import device_of
-    from attnpo.models.loading import load_model
-
+def _load(cfg: AnswerConfig, model: ModelSpec) -> PreTrainedModel:
     loaded = load_model(
         model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
     )
@@ -256,8 +199,8 @@ def _load(cfg: AnswerConfig, model: ModelSpec) -> "PreTrainedModel":
 
 def _fill(
     file: AnswerFile,
-    generator: "HFGenerator",
-    lacking: Mapping[Name, "Request"],
+    generator: HFGenerator,
+    lacking: Mapping[Name, Request],
     turns: Mapping[str, Prompt],
     sampling: Sampling,
 ) -> None:
@@ -276,7 +219,7 @@ def _fill(
             log.info("answers: %d of %d, %.0f tokens/s", done, len(names), tokens / max(now - began, 1e-9))
 
 
-def _row(name: Name, turns: Mapping[str, Prompt], answer: "Answer") -> AnswerRow:
+def _row(name: Name, turns: Mapping[str, Prompt], answer: Answer) -> AnswerRow:
     return AnswerRow(
         id=name[0],
         draw=name[1],
@@ -318,8 +261,6 @@ def _facts(
     model: ModelSpec, source: PromptSource, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
 ) -> dict[str, object]:
     """The account beside the answers."""
-    from attnpo.machine import versions
-
     return {
         "versions": versions(),
         "model": {"path": model.path, "revision": model.revision},

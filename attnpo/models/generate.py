@@ -28,7 +28,8 @@ from transformers import (
 )
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
-from attnpo.models.described import exact_length
+from attnpo.models.described import exact_length, require_exact
+from attnpo.models.loading import load_config
 from attnpo.schema import Message, Sampling, UserError, digest
 
 
@@ -159,6 +160,18 @@ def context_length(config: PretrainedConfig) -> int | None:
         return exact[0]
     stated = getattr(config.get_text_config(), "max_position_embeddings", None)
     return stated if isinstance(stated, int) else None
+
+
+def longest_sequence(path: str, revision: str | None, key: str, asked: int | None) -> int | None:
+    """Tokens that prompt and answer may have together: ``asked``, set by ``key``, or the model's positions if stated.
+
+    UserError for more than the model's exact length.
+    """
+    config = load_config(path, revision)
+    if asked is None:
+        return context_length(config)
+    require_exact(config, path, key, asked)
+    return asked
 
 
 class _Draw(LogitsProcessor):

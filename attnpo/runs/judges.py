@@ -8,9 +8,9 @@ from itertools import islice
 
 import torch
 
+from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
-from attnpo.models.described import require_exact
-from attnpo.models.generate import HFGenerator, context_length
+from attnpo.models.generate import longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
     described,
@@ -18,7 +18,6 @@ from attnpo.models.loading import (
     load_tokenizer,
     model_depth,
     model_heads,
-    text_config,
     weights_fingerprint,
 )
 from attnpo.models.spec import ModelSpec
@@ -136,12 +135,7 @@ class RunVerbalizer:
 
     def _prompt_room(self) -> int | None:
         """Tokens that a prompt may have; UserError when the answer alone takes all there are."""
-        config = text_config(self.path, self.revision)
-        limit = self.settings.max_length
-        if limit is None:
-            limit = context_length(config)
-        else:
-            require_exact(config, self.path, "verbalizer.max_length", limit)
+        limit = longest_sequence(self.path, self.revision, "verbalizer.max_length", self.settings.max_length)
         new = self.settings.sampling.max_new_tokens
         if limit is not None and limit <= new:
             source = "verbalizer.max_length" if self.settings.max_length is not None else f"positions of {self.path}"
@@ -177,14 +171,7 @@ class RunVerbalizer:
         model.to(device)  # type: ignore[arg-type]
         if self.settings.known_parts is not None:
             return self.settings.known_parts.generator(model, self.chat.tokenizer)
-        return HFGenerator(
-            model,
-            self.chat.tokenizer,
-            self.chat.prompt_ids,
-            batch_size=self.settings.batch_size,
-            token_budget=self.settings.token_budget,
-            end_ids=sorted(self.chat.end_ids),
-        )
+        return chat_generator(model, self.chat, self.settings.batch_size, self.settings.token_budget)
 
     def statistics(self, pairs: Sequence[PreferencePair], captured: Mapping[str, PairWeights]) -> AnswerStatistics:
         """How well the answers about ``pairs`` could be read, from the texts in the store."""

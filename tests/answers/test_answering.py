@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from attnpo.answers.answer_config import AnswerConfig
 from attnpo.answers.answer_file import AnswerFile
-from attnpo.answers.answering import REFUSED, AnswerConfig, answer_prompts, output_path
+from attnpo.answers.answering import REFUSED, answer_prompts, output_path
 from attnpo.config import check, compose, load, typed
 from attnpo.generate import main
 from attnpo.models.generate import HFGenerator

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from attnpo import fit
-from attnpo.answers.answering import AnswerConfig
+from attnpo.answers.answer_config import AnswerConfig
 from attnpo.config import check, compose, load
 from attnpo.generate import main as generate
 from attnpo.locks import locked
