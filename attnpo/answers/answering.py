@@ -1,4 +1,4 @@
-"""Answers of a model to prompts: what fits is answered batch by batch into a file, what does not is counted, by name."""
+"""Answers of a model to prompts: batch by batch into a file; what does not fit is counted and named."""
 
 import logging
 import re

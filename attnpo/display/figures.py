@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
@@ -24,10 +23,8 @@ _SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running 
 
 
 def new_figure(width: Number, height: Number) -> Figure:
-    """An empty figure of ``width`` x ``height`` inches on an Agg canvas."""
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    """An empty figure of ``width`` x ``height`` inches that no window shows."""
+    return Figure(figsize=(width, height), dpi=DPI, facecolor="white")
 
 
 def save(figure: Figure, path: Path | str) -> Path:
@@ -58,8 +55,11 @@ class _Panel:
 
 
 def _both(title: str, name: str, level: float | None = None) -> _Panel:
-    curves = (_Curve(f"train/{name}", "train", COLOURS[0]), _Curve(f"val/{name}", "validation", COLOURS[1]))
-    return _Panel(title, curves, level)
+    return _Panel(
+        title,
+        (_Curve(f"train/{name}", "train", COLOURS[0]), _Curve(f"val/{name}", "validation", COLOURS[1])),
+        level,
+    )
 
 
 PANELS = (
@@ -258,7 +258,7 @@ def frontier(
 def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], number: int) -> None:
     turn, place = divmod(number, len(COLOURS))
     colour, marker, style = COLOURS[place], MARKERS[(place + 3 * turn) % len(MARKERS)], STYLES[turn % len(STYLES)]
-    roots = [_root(point.kl) for point in line]
+    roots = [math.sqrt(max(0.0, point.kl)) for point in line]
     rewards = [point.reward for point in line]
     chosen = ", ".join(point.label for point in line if point.best and point.label)
     name = f"{arm}\n(best: {chosen})" if chosen else arm
@@ -271,16 +271,12 @@ def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], number: int) 
             axes.plot([root], [point.reward], "o", markersize=13, fillstyle="none", color=colour, markeredgewidth=1.8)
 
 
-def _root(kl: Number) -> float:
-    return math.sqrt(max(0.0, kl))
-
-
 def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
     """Puts round KL values and the limits on an axis that counts roots of KL; returns the KL at its right end."""
     top = max(largest, *limits, 0.1) * 1.06
     edge = math.sqrt(top)
     ticks, last, gap = [0.0], math.inf, 0.09 * edge
-    for value in [*(step * 10.0**power for power in range(5, -4, -1) for step in (5, 3, 2, 1))]:
+    for value in (step * 10.0**power for power in range(5, -4, -1) for step in (5, 3, 2, 1)):
         if value <= top and gap <= math.sqrt(value) <= last - gap:
             ticks.append(value)
             last = math.sqrt(value)

@@ -147,8 +147,7 @@ def _draw_piece(axes: Axes, left: float, top: float, side: HeatSide, piece: _Pie
     relative = side.relative(piece.token)
     lost = not piece.token.matched and not piece.token.end
     if not lost:
-        shade = over(tint(level(relative), relative < 0), WHITE)
-        fill = "#{:02x}{:02x}{:02x}".format(*shade)
+        fill = "#{:02x}{:02x}{:02x}".format(*over(tint(level(relative), relative < 0), WHITE))
         axes.add_patch(Rectangle((x, y - 0.44 * LINE), width, 0.88 * LINE, facecolor=fill, edgecolor="none"))
     else:
         axes.add_patch(

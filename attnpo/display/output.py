@@ -68,7 +68,7 @@ def _lines(block: Block) -> list[str]:
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]
         case Preformatted(text):
             return text.splitlines()
-        case Image(source, caption) if not isinstance(source, bytes):
+        case Image(source, caption):
             return [f"{caption}: {source}" if caption else str(source)]
         case _:
             return []

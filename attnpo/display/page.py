@@ -40,9 +40,9 @@ class TableBlock:
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG from a file or from its bytes, with what it shows in words."""
+    """A PNG file, with what it shows in words."""
 
-    source: Path | bytes
+    source: Path
     caption: str = ""
 
 
@@ -89,15 +89,11 @@ def report_page(title: str, sections: Sequence[Section]) -> str:
     )
 
 
-def _data_url(source: Path | bytes) -> str:
-    if isinstance(source, bytes):
-        data, name = source, "bytes"
-    else:
-        name = str(source)
-        try:
-            data = source.read_bytes()
-        except OSError as error:
-            raise UserError(f"report image {name}: cannot be read ({error.strerror}); draw the figure first") from error
+def _data_url(source: Path) -> str:
+    try:
+        data = source.read_bytes()
+    except OSError as error:
+        raise UserError(f"report image {source}: cannot be read ({error.strerror}); draw the figure first") from error
     if not data.startswith(_PNG):
-        raise UserError(f"report image {name}: expected a PNG, got something that starts with {data[:8]!r}")
+        raise UserError(f"report image {source}: expected a PNG, got something that starts with {data[:8]!r}")
     return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"

@@ -30,9 +30,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if not isinstance(value, float):
-        return str(value)
-    if not math.isfinite(value):
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     text = f"{value:.{digits}f}"
     if float(text) != 0:

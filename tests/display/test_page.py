@@ -79,8 +79,9 @@ def test_text_cannot_act() -> None:
 def test_images_must_be_there_and_be_png(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.png: cannot be read"):
         report_page("t", [Section("s", [Image(tmp_path / "none.png")])])
-    with pytest.raises(UserError, match="expected a PNG"):
-        report_page("t", [Section("s", [Image(b"<svg>")])])
+    (tmp_path / "drawing.png").write_bytes(b"<svg>")
+    with pytest.raises(UserError, match=r"drawing\.png: expected a PNG"):
+        report_page("t", [Section("s", [Image(tmp_path / "drawing.png")])])
 
 
 def test_a_page_of_one_section_has_no_links() -> None:
