@@ -6,7 +6,6 @@ do not change with the scale of a row and also hold for factors and signed rows;
 the row as it is.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -43,22 +42,13 @@ class ResponseStats:
     uniform: float
     sink: tuple[float, float, float]
 
-    @property
-    def sink_share(self) -> float:
-        """Share of the first three tokens together."""
-        return sum(self.sink)
-
 
 @dataclass(frozen=True)
 class WeightSummary:
-    """Every statistic over ``responses`` responses: its ``mean`` and its ``spread``.
-
-    The spread is the standard deviation over responses (ddof 1), NaN for a single one.
-    """
+    """The ``mean`` of every statistic over ``responses`` responses."""
 
     responses: int
     mean: ResponseStats
-    spread: ResponseStats
 
 
 def effective_number(weights: Float[Tensor, "m"]) -> float:
@@ -99,45 +89,52 @@ def response_statistics(weights: Float[Tensor, "m"], length: float | int | None 
 
 
 def summarize(statistics: Sequence[ResponseStats]) -> WeightSummary:
-    """Mean and spread of every statistic over responses, each response counting once. UserError for none."""
+    """The mean of every statistic over responses, each response counting once. UserError for none."""
     if not statistics:
         raise UserError("weight statistics: expected at least one response, got none")
-    table = torch.tensor([_flat(one) for one in statistics], dtype=torch.float64)
-    spread = table.std(dim=0, correction=1) if len(statistics) > 1 else torch.full_like(table[0], math.nan)
-    return WeightSummary(len(statistics), _from_flat(table.mean(dim=0).tolist()), _from_flat(spread.tolist()))
+    scalars = [item.name for item in fields(ResponseStats) if item.name != "sink"]
+    rows = [[*(getattr(one, name) for name in scalars), *one.sink] for one in statistics]
+    *means, first, second, third = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+    mean = ResponseStats(**dict(zip(scalars, means, strict=True)), sink=(first, second, third))
+    return WeightSummary(len(statistics), mean)
 
 
-def statistics_rows(
-    summaries: Iterable[tuple[str, str, WeightSummary]],
-) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows of the paper's statistics table (side, model, std, max, mean_length) and what goes beyond it.
+def statistics_row(model: str, side: str, summary: WeightSummary) -> dict[str, str | float | int]:
+    """A row of the paper's statistics table (side, model, std, max, mean_length) with what goes beyond it.
 
     Every number is the mean over responses of the response's own: std over its tokens, its largest weight, its |y|.
     The paper does not spell this out; a maximum over all responses would be near 1, it prints 0.09 to 0.12.
-    ``summaries``: (model, side, summary) in the order of the rows wanted.
     """
-    columns = ["side", "model", "std", "max", "mean_length", "effective", "effective_share", "entropy", "top10_share"]
-    columns += ["mass", "responses"]
-    rows: list[list[str | float | int]] = []
-    for model, side, summary in summaries:
-        mean = summary.mean
-        spread = [mean.std, mean.max, mean.length]
-        shape = [mean.effective, mean.effective_share, mean.entropy, mean.top10_share, mean.mass]
-        rows.append([side, model, *spread, *shape, summary.responses])
-    return columns, rows
+    mean = summary.mean
+    return {
+        "side": side,
+        "model": model,
+        "std": mean.std,
+        "max": mean.max,
+        "mean_length": mean.length,
+        "effective": mean.effective,
+        "effective_share": mean.effective_share,
+        "entropy": mean.entropy,
+        "top10_share": mean.top10_share,
+        "mass": mean.mass,
+        "responses": summary.responses,
+    }
 
 
-def sink_rows(summaries: Iterable[tuple[str, WeightSummary]]) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows of the paper's sink table (model, percent of the mass on the first, second and third token).
+def sink_row(model: str, summary: WeightSummary) -> dict[str, str | float | int]:
+    """A row of the paper's sink table (model, percent of the mass on the first, second and third token).
 
-    ``summaries``: (model, summary of rows before the sink rule, both sides of all pairs). Beyond the paper:
-    ``uniform_percent``, what each of these tokens would get from uniform weights on responses of these lengths.
+    ``summary``: of rows before the sink rule, both sides of all pairs. Beyond the paper: ``uniform_percent``, what each
+    of these tokens would get from uniform weights on responses of these lengths.
     """
-    columns = ["model", "first_token_percent", "second_token_percent", "third_token_percent", "uniform_percent"]
-    return columns, [
-        [model, *(100 * share for share in summary.mean.sink), 100 * summary.mean.uniform]
-        for model, summary in summaries
-    ]
+    first, second, third = (100 * share for share in summary.mean.sink)
+    return {
+        "model": model,
+        "first_token_percent": first,
+        "second_token_percent": second,
+        "third_token_percent": third,
+        "uniform_percent": 100 * summary.mean.uniform,
+    }
 
 
 # ------------------------------------------------------------------------------------------------ tokens
@@ -178,15 +175,18 @@ def token_means(rows: Iterable[WeightedRow]) -> list[TokenMean]:
     return sorted((TokenMean(*values) for values in columns), key=lambda one: (-one.weight, one.token_id))
 
 
-def token_rows(
-    means: Sequence[TokenMean], decode: Callable[[int], str], count: int = 10
-) -> tuple[list[str], list[list[str | float | int]]]:
-    """Columns and rows of a table of the first ``count`` of ``means``; ``decode`` gives the text of a token id."""
-    columns = ["rank", "token", "weight", "relative", "count"]
-    rows: list[list[str | float | int]] = [
-        [rank, decode(one.token_id), one.weight, one.relative, one.count] for rank, one in enumerate(means[:count], 1)
+def token_rows(means: Sequence[TokenMean], decode: Callable[[int], str]) -> list[dict[str, str | float | int]]:
+    """A row for each of ``means``, ranked in their order; ``decode`` gives the text of a token id."""
+    return [
+        {
+            "rank": rank,
+            "token": decode(one.token_id),
+            "weight": one.weight,
+            "relative": one.relative,
+            "count": one.count,
+        }
+        for rank, one in enumerate(means, 1)
     ]
-    return columns, rows
 
 
 def _gather(rows: Iterable[WeightedRow]) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,15 +216,3 @@ def _shares(weights: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
 def _tenth(count: int) -> int:
     """A tenth of ``count`` rounded up, in whole numbers: 0.1 * 30 is above 3 in floating point."""
     return -(-count // round(1 / TOP_SHARE))
-
-
-def _flat(one: ResponseStats) -> list[float]:
-    return [*(getattr(one, name) for name in _SCALARS), *one.sink]
-
-
-def _from_flat(values: list[float]) -> ResponseStats:
-    first, second, third = values[len(_SCALARS) :]
-    return ResponseStats(**dict(zip(_SCALARS, values, strict=False)), sink=(first, second, third))
-
-
-_SCALARS = [item.name for item in fields(ResponseStats) if item.name != "sink"]

@@ -40,8 +40,14 @@ def _lines(axes: Axes, groups: Sequence[Mapping[str, Estimate]], names: Sequence
         shift = 0.08 * (number - (len(names) - 1) / 2)
         for place, one in zip(places, line, strict=True):
             axes.plot([place + shift] * 2, [one.low, one.high], color=look["color"], linewidth=2, alpha=0.4)
-        xs = [place + shift for place in places]
-        axes.plot(xs, [one.mean for one in line], linewidth=1.5, markersize=5, label=name, **look)
+        axes.plot(
+            [place + shift for place in places],
+            [one.mean for one in line],
+            linewidth=1.5,
+            markersize=5,
+            label=name,
+            **look,
+        )
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0), numticks=20))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.2g}"))

@@ -171,8 +171,7 @@ def _draw_legend(axes: Axes, y: float) -> None:
     samples += [("no partner", HeatToken("", 0.0, matched=False)), ("end of turn", HeatToken("", 0.0, end=True))]
     for name, token in samples:
         text = f" {name} "
-        side = HeatSide((token,), length=1.0)
-        _draw_piece(axes, x, y, side, _Piece(token, 0, 0, len(text), text))
+        _draw_piece(axes, x, y, HeatSide((token,), length=1.0), _Piece(token, 0, 0, len(text), text))
         x += (len(text) + 1) * CELL
 
 

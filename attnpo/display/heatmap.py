@@ -11,7 +11,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.style import Style
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from attnpo.display.heat import LEGEND, LEVELS, RGB, HeatRow, HeatSide, HeatToken, level, over, readable, tint, visible
@@ -80,9 +80,7 @@ def heatmap_terminal(rows: Sequence[HeatRow], console: Console, *, numbers: bool
 
 
 def _beside(panels: Sequence[RenderableType]) -> Table:
-    grid = Table.grid(expand=True)
-    for _ in panels:
-        grid.add_column(ratio=1, overflow="fold")
+    grid = Table.grid(*(Column(ratio=1, overflow="fold") for _ in panels), expand=True)
     grid.add_row(*panels)
     return grid
 
@@ -95,8 +93,7 @@ def _side_panel(name: str, side: HeatSide, numbers: bool) -> Panel:
         if numbers:
             text.append("|." if not token.matched else f"|{side.relative(token):.2f}", style="dim")
             text.append(" ")
-    colour = "green" if name == "chosen" else "red"
-    return Panel(text, title=name, title_align="left", border_style=colour)
+    return Panel(text, title=name, title_align="left", border_style="green" if name == "chosen" else "red")
 
 
 def _token_style(side: HeatSide, token: HeatToken) -> Style:

@@ -93,8 +93,12 @@ def tables_json(sections: Sequence[Section]) -> str:
 def _table_json(table: TableBlock) -> dict[str, object]:
     digits = table.digits
     decimals = [digits if isinstance(digits, int) else digits.get(name, DEFAULT_DIGITS) for name in table.columns]
-    rows = ordered_cells(table.columns, table.rows)
-    return {"caption": table.caption, "columns": list(table.columns), "decimals": decimals, "rows": rows}
+    return {
+        "caption": table.caption,
+        "columns": list(table.columns),
+        "decimals": decimals,
+        "rows": ordered_cells(table.columns, table.rows),
+    }
 
 
 def read_tables(path: Path) -> list[Section]:

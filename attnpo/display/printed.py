@@ -73,16 +73,16 @@ def read_printed(path: Path, keys: Sequence[str], names: Mapping[str, str] | Non
     for number, line in enumerate(lines[1:], start=2):
         if len(line) != len(head):
             raise UserError(f"printed={path}: line {number} has {len(line)} cells, expected {len(head)} as in the head")
-    rows: list[dict[str, Cell]] = [{} for _ in lines[1:]]
+    columns: dict[str, Sequence[Cell]] = {}
     digits: dict[str, int] = {}
-    for place, name in enumerate(head):
-        texts = [line[place].strip() for line in lines[1:]]
-        cells: Sequence[Cell] | None = None if name in keys else _numbers(texts)
-        if cells is not None:
+    for name, cells in zip(head, zip(*lines[1:], strict=True), strict=True):
+        texts = [cell.strip() for cell in cells]
+        numbers = None if name in keys else _numbers(texts)
+        if numbers is not None:
             digits[name] = max(len(text.partition(".")[2]) for text in texts)
-        for row, cell in zip(rows, cells or [text or None for text in texts], strict=True):
-            row[name] = cell
-    return PrintedTable(path, tuple(head), tuple(rows), digits)
+        columns[name] = numbers or [text or None for text in texts]
+    rows = zip(*columns.values(), strict=True)
+    return PrintedTable(path, tuple(head), tuple(dict(zip(head, row, strict=True)) for row in rows), digits)
 
 
 def _numbers(texts: Sequence[str]) -> list[Cell] | None:
@@ -147,9 +147,13 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     for name in values:
         digits[name] = max(digits.get(name, 0), printed.digits[name])
         digits |= {name + PRINTED: printed.digits[name], name + DIFFERENCE: digits[name]}
-    title = f"Printed numbers of {label_of(printed.path)}, with ours"
     return replace(
-        table, name=f"{table.name}{PRINTED}", title=title, columns=tuple(wide), rows=tuple(rows), digits=digits
+        table,
+        name=f"{table.name}{PRINTED}",
+        title=f"Printed numbers of {label_of(printed.path)}, with ours",
+        columns=tuple(wide),
+        rows=tuple(rows),
+        digits=digits,
     )
 
 

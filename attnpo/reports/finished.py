@@ -111,8 +111,7 @@ def is_older(folder: Path) -> bool:
 
 def printed_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
     """The tables that a study printed, with the text around them line by line. UserError where there is none."""
-    sections = read_tables(path)
-    blocks = [(section.title, block) for section in sections for block in section.blocks]
+    blocks = [(section.title, block) for section in read_tables(path) for block in section.blocks]
     tables = [keyed(block, block.caption or title) for title, block in blocks if isinstance(block, TableBlock)]
     if not tables:
         raise UserError(f"{path}: expected the tables of a study, there is none; run the study's command again")
@@ -133,10 +132,11 @@ def read_runs(path: Path) -> list[dict[str, Cell]]:
 def keyed(table: TableBlock, title: str) -> KeyedTable:
     """A table of a study as it was printed: numbers with the decimals shown, in columns of numbers alone."""
     texts, numeric = cell_texts(table.columns, table.rows, table.digits)
-    digits = {}
-    for name, place in ((name, place) for place, name in enumerate(table.columns) if numeric[place]):
-        shown = [line[place] for line in texts]
-        digits[name] = max((len(text.partition(".")[2]) for text in shown if "e" not in text), default=0)
+    digits = {
+        name: max((len(line[place].partition(".")[2]) for line in texts if "e" not in line[place]), default=0)
+        for place, name in enumerate(table.columns)
+        if numeric[place]
+    }
     rows = [
         {name: value_of(text) if name in digits else text for name, text in zip(table.columns, line, strict=True)}
         for line in texts
@@ -294,8 +294,8 @@ def config_in(path: Path) -> DictConfig | None:
 
 def objective_keys(cfg: DictConfig) -> list[str]:
     """The keys of its objective that a saved configuration was given beside beta, such as a study's grid gives them."""
-    given = [str(override) for override in OmegaConf.select(cfg, "composed.overrides") or []]
-    keys = dict.fromkeys(override.partition("=")[0].lstrip("+~") for override in given)
+    given = OmegaConf.select(cfg, "composed.overrides") or []
+    keys = dict.fromkeys(str(override).partition("=")[0].lstrip("+~") for override in given)
     return [key for key in keys if key.startswith("objective.") and key != BETA]
 
 
@@ -313,10 +313,8 @@ def setting_in(folder: Path) -> str | None:
     return None if setting is None else str(setting)
 
 
-def runs_table(rows: Sequence[Mapping[str, Cell]], name: str = "runs") -> KeyedTable:
-    """The rows of several runs as one table, with the columns that any of them has."""
-    columns = tuple(dict.fromkeys(column for row in rows for column in row))
-    tail = tuple(column for column in columns if column == "s/run")
-    columns = tuple(column for column in columns if column not in tail) + tail
+def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
+    """The rows of several runs as one table, with the columns that any of them has, the seconds last."""
+    columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
     digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
-    return KeyedTable(name, "Finished runs", columns, tuple(rows), RUNS, None, digits)
+    return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)

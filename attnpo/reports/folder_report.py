@@ -49,7 +49,8 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     studies = [read_study(folder) for folder, one in zip(folders, kinds, strict=True) if one == STUDY]
     runs = [folder for folder, one in zip(folders, kinds, strict=True) if one == RUN]
     notes = [f"{study.title}: {line}" if len(studies) > 1 else line for study in studies for line in study.notes]
-    told = [named(study, [one.path for one in studies]) for study in studies]
+    names = column_names([study.path for study in studies])
+    told = [named(study, name) for study, name in zip(studies, names, strict=True)]
     if runs:
         rows = [{**run_row(folder), "run": name} for folder, name in zip(runs, column_names(runs), strict=True)]
         told.append([runs_table(rows)])
@@ -69,9 +70,8 @@ def folder_report(folders: Sequence[Path], kind: str, printed: Sequence[Path], o
     publish(title_of(studies, runs), every, notes, output, STUDY if studies else "runs", mark, sections, why=GRADED)
 
 
-def named(study: StudyFolder, others: Sequence[Path]) -> list[KeyedTable]:
+def named(study: StudyFolder, name: str) -> list[KeyedTable]:
     """The tables of a study under its name."""
-    name = column_names(others)[list(others).index(study.path)]
     return [
         replace(table, name=name, title=f"{name}: {table.title}" if table.title else name) for table in study.tables
     ]
@@ -152,8 +152,7 @@ def about_rows(
     path: Path, printed: PrintedTable, ours: Sequence[Ours], left: Sequence[int], mine: set[int]
 ) -> list[str]:
     """Lines on the rows of a file that are of another model, and on those of which we have no row."""
-    names = dict.fromkeys(whose(row) for place, row in enumerate(printed.rows) if place not in mine)
-    others = ", ".join(str(name) for name in names)
+    others = ", ".join(dict.fromkeys(str(whose(row)) for place, row in enumerate(printed.rows) if place not in mine))
     settings = ", ".join(sorted({setting for one in ours for setting in one.settings}))
     here = f"{SETTING} {settings}" if settings else "an unknown setting (no config.yaml says it)"
     if not mine:
@@ -174,8 +173,7 @@ def pictures(study: StudyFolder) -> list[Section]:
     images = [Image(path, path.stem) for path in figures(study.path)] if study.finished else []
     sections = [Section(f"{study.title}: figures", images)] if images else []
     if study.runs:
-        columns = list(study.runs[0])
-        sections.append(Section(f"{study.title}: every run", [TableBlock(columns, study.runs)]))
+        sections.append(Section(f"{study.title}: every run", [TableBlock(list(study.runs[0]), study.runs)]))
     return sections
 
 

@@ -47,7 +47,9 @@ def publish(
         f"{stem}.csv": joined_csv(tables),
         "report.html": report_page(title, [*told, *below, *sections]),
     }
-    write_files(folder, mark, texts)
+    make_folder(folder)
+    for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
+        write_whole(folder / name, text)
     console.print(f"  {folder}/report.html, {stem}.md, {stem}.csv", highlight=False, markup=False)
 
 
@@ -80,15 +82,17 @@ def narrowed(table: KeyedTable) -> KeyedTable:
     first = table.rows[0]
     same = [name for name in table.columns if all(row.get(name) == first.get(name) for row in table.rows)]
     told = ", ".join(f"{name} {format_cell(first.get(name), table.digits.get(name, DEFAULT_DIGITS))}" for name in same)
-    columns = tuple(name for name in table.columns if name not in same)
-    return replace(table, columns=columns, title=f"{table.title} (the same in all: {told})" if told else table.title)
+    return replace(
+        table,
+        columns=tuple(name for name in table.columns if name not in same),
+        title=f"{table.title} (the same in all: {told})" if told else table.title,
+    )
 
 
-def absent(tables: Sequence[KeyedTable], why: str = "") -> list[str]:
-    """A line on printed columns that have none of ours beside them, if there are such."""
-    lacking = list(dict.fromkeys(name for table in tables for name in unmet(table)))
-    reason = f": {why}" if why else ""
-    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
+def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
+    """A line on printed columns that have none of ours beside them, if there are such, with ``why`` after it."""
+    lacking = dict.fromkeys(name for table in tables for name in unmet(table))
+    return [f"printed alone, with none of ours: {', '.join(lacking)}{why and f': {why}'}"] if lacking else []
 
 
 def joined_csv(tables: Sequence[KeyedTable]) -> str:
@@ -145,10 +149,3 @@ def check_free(folder: Path, mark: str) -> None:
     if before != mark:
         other = "the report of another command" if before else f"{', '.join(held[:3])}"
         raise UserError(f"{folder} holds {other}, which would be overwritten; give name= another folder below `output`")
-
-
-def write_files(folder: Path, mark: str, texts: dict[str, str]) -> None:
-    """Writes the files of a report into its folder, in the place of its earlier ones."""
-    make_folder(folder)
-    for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
-        write_whole(folder / name, text)

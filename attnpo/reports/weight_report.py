@@ -18,8 +18,8 @@ from attnpo.analysis.weight_stats import (
     WeightedRow,
     WeightSummary,
     response_statistics,
-    sink_rows,
-    statistics_rows,
+    sink_row,
+    statistics_row,
     summarize,
     token_means,
     token_rows,
@@ -109,8 +109,7 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
             [KeyValues(versions()), Preformatted(as_yaml(context.cfg.values))],
         ),
     ]
-    heading = f"Token weights: {model}"
-    publish(heading, shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
+    publish(f"Token weights: {model}", shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
 
 
 # ------------------------------------------------------------------------------------------------ what is weighed
@@ -123,8 +122,8 @@ def asked_layers(context: RunContext, layers: Sequence[int | str] | str) -> list
     """
     if not layers:
         return [None]
-    name = context.cfg.composed.choices.get("weights")
     if not hasattr(context.cfg.weights, "layer"):
+        name = context.cfg.composed.choices.get("weights")
         raise UserError(f"layers: weights={name} has no layer to choose; leave layers out")
     depth = run_judge(context).num_layers
     return list(attending(depth) if layers == "all" else distinct_layers(layers, depth, "layers"))
@@ -212,27 +211,24 @@ def weight_tables(
     The table of tokens holds every token met ``min_count`` times, so that a printed one finds ours; ``shortened`` cuts
     it to the first ``top``. ``piece`` gives a token's text as the vocabulary has it.
     """
-    spread: list[dict[str, Cell]] = []
-    tokens: list[dict[str, Cell]] = []
-    sinks: list[dict[str, Cell]] = []
-    for one in measured:
-        columns, rows = statistics_rows((model, side, summary) for side, summary in one.sides.items())
-        spread += [{"weights": one.label, **dict(zip(columns, row, strict=True))} for row in rows]
-        for side in SIDES:
-            heads, lines = token_rows(one.tokens[side], piece, len(one.tokens[side]))
-            tokens += [
-                {"weights": one.label, "model": model, "side": side, **dict(zip(heads, line, strict=True))}
-                for line in lines
-            ]
-        heads, lines = sink_rows([(model, one.sink)])
-        sinks += [{"weights": one.label, **dict(zip(heads, line, strict=True))} for line in lines]
-    token_columns = ("weights", "model", "side", "rank", "token", "weight", "relative", "count")
+    spread: list[dict[str, Cell]] = [
+        {"weights": one.label, **statistics_row(model, side, summary)}
+        for one in measured
+        for side, summary in one.sides.items()
+    ]
+    tokens: list[dict[str, Cell]] = [
+        {"weights": one.label, "model": model, "side": side, **row}
+        for one in measured
+        for side in SIDES
+        for row in token_rows(one.tokens[side], piece)
+    ]
+    sinks: list[dict[str, Cell]] = [{"weights": one.label, **sink_row(model, one.sink)} for one in measured]
     return [
         _table("statistics", "Concentration of the weights on training tokens, means over responses", spread, KEYS[:2]),
         KeyedTable(
             "tokens",
             f"Most-weighted training tokens that occur at least {min_count} times, top {top} of each side",
-            token_columns,
+            ("weights", "model", "side", "rank", "token", "weight", "relative", "count"),
             tuple(tokens),
             KEYS,
             "weights",
@@ -244,8 +240,7 @@ def weight_tables(
 
 def shortened(table: KeyedTable, top: int) -> KeyedTable:
     """The table of tokens with ranks up to ``top``."""
-    rows = tuple(row for row in table.rows if isinstance(row["rank"], int) and row["rank"] <= top)
-    return replace(table, rows=rows)
+    return replace(table, rows=tuple(row for row in table.rows if isinstance(row["rank"], int) and row["rank"] <= top))
 
 
 def _table(name: str, title: str, rows: list[dict[str, Cell]], keys: tuple[str, ...]) -> KeyedTable:

@@ -13,13 +13,12 @@ from attnpo.analysis.weight_stats import (
     WeightedRow,
     effective_number,
     response_statistics,
-    sink_rows,
-    statistics_rows,
+    sink_row,
+    statistics_row,
     summarize,
     token_means,
     token_rows,
 )
-from attnpo.display.tables import table_csv
 from attnpo.schema import UserError
 
 
@@ -34,7 +33,7 @@ def test_statistics_by_hand() -> None:
     assert (stats.max, stats.mass, stats.tokens, stats.length) == (0.5, 1.0, 4.0, 5.0)
     assert stats.top10_share == 0.5  # a tenth of 4, rounded up, is one token
     assert stats.sink == (0.5, 0.25, 0.125)
-    assert stats.sink_share == 0.875
+    assert sum(stats.sink) == 0.875
 
 
 def test_top_share_counts_a_tenth_rounded_up() -> None:
@@ -63,7 +62,7 @@ def test_factors_and_signed_rows_are_read_by_size() -> None:
 def test_shares_ignore_scale_and_stay_in_bounds(row: list[float], scale: float) -> None:
     weights = torch.tensor(row, dtype=torch.float64)
     one, other = response_statistics(weights), response_statistics(scale * weights)
-    for name in ("effective", "entropy", "top10_share", "sink_share"):
+    for name in ("effective", "entropy", "top10_share", "sink"):
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9, abs=1e-12)
     assert 1 - 1e-9 <= one.effective <= len(row) * (1 + 1e-9)
     assert one.effective <= math.exp(one.entropy) * (1 + 1e-9)  # order 2 below order 1 (Renyi)
@@ -78,44 +77,39 @@ def test_refuses_what_has_no_statistics() -> None:
         summarize([])
 
 
-def test_summary_is_mean_and_spread_over_responses() -> None:
+def test_summary_is_mean_over_responses() -> None:
     rows = [torch.tensor([0.5, 0.5]), torch.tensor([1.0, 0.0, 0.0, 0.0])]
     summary = summarize([response_statistics(row) for row in rows])
     assert summary.responses == 2
     assert (summary.mean.effective, summary.mean.length, summary.mean.max) == (1.5, 3.0, 0.75)
     assert summary.mean.sink == (0.75, 0.25, 0.0)
-    assert summary.spread.length == pytest.approx(math.sqrt(2))  # 2 and 4
-    assert math.isnan(summarize([response_statistics(rows[0])]).spread.max)
 
 
 def test_paper_tables() -> None:
     summary = summarize([response_statistics(torch.tensor([0.5, 0.25, 0.25]), length=4)])
-    columns, rows = statistics_rows([("m", "chosen", summary)])
-    assert columns[:5] == ["side", "model", "std", "max", "mean_length"]  # as in the paper's table
-    row = dict(zip(columns, rows[0], strict=True))
+    row = statistics_row("m", "chosen", summary)
+    assert list(row)[:5] == ["side", "model", "std", "max", "mean_length"]  # as in the paper's table
     assert (row["side"], row["max"], row["mean_length"], row["responses"]) == ("chosen", 0.5, 4.0, 1)
     assert row["effective"] == pytest.approx(1 / 0.375) and row["mass"] == 1.0
-    sink_columns, sinks = sink_rows([("m", summary)])
-    assert sinks == [["m", 50.0, 25.0, 25.0, pytest.approx(100 / 3)]]
-    assert sink_columns[:4] == ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
-    assert table_csv(columns, rows).startswith("side,model,std,")
+    sinks = sink_row("m", summary)
+    assert list(sinks.values()) == ["m", 50.0, 25.0, 25.0, pytest.approx(100 / 3)]
+    assert list(sinks)[:4] == ["model", "first_token_percent", "second_token_percent", "third_token_percent"]
 
 
 def test_what_uniform_weights_would_give_is_a_mean_over_responses() -> None:
     """Responses of 2 and 4 tokens: the mean of 1/2 and 1/4, not 1/3."""
     summary = summarize([response_statistics(torch.tensor([1.0, 0.0])), response_statistics(torch.ones(4))])
-    columns, rows = sink_rows([("m", summary)])
-    assert dict(zip(columns, rows[0], strict=True))["uniform_percent"] == pytest.approx(37.5)
+    assert sink_row("m", summary)["uniform_percent"] == pytest.approx(37.5)
 
 
 def test_the_printed_columns_are_those_of_the_paper(shared: Path) -> None:
     """The heads of the paper's files, so that they can stand beside ours."""
     summary = summarize([response_statistics(torch.ones(4))])
-    tokens = token_rows(token_means([WeightedRow(torch.tensor([1]), torch.ones(1))]), str)[0]
+    (token,) = token_rows(token_means([WeightedRow(torch.tensor([1]), torch.ones(1))]), str)
     ours = {
-        "weight_statistics": statistics_rows([("m", "chosen", summary)])[0],
-        "sink_share": sink_rows([("m", summary)])[0],
-        "top_tokens": ["model", "side", *tokens],
+        "weight_statistics": statistics_row("m", "chosen", summary),
+        "sink_share": sink_row("m", summary),
+        "top_tokens": ["model", "side", *token],
     }
     for name, columns in ours.items():
         with (shared / "reference" / "paper_tables" / f"{name}.csv").open(encoding="utf-8") as lines:
@@ -138,7 +132,6 @@ def test_token_means_edges() -> None:
     assert token_means([]) == []
     tie = [WeightedRow(torch.tensor([9, 2]), torch.tensor([0.5, 0.5]))]
     assert [one.token_id for one in token_means(tie)] == [2, 9]
-    columns, rows = token_rows(token_means(tie), lambda token: f"<{token}>", count=1)
-    assert dict(zip(columns, rows[0], strict=True)) == {
+    assert token_rows(token_means(tie), lambda token: f"<{token}>")[0] == {
         "rank": 1, "token": "<2>", "weight": 0.5, "relative": 1.0, "count": 1,
     }  # fmt: skip
