@@ -18,8 +18,9 @@ def both_sides(inputs: Fields, name: str) -> Float[Tensor, "rows R ..."]:
 
 def by_side(inputs: Fields, name: str, rows: Float[Tensor, "rows R ..."]) -> dict[str, Float[Tensor, "pairs r ..."]]:
     """Each side's half of ``rows``, cut to the width of the side's own values ``name``."""
-    halves = zip(SIDES, rows.chunk(2), strict=True)
-    return {side: half[:, : inputs.at(side).tensor(name).shape[1]] for side, half in halves}
+    return {
+        side: half[:, : inputs.at(side).tensor(name).shape[1]] for side, half in zip(SIDES, rows.chunk(2), strict=True)
+    }
 
 
 def filled(

@@ -76,8 +76,7 @@ class LogitRows:
     def gradients(self, loss: Float[Tensor, ""]) -> dict[str, Tensor]:
         """The gradient of ``loss`` with respect to the policy's logits, cut to each side's own width."""
         (whole,) = torch.autograd.grad(loss, self.policy)
-        halves = by_side(self.inputs, "mask", whole)
-        return {f"grad_{side}_policy_logits": half for side, half in halves.items()}
+        return {f"grad_{side}_policy_logits": half for side, half in by_side(self.inputs, "mask", whole).items()}
 
 
 def recompute(record: Record, comparison: Comparison) -> None:
@@ -98,13 +97,12 @@ def evaluate(
     joint = tuple(sorted(name.removeprefix("joint:") for name in objective.requires if name.startswith("joint:")))
     policy, reference = given.scored(WAYS[way], joint, filling)
     output = objective(policy, reference, given.batch)
-    results = {
+    return {
         "loss_per_example": output.losses,
         "loss": pair_values(policy, output, given.batch)["loss"].mean(),
         **logged(output, beta),
         **given.gradients(output.losses.mean()),
     }
-    return {name: value.detach() for name, value in results.items()}
 
 
 def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
@@ -112,7 +110,5 @@ def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pai
     values = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):
         kl = output.extras[f"seq_kl/{side}"]
-        values.update(
-            {f"{side}_rewards_logged": rewards, f"{side}_seq_kl": kl, f"{side}_logratio": rewards / beta - kl}
-        )
+        values |= {f"{side}_rewards_logged": rewards, f"{side}_seq_kl": kl, f"{side}_logratio": rewards / beta - kl}
     return values

@@ -270,9 +270,8 @@ class Extraction:
         """Compares the training ids: the reference's, less what it puts in front and its own EOS."""
         for side in SIDES:
             ids, plain = pair.completion_ids[side], self.unedited(pair, side)
-            ends_alike = ids[len(ids) - len(plain) :] == plain
-            comparison.require(ends_alike, f"{side}: the ids do not end with those of the text")
-            added = ids[: len(ids) - len(plain)]
+            added, end = ids[: len(ids) - len(plain)], ids[len(ids) - len(plain) :]
+            comparison.require(end == plain, f"{side}: the ids do not end with those of the text")
             comparison.same(f"{side}: ids put in front", added, pair.judge_tokens[side][: len(added)])
             ours = self._trained(pair, side)
             if self.golden.completions_alone and ours != plain[:-1]:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from attnpo.files import shortened
 from attnpo.schema import Json, UserError
 
 Value = TypeVar("Value")
@@ -73,8 +74,10 @@ class Fields:
 
     def each(self, key: str) -> "list[Fields]":
         """The objects of a list."""
-        items = self._items(key, dict, "a list of objects")
-        return [Fields(f"{self.where}{key}[{place}].", item) for place, item in enumerate(items)]
+        return [
+            Fields(f"{self.where}{key}[{place}].", item)
+            for place, item in enumerate(self._items(key, dict, "a list of objects"))
+        ]
 
     def _typed(self, key: str, kind: type[Value], expected: str) -> Value:
         value = self.values.get(key)
@@ -89,7 +92,7 @@ class Fields:
         return items
 
     def _unexpected(self, key: str, expected: str) -> UserError:
-        got = f"got {shortened(self.values[key])}" if key in self else "it is missing"
+        got = f"got {shortened(str(self.values[key]))}" if key in self else "it is missing"
         return UserError(f"{self.where}{key}: expected {expected}, {got}; copy the golden files again")
 
 
@@ -116,9 +119,3 @@ class Record:
         """The record less some of the quantities that it expects."""
         kept = {name: value for name, value in self.expected.values.items() if name not in quantities}
         return replace(self, expected=replace(self.expected, values=kept))
-
-
-def shortened(value: object) -> str:
-    """``value`` as text of at most 60 characters."""
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -49,7 +49,7 @@ def evaluate(objective: TIDPO, source: Gradient, inputs: Fields, way: str, filli
     whole = objective(policy, reference, batch)
     step = replace(objective, gamma_triplet=0.0)(policy, reference, batch)
     plain = replace(objective, gamma_triplet=0.0, kl=False)(policy, reference, batch)
-    results = {
+    return {
         **{f"{side}_weights": value for side, value in whole_weights(source, inputs, weights).items()},
         **{f"{side}_seq_kl": step.extras[f"seq_kl/{side}"] for side in SIDES},
         "tdpo2_loss_per_example": step.losses,
@@ -58,7 +58,6 @@ def evaluate(objective: TIDPO, source: Gradient, inputs: Fields, way: str, filli
         "loss": pair_values(policy, whole, batch)["loss"].mean(),
         **given.gradients(step.losses.mean()),
     }
-    return {name: value.detach() for name, value in results.items()}
 
 
 def gradient_statistic(inputs: Fields, given: LogitRows, filling: float) -> InputGradient:

@@ -130,7 +130,7 @@ class Pairwise:
             results["unweighted_chosen_rewards"], results["unweighted_rejected_rewards"] = unweighted
             plain = replace(output, chosen_rewards=unweighted[0], rejected_rewards=unweighted[1])
             results["unweighted_accuracy"] = pair_values(policy, plain, batch)["rewards/accuracies"].mean()
-        return {name: value.detach() for name, value in results.items()}
+        return results
 
 
 # --------------------------------------------------------------------------------------------- what compares what

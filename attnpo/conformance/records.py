@@ -14,7 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 
 from attnpo.config import build, compose, groups
-from attnpo.conformance.fields import Record, shortened
+from attnpo.conformance.fields import Record
+from attnpo.files import shortened
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -103,8 +104,8 @@ class Comparison:
     def same(self, what: str, ours: object, expected: object) -> None:
         """Notes a problem unless both are equal. A difference counts as an infinite error."""
         if ours != expected:
-            place = _first_difference(ours, expected)
-            self.mismatch(f"{what}: expected {shortened(expected)}, got {shortened(ours)}{place}")
+            texts = f"expected {shortened(str(expected))}, got {shortened(str(ours))}"
+            self.mismatch(f"{what}: {texts}{_first_difference(ours, expected)}")
 
     def require(self, holds: bool, problem: str) -> None:
         """Notes ``problem`` unless ``holds``."""
@@ -195,9 +196,7 @@ def compare_expected(
 
 
 def _as_double(values: Numbers) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.detach().to("cpu", torch.float64)
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
 
 
 def _first_difference(ours: object, expected: object) -> str:

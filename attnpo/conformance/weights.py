@@ -206,8 +206,10 @@ def sink_case(case: Fields, comparison: Comparison) -> None:
     fixed = postprocess([weights])
     if case.values.get("reference_error") is not None:
         comparison.variant = ZERO_MASS
-        no_mass = case.values.get("fixed") is None and not weights[1:].any()
-        comparison.require(no_mass, "an error is expected for a row without mass only")
+        comparison.require(
+            case.values.get("fixed") is None and not weights[1:].any(),
+            "an error is expected for a row without mass only",
+        )
         comparison.numbers("fixed", fixed, torch.full_like(weights, 1.0 / len(weights)), atol=EXACT)
         return
     # The source normalises first; the rule itself keeps the total.

@@ -39,16 +39,15 @@ class ForcedScores:
         contents = [_content(prompt) for prompt in prompts]
         parts = [self._parts(content) for content in contents]
         heads = chat_prompts(self.tokenizer, contents)
-        scores: list[list[int]] = [[] for _ in prompts]
+        scores: dict[int, list[int]] = {}
         order = sorted(range(len(prompts)), key=lambda index: len(heads[index]))
         for start in range(0, len(order), self.batch_size):
             chosen = order[start : start + self.batch_size]
-            digits = self._score([heads[i] for i in chosen], [parts[i] for i in chosen])
-            for index, row in zip(chosen, digits, strict=True):
-                scores[index] = row
+            scored = self._score([heads[i] for i in chosen], [parts[i] for i in chosen])
+            scores.update(zip(chosen, scored, strict=True))
         return [
-            json.dumps([{"part": part, "score": score} for part, score in zip(clauses, row, strict=True)])
-            for clauses, row in zip(parts, scores, strict=True)
+            json.dumps([{"part": part, "score": score} for part, score in zip(clauses, scores[index], strict=True)])
+            for index, clauses in enumerate(parts)
         ]
 
     def _parts(self, content: str) -> list[str]:

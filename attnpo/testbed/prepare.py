@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.files import changed, file_digest, seal, sealed, set_aside, share, to_disk
+from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 
@@ -81,21 +82,18 @@ class Testbed:
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
         old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
         old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder), model_path)
-        base_report, data_report = _read_base(model_path), _read(data_path)
         report: dict[str, object] = {
             "digest": self.grammar.digest(),
             "base_key": self.base_key(),
             "data_key": self.data_key(),
-            "base": base_report,
-            "pairs": data_report,
+            "base": _read_base(model_path),
+            "pairs": _read(data_path),
         }
         return Prepared(model_path, data_path, report, reused=old_base and old_data)
 
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """The second base's folder under `root`, as ``prepare`` gives the first. UserError when `second` is None."""
         if self.second is None:
-            from attnpo.schema import UserError  # brings torch
-
             raise UserError("prepare.second is null, so there is no second base that could judge: describe one there")
         recipe, seed = self.second.base, self.seed + self.second.seed_offset
         path = Path(root) / f"base-{_base_key(self.grammar, recipe, seed)}"
@@ -113,10 +111,10 @@ def load_base(model_path: Path) -> "tuple[LlamaForCausalLM, PreTrainedTokenizerF
     """The base in evaluation mode and its tokenizer."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    model = LlamaForCausalLM.from_pretrained(model_path, trust_remote_code=False)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False)
-    model.train(False)
-    return model, tokenizer
+    return (
+        LlamaForCausalLM.from_pretrained(model_path, trust_remote_code=False),
+        PreTrainedTokenizerFast.from_pretrained(model_path, trust_remote_code=False),
+    )
 
 
 def _base_key(grammar: Grammar, recipe: BaseRecipe, seed: int) -> str:
@@ -200,8 +198,6 @@ def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) ->
     except FileNotFoundError:
         return None
     except OSError as error:
-        from attnpo.schema import UserError  # brings torch
-
         raise UserError(
             f"testbed {what}: {target} is not as it was built ({problem}) and cannot be moved aside ({error}): remove "
             "it and run again, or name another folder with store=FOLDER"
@@ -235,8 +231,6 @@ def _move_in(scratch: Path, target: Path, what: str, base: Path | None) -> None:
         scratch.rename(target)
     except OSError as error:
         if (problem := _problem(target, base)) is not None:
-            from attnpo.schema import UserError  # brings torch
-
             raise UserError(
                 f"testbed {what}: cannot move the finished folder to {target} ({error}), where something else lies "
                 f"({problem}): remove it and run again"

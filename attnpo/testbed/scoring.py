@@ -48,8 +48,7 @@ class Score:
     def scalars(self) -> dict[str, float]:
         """The scalar fields by name, for tables and loggers."""
         trained = ("reward", "win_rate", "kl", "length", "polarity", "broken", "ended")
-        rivals = ("base_reward", "base_length", "base_broken")
-        return {name: float(getattr(self, name)) for name in (*trained, *rivals)}
+        return {name: float(getattr(self, name)) for name in (*trained, "base_reward", "base_length", "base_broken")}
 
 
 @dataclass(frozen=True)
