@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.files import changed, file_digest, seal, sealed, set_aside, share, to_disk
-from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 
@@ -78,7 +77,6 @@ class Testbed:
 
     def prepare(self, root: Path) -> Prepared:
         """The model and data folders under `root`, built if missing, built anew if they are not as they were built."""
-        root = Path(root)
         model_path, data_path = root / f"base-{self.base_key()}", root / f"data-{self.data_key()}"
         old_base = _ensure(model_path, "base", lambda folder: _build_base(self.grammar, self.base, self.seed, folder))
         old_data = _ensure(data_path, "pairs", lambda folder: self._build_pairs(model_path, folder), model_path)
@@ -94,9 +92,11 @@ class Testbed:
     def prepare_judge(self, root: Path) -> PreparedJudge:
         """The second base's folder under `root`, as ``prepare`` gives the first. UserError when `second` is None."""
         if self.second is None:
+            from attnpo.schema import UserError  # brings torch
+
             raise UserError("prepare.second is null, so there is no second base that could judge: describe one there")
         recipe, seed = self.second.base, self.seed + self.second.seed_offset
-        path = Path(root) / f"base-{_base_key(self.grammar, recipe, seed)}"
+        path = root / f"base-{_base_key(self.grammar, recipe, seed)}"
         reused = _ensure(path, "second base", lambda folder: _build_base(self.grammar, recipe, seed, folder))
         return PreparedJudge(path, _read_base(path), reused)
 
@@ -198,6 +198,8 @@ def _out_of_the_way(target: Path, what: str, problem: str, base: Path | None) ->
     except FileNotFoundError:
         return None
     except OSError as error:
+        from attnpo.schema import UserError  # brings torch
+
         raise UserError(
             f"testbed {what}: {target} is not as it was built ({problem}) and cannot be moved aside ({error}): remove "
             "it and run again, or name another folder with store=FOLDER"
@@ -231,6 +233,8 @@ def _move_in(scratch: Path, target: Path, what: str, base: Path | None) -> None:
         scratch.rename(target)
     except OSError as error:
         if (problem := _problem(target, base)) is not None:
+            from attnpo.schema import UserError  # brings torch
+
             raise UserError(
                 f"testbed {what}: cannot move the finished folder to {target} ({error}), where something else lies "
                 f"({problem}): remove it and run again"
