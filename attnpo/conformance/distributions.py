@@ -107,7 +107,7 @@ def evaluate(
 
 def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
     """Rewards ``beta (S(d) + K)``, sequence KLs K and, as the rest of these, the log-ratios S(d) of both sides."""
-    values: dict[str, Float[Tensor, "pairs"]] = {}
+    values: dict[str, Tensor] = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):
         kl = output.extras[f"seq_kl/{side}"]
         values |= {f"{side}_rewards_logged": rewards, f"{side}_seq_kl": kl, f"{side}_logratio": rewards / beta - kl}
