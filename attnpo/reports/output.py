@@ -92,7 +92,8 @@ def narrowed(table: KeyedTable) -> KeyedTable:
 def absent(tables: Sequence[KeyedTable], why: str) -> list[str]:
     """A line on printed columns that have none of ours beside them, if there are such, with ``why`` after it."""
     lacking = dict.fromkeys(name for table in tables for name in unmet(table))
-    return [f"printed alone, with none of ours: {', '.join(lacking)}{why and f': {why}'}"] if lacking else []
+    reason = f": {why}" if why else ""
+    return [f"printed alone, with none of ours: {', '.join(lacking)}{reason}"] if lacking else []
 
 
 def joined_csv(tables: Sequence[KeyedTable]) -> str:
