@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
-from attnpo.console import training_began
+from attnpo.console import leads, training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
@@ -104,7 +103,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    leading = leads()  # before training: Lightning takes its variables back afterwards
     policy = load_policy(inputs.context)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference, kept = None, None
@@ -125,7 +124,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
     compile_policy(inputs.context, policy, layout)
     data = _datamodule(inputs, examples, plan, objective, layout, settings)
-    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
+    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
     with quiet_lightning():
@@ -144,7 +143,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
-    if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
+    if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)
     if not gathered.state:  # not sharded, or not the first process
         return trained
@@ -245,14 +244,14 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
-    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    leading = leads()  # before training: Lightning takes its variables back afterwards
     before = finished(cfg, folder, point)
     if before is not None:
-        return before if leads else None
+        return before if leading else None
     check_tracker(cfg.logger)
     resume = find_resume(cfg, folder, point)
     check_folder(folder, resume)
-    if leads:
+    if leading:
         make_folder(folder)
     context = make_context(cfg)
     log_memory(context)
@@ -260,13 +259,13 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     cfg = inputs.context.cfg
     if resume is not None:
         check_contents(inputs, resume)
-    if leads:
+    if leading:
         prepare_folder(folder, resume)
         write_config(cfg, folder)
     log_inputs(inputs)
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
-        if not leads:
+        if not leading:
             return None
         merge_metrics(folder)
         tidy_checkpoints(folder)
