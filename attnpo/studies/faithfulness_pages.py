@@ -67,9 +67,9 @@ def layer_rewards(outcome: Outcome, world: str, seed: int, kl_limit: float) -> d
     """
     found = {}
     mine = [item for item in outcome.points if item[0].seed == seed and item[0].arm.world == world]
-    spots = gather(mine)
-    for layer in sorted({spot.arm.layer for spot in spots if spot.arm.layer is not None}):
-        arm = [spot for spot in spots if spot.arm.layer == layer]
+    points = gather(mine)
+    for layer in sorted({point.arm.layer for point in points if point.arm.layer is not None}):
+        arm = [point for point in points if point.arm.layer == layer]
         place = at_kl(arm, kl_limit) if has_truth(arm) else None
         if place is not None and place.reached:
             found[layer] = place.reward
