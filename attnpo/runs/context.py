@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -164,17 +163,11 @@ def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
             "set align.method=characters (and objective.length_from=train)"
         )
     if getattr(context.cfg.objective, "length_from", None) is LengthFrom.SOURCE:
-        _warn_of_lengths(judge.path, context.model.path)
-
-
-@cache
-def _warn_of_lengths(judge: str, model: str) -> None:
-    log.warning(
-        "objective.length_from=source: |y| counts the tokens of %s, another vocabulary than that of %s, so the scale "
-        "differs from training tokens; objective.length_from=train counts those",
-        judge,
-        model,
-    )
+        warning = (
+            f"objective.length_from=source: |y| counts the tokens of {judge.path}, another vocabulary than that of "
+            f"{context.model.path}, so the scale differs from training tokens; objective.length_from=train counts those"
+        )
+        log_once([warning], logging.WARNING)
 
 
 def reference_fingerprint(context: RunContext) -> dict[str, object]:

@@ -14,7 +14,7 @@ from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.runs.context import RunContext
+from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
@@ -58,12 +58,11 @@ def log_memory(context: RunContext) -> None:
             others = dict(alternatives(cfg, config))
         log_once(found.lines(capacity, others))
     if "judge" in cfg.weights.requires:
-        judge = cfg.judge
-        path = spec.path if judge.path is None else judge.path
-        of = config if judge.path is None else load_config(path, judge.revision)
-        tokens = max(judge.token_budget, judge.max_length)
-        with _estimating(path):
-            log_once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+        judge = run_judge(context)
+        tokens = max(judge.settings.token_budget, judge.settings.max_length)
+        config = load_config(judge.path, judge.revision)
+        with _estimating(judge.path):
+            log_once(estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens).lines(capacity))
 
 
 @contextmanager

@@ -46,22 +46,19 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
     pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
-    tokenizer = inputs.context.tokenizer
-    rows = []
-    for example in inputs.examples["train"].examples[:count]:
-        captured = inputs.weighed.captured.get(example.pair_id)
-        rows.append(
-            heat_row(
-                pairs[example.pair_id],
-                example.sides,
-                example.weights,
-                lambda token: str(tokenizer.decode([token])),
-                lengths=example.lengths,
-                coverage=example.coverage,
-                rounds=() if captured is None else captured.rounds,
-            )
+    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
+    return [
+        heat_row(
+            pairs[example.pair_id],
+            example.sides,
+            example.weights,
+            lambda token: str(tokenizer.decode([token])),
+            lengths=example.lengths,
+            coverage=example.coverage,
+            rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
         )
-    return rows
+        for example in inputs.examples["train"].examples[:count]
+    ]
 
 
 def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path) -> None:
@@ -134,8 +131,6 @@ def publish_run(
     """
     for tracker in trackers(loggers):
         import wandb
-
-        from attnpo.display.heatmap import heatmap_html
 
         tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
         media: dict[str, Any] = {"account": _table(account_table(result.inputs))}

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
@@ -163,9 +164,7 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
         log.info("%s", method.work(rows_in_words(layers)))
-        return replace(
-            method.tools(), progress=lambda done, total: log.info("%s: %d of %d pairs", method.name, done, total)
-        )
+        return replace(method.tools(), progress=partial(log.info, "%s: %d of %d pairs", method.name))
 
     captured, report = ensure_captured(
         share, source, layers, context.store, key, tools, load_layers=source.wanted(), verdicts=method.verdict
