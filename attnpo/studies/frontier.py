@@ -99,8 +99,8 @@ def at_kl(points: Sequence[PointResults], level: float) -> AtKL | None:
     return AtKL(seeds, (1 - share) * before.rewards + share * beyond[0].rewards, level, True)
 
 
-def difference(one: AtKL, other: AtKL) -> Interval | None:
-    """The difference of two arms at one level, paired by seed and prompt; None when they share no seed."""
+def difference(one: AtKL | PointResults, other: AtKL | PointResults) -> Interval | None:
+    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:
         return None

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.analysis.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.analysis.intervals import Interval, hierarchical_bootstrap
 from attnpo.runs.result import RunResult, Scores
 from attnpo.studies.study import Arm, Outcome, Point, short
 
@@ -33,26 +33,23 @@ class PointResults:
         """The mean over seeds of a truth score."""
         return float(np.mean([scores.numbers[name] for scores in self.scores(split)]))
 
-    def rewards(self, split: str) -> Float[np.ndarray, "seeds prompts"]:
-        """True rewards, a row per seed and a column per held-out prompt."""
-        return np.array([scores.rewards for scores in self.scores(split)])
+    @property
+    def rewards(self) -> Float[np.ndarray, "seeds prompts"]:
+        """True rewards on test prompts, a row per seed and a column per prompt."""
+        return np.array([scores.rewards for scores in self.scores("test")])
 
     @cached_property
     def interval(self) -> Interval:
         """The mean test reward with its interval over seeds and prompts."""
-        return hierarchical_bootstrap(self.rewards("test"))
+        return hierarchical_bootstrap(self.rewards)
 
     def metric(self, name: str) -> float:
         """The mean over seeds of a last logged metric; NaN where it is missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
-    def input(self, name: str, split: str = "train") -> float:
+    def input(self, name: str) -> float:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
-        return float(np.mean([result.input(split, name) for result in self.results]))
-
-    def tokens(self, side: str) -> float:
-        """The median training tokens of a side's responses, mean over seeds; NaN where they are missing."""
-        return float(np.mean([result.input("train", f"tokens.{side}.p50") for result in self.results]))
+        return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
     def steps(self) -> float:
@@ -160,16 +157,6 @@ def best_by_arm(outcome: Outcome, world: str | None = None) -> dict[str, PointRe
     """The best point of every arm of a world (None: the first) that has results, in the study's order."""
     found = by_arm(outcome, outcome.worlds[0] if world is None else world)
     return {name: best_point(mine, outcome.study.kl_limit) for name, mine in found.items() if mine}
-
-
-def against(one: PointResults, other: PointResults) -> Interval | None:
-    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
-    shared = [seed for seed in one.seeds if seed in other.seeds]
-    if not shared:
-        return None
-    rows = [one.rewards("test")[[one.seeds.index(seed) for seed in shared]]]
-    rows.append(other.rewards("test")[[other.seeds.index(seed) for seed in shared]])
-    return paired_difference(rows[0], rows[1])
 
 
 def seeds_mark(have: int, outcome: Outcome) -> str:

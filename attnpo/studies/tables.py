@@ -1,7 +1,7 @@
 """A study's tables: every arm at its best point, and arms at equal KL, level by level and over worlds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnpo.analysis.intervals import Interval
@@ -10,7 +10,6 @@ from attnpo.display.tables import Cell
 from attnpo.studies.frontier import AtKL, at_kl, difference
 from attnpo.studies.selection import (
     PointResults,
-    against,
     all_seeds,
     best_by_arm,
     by_arm,
@@ -23,7 +22,7 @@ from attnpo.studies.selection import (
 )
 from attnpo.studies.study import Outcome
 
-TOKENS = {"chosen tokens": "chosen", "rejected tokens": "rejected"}
+TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
     **{"sum": 3, "eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1, "pairs": 1, "steps": 1},
     **dict.fromkeys(TOKENS, 1),
@@ -32,17 +31,12 @@ Row = dict[str, Cell]
 
 
 def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows of the table that the setting allows: against the truth, or of validation metrics."""
-    return truth_table(outcome) if has_truth(gather(outcome.points)) else metric_table(outcome)
+    """Columns and rows: every arm at its best point, world by world where there are several.
 
-
-def truth_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows for settings with a known truth: the base, then every arm at its best point, on test prompts.
-
-    World by world where there are several.
+    Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
     """
-    uneven = uneven_training(outcome)
-    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven)]
+    known, uneven = has_truth(gather(outcome.points)), uneven_training(outcome)
+    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven, known)]
     return columns_of(rows), rows
 
 
@@ -80,33 +74,51 @@ def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
     }
 
 
-def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator[Row]:
+def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
     best = best_by_arm(outcome, world)
-    control = best.get(outcome.study.control or "")
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
-    if best:
+    if best and known:
         yield {**named, **base_row(next(iter(best.values())))}
     for arm in (arm for arm in outcome.arms if arm.world == world):
         point = best.get(arm.name)
         if point is None:
             yield {**named, **lost_row(outcome, arm.name, world)}
             continue
-        versus = None if control is None or point is control else against(point, control)
+        beyond = over_limit(point, outcome) if known else ""
         yield {
             **named,
             "arm": arm.name,
-            "point": point.label + over_limit(point, outcome) + seeds_mark(len(point.seeds), outcome),
+            "point": point.label + beyond + seeds_mark(len(point.seeds), outcome),
             **({"values": said[arm.name]} if said else {}),
-            "reward": point.truth("test", "reward"),
-            "95 %": interval_text(point.interval),
-            **({} if outcome.study.control is None else {f"minus {outcome.study.control}": difference_text(versus)}),
-            "win rate": point.truth("test", "win_rate"),
-            "KL": point.truth("test", "kl"),
-            "length": point.truth("test", "length"),
-            "broken": point.truth("test", "broken"),
+            **(_truth_of(point, best, outcome.study.control) if known else _metrics_of(point)),
             **_inputs_of(point, uneven),
         }
+
+
+def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
+    """Scores on test prompts, and the difference to the control of the same world."""
+    other = best.get(control or "")
+    versus = None if other is None or point is other else difference(point, other)
+    return {
+        "reward": point.truth("test", "reward"),
+        "95 %": interval_text(point.interval),
+        **({} if control is None else {f"minus {control}": difference_text(versus)}),
+        "win rate": point.truth("test", "win_rate"),
+        "KL": point.truth("test", "kl"),
+        "length": point.truth("test", "length"),
+        "broken": point.truth("test", "broken"),
+    }
+
+
+def _metrics_of(point: PointResults) -> Row:
+    """Validation metrics."""
+    return {
+        "val loss": point.metric("val/loss"),
+        "val accuracy": point.metric("val/rewards/accuracies"),
+        "val margin": point.metric("val/rewards/margins"),
+        **{name: point.input(median) for name, median in TOKENS.items()},
+    }
 
 
 def origins(outcome: Outcome) -> dict[str, str]:
@@ -139,31 +151,6 @@ def base_row(point: PointResults) -> Row:
         "length": point.truth("test", "base_length"),
         "broken": point.truth("test", "base_broken"),
     }
-
-
-def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows for settings without a truth: validation metrics of every arm's best point."""
-    uneven, said, rows = uneven_training(outcome), origins(outcome), []
-    for arm in outcome.arms:
-        named: Row = {"world": arm.world} if arm.world else {}
-        point = best_by_arm(outcome, arm.world).get(arm.name)
-        if point is None:
-            rows.append({**named, **lost_row(outcome, arm.name, arm.world)})
-            continue
-        rows.append(
-            {
-                **named,
-                "arm": arm.name,
-                "point": point.label + seeds_mark(len(point.seeds), outcome),
-                **({"values": said[arm.name]} if said else {}),
-                "val loss": point.metric("val/loss"),
-                "val accuracy": point.metric("val/rewards/accuracies"),
-                "val margin": point.metric("val/rewards/margins"),
-                **{name: point.tokens(side) for name, side in TOKENS.items()},
-                **_inputs_of(point, uneven),
-            }
-        )
-    return columns_of(rows), rows
 
 
 NONE = "-"
