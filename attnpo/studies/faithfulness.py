@@ -68,7 +68,8 @@ class Faithfulness:
         """
         began = time.perf_counter()
         pool, sample = self._sample(encoded)
-        grammar = truth_of(context)
+        truth = getattr(context.cfg.truth, "grammar", None)
+        grammar = truth if isinstance(truth, Grammar) else None
         ranked = self._rankings(context, pool, sample, grammar)
         tools = run_judge(context).tools(device_of(context.cfg.trainer.accelerator))
         assert tools.judge is not None and tools.prompts is not None
@@ -163,12 +164,6 @@ def rollout_rankings(context: RunContext, pool: EncodedSet, sample: list[Prefere
 def level(row: Ranking) -> Ranking:
     """The same tokens with equal weights, whose top is a random choice."""
     return replace(row, weights=(1.0,) * len(row.weights))
-
-
-def truth_of(context: RunContext) -> Grammar | None:
-    """The grammar of the setting's known truth; None in settings that have none."""
-    grammar = None if context.cfg.truth is None else getattr(context.cfg.truth, "grammar", None)
-    return grammar if isinstance(grammar, Grammar) else None
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:

@@ -44,9 +44,17 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
         reward = base.truth("test", "base_reward")
         scores = {"base": [reward, 0.5, *(reward for _ in outcome.study.kl_levels)], **scores}
         ranks = ranked(scores)
-        row: Row = {**named, "arm": "base", **({"values": ""} if said else {}), "reward": reward, "win rate": 0.5}
-        row |= {f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels}
-        yield {**row, "KL": 0.0, "length": base.truth("test", "base_length"), RANK: ranks.get("base", NONE)}
+        yield {
+            **named,
+            "arm": "base",
+            **({"values": ""} if said else {}),
+            "reward": reward,
+            "win rate": 0.5,
+            **{f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels},
+            "KL": 0.0,
+            "length": base.truth("test", "base_length"),
+            RANK: ranks.get("base", NONE),
+        }
     for arm in (arm for arm in outcome.arms if arm.world == world):
         point = best.get(arm.name)
         origin: Row = {"values": said.get(arm.name, "")} if said else {}

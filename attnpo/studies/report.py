@@ -14,6 +14,7 @@ from attnpo.display.tables import Cell, table_csv
 from attnpo.files import changed, clean, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
+from attnpo.runs.result import RunResult
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.ranking import ranking_table
@@ -210,17 +211,28 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
 
 def all_points(points: Sequence[PointResults]) -> str:
     """Every run of the study as CSV."""
-    rows: list[Row] = []
-    for point in points:
-        for seed, result in zip(point.seeds, point.results, strict=True):
-            row: Row = {**({"world": point.arm.world} if point.arm.world else {}), "arm": point.arm.name, "seed": seed}
-            row.update({key: value for key, value in (item.split("=", 1) for item in point.values)})
-            for split, scores in (result.truth or {}).items():
-                row.update({f"{split}/{name}": value for name, value in scores.numbers.items()})
-            row.update({name: value for name, value in result.metrics.items() if name.startswith("val/")})
-            pairs = result.split("train").get("pairs")
-            row["pairs"], row["steps"] = pairs if isinstance(pairs, int) else None, result.steps
-            row["seconds"] = result.seconds["all"]
-            rows.append(row)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return table_csv(columns, rows)
+    rows = [
+        _run_row(point, seed, result)
+        for point in points
+        for seed, result in zip(point.seeds, point.results, strict=True)
+    ]
+    return table_csv(list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def _run_row(point: PointResults, seed: int, result: RunResult) -> Row:
+    pairs = result.split("train").get("pairs")
+    return {
+        **({"world": point.arm.world} if point.arm.world else {}),
+        "arm": point.arm.name,
+        "seed": seed,
+        **dict(value.split("=", 1) for value in point.values),
+        **{
+            f"{split}/{name}": value
+            for split, scores in (result.truth or {}).items()
+            for name, value in scores.numbers.items()
+        },
+        **{name: value for name, value in result.metrics.items() if name.startswith("val/")},
+        "pairs": pairs if isinstance(pairs, int) else None,
+        "steps": result.steps,
+        "seconds": result.seconds["all"],
+    }

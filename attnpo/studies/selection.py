@@ -153,10 +153,10 @@ def by_arm(outcome: Outcome, world: str) -> dict[str, list[PointResults]]:
     }
 
 
-def best_by_arm(outcome: Outcome, world: str | None = None) -> dict[str, PointResults]:
-    """The best point of every arm of a world (None: the first) that has results, in the study's order."""
-    found = by_arm(outcome, outcome.worlds[0] if world is None else world)
-    return {name: best_point(mine, outcome.study.kl_limit) for name, mine in found.items() if mine}
+def best_by_arm(outcome: Outcome, world: str) -> dict[str, PointResults]:
+    """The best point of every arm of a world that has results, in the study's order."""
+    found = by_arm(outcome, world).items()
+    return {name: best_point(points, outcome.study.kl_limit) for name, points in found if points}
 
 
 def seeds_mark(have: int, outcome: Outcome) -> str:
@@ -170,9 +170,9 @@ def interval_text(interval: Interval) -> str:
     return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def difference_text(difference: Interval | None, none: str = "") -> str:
-    """A difference with its interval, ``none`` where there is none."""
-    return none if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
+def difference_text(difference: Interval | None) -> str:
+    """A difference with its interval; empty where there is none."""
+    return "" if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
 
 
 def verdict(difference: Interval) -> str:

@@ -130,7 +130,7 @@ def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
     assert [row.truth["validation"].numbers["reward"] for row in by_point[0].results] == [0.75, 0.25]
     assert by_point[0].truth("validation", "reward") == 0.5
     assert by_point[0].label == "lr 5e-05 beta 0.1"
-    assert list(best_by_arm(make_outcome(points))) == ["uniform", "attention"]
+    assert list(best_by_arm(make_outcome(points), "")) == ["uniform", "attention"]
 
 
 # ------------------------------------------------------------------------------------------------ the table
