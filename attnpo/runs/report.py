@@ -205,10 +205,14 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
-    cfg = inputs.context.cfg
+    cfg, model = inputs.context.cfg, inputs.context.model
     statistics = example_statistics(inputs)
     return {
-        "base": _base_facts(inputs),
+        "base": {
+            **_place(inputs, model.path),
+            "revision": model.revision,
+            "fingerprint": weights_fingerprint(model.path, model.revision),
+        },
         "data": _data_facts(inputs, statistics),
         "method": {
             "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
@@ -254,15 +258,6 @@ def command(composed: Composition) -> list[str]:
 def settings_of(node: Mapping[str, object]) -> dict[str, object]:
     """The settings of a component's config node, nested ones under dotted names."""
     return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
-
-
-def _base_facts(inputs: Inputs) -> dict[str, Any]:
-    model = inputs.context.model
-    return {
-        **_place(inputs, model.path),
-        "revision": model.revision,
-        "fingerprint": weights_fingerprint(model.path, model.revision),
-    }
 
 
 def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:

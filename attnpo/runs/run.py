@@ -290,10 +290,9 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
 
 def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Scores] | None:
     """Scores against a known truth on validation and test prompts, or None in settings that have none."""
-    cfg = inputs.context.cfg
-    if cfg.truth is None:
+    scorer = inputs.context.cfg.truth
+    if scorer is None:
         return None
-    scorer = cfg.truth
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores: dict[str, Scores] = {}

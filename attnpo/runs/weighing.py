@@ -199,8 +199,7 @@ def _log_stored(
         if pair.pair_id in lacking
         for side in sides.values()
     )
-    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
-    log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
+    log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
 
 
 def _log_unreadable(table: Table, wanted: list[str], columns: list[str], method: CaptureMethod) -> None:
