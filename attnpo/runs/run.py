@@ -20,7 +20,6 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prompts import Prompt
-from attnpo.data.rules import BatchPlan
 from attnpo.machine import as_launched, device_of, environment, require_world, versions
 from attnpo.models.generate import context_length
 from attnpo.models.layouts import LAYOUTS, Layout, choose
@@ -28,7 +27,6 @@ from attnpo.models.loading import parameter_count
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.context import make_context
 from attnpo.runs.folders import make_folder
 from attnpo.runs.identity import numbers_of
@@ -98,7 +96,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
     settings = as_launched(cfg.trainer)
-    callbacks, plan, objective = cfg.callbacks, cfg.batch, cfg.objective
+    callbacks, objective = cfg.callbacks, cfg.objective
     require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
@@ -123,7 +121,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
     compile_policy(inputs.context, policy, layout)
-    data = _datamodule(inputs, examples, plan, objective, layout, settings)
+    data = _datamodule(inputs, examples, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
@@ -139,7 +137,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     require_world(trainer.world_size, settings)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    makers = makers_of(inputs, objective)
+    makers = makers_of(inputs)
     module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
@@ -152,13 +150,13 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     return replace(trained, policy=ScoredLM(whole), reference=None)
 
 
-def makers_of(inputs: Inputs, objective: PreferenceObjective) -> dict[str, RowMaker]:
+def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
     """What makes the further rows that the objective asks for with each micro-batch."""
+    context, objective = inputs.context, inputs.context.cfg.objective
     if "group:anchor" not in objective.requires:
         return {}
     if not isinstance(objective, AnchoredObjective):
         raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
-    context = inputs.context
     ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
     limit = int(context.cfg.lengths.max_length)
     return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
@@ -182,19 +180,17 @@ def restored(inputs: Inputs, resume: Path) -> ScoredLM:
 def _datamodule(
     inputs: Inputs,
     examples: Mapping[str, list[TrainingExample]],
-    plan: BatchPlan,
-    objective: PreferenceObjective,
     layout: Layout,
     settings: TrainerSettings,
 ) -> PreferenceDataModule:
     pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
-    ahead = [name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")]
+    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
     return PreferenceDataModule(
         examples["train"],
         examples["val"],
         layout,
         pad_id,
-        plan,
+        cfg.batch,
         cfg.seed,
         ahead=ahead,
         max_length=cfg.lengths.max_length,

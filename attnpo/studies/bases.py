@@ -219,18 +219,13 @@ def _cost(context: RunContext, weighed: list[Weighed]) -> Cost:
 def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
     """Adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
     path = folder / COSTS
-    known = _known_costs(path)
+    stored = read_record(path)
+    if stored is None and path.exists():
+        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
+    known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"
         if basis.cost.judge is not None:
             known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
         basis.cost = replace(basis.cost, judge=known.get(name))
     write_record(path, known)
-
-
-def _known_costs(path: Path) -> dict[str, float]:
-    """The seconds in a file; none, with a line in the log, where it is not as it was written."""
-    known = read_record(path)
-    if known is None and path.exists():
-        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
-    return {str(name): float(seconds) for name, seconds in (known or {}).items()}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from attnpo.analysis.faithfulness import Mode, Ranking, Rankings, Removal, measure, rankings
+from attnpo.analysis.faithfulness import Mode, Rankings, Removal, measure, rankings
 from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Section
 from attnpo.machine import device_of
@@ -124,7 +124,11 @@ class Faithfulness:
         }
         found[ROLLOUT] = None, rollout_rankings(context, pool, sample)
         tokens = next(iter(layers.values()))
-        found[EQUAL] = None, {name: {side: level(row) for side, row in rows.items()} for name, rows in tokens.items()}
+        equal = {
+            name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
+            for name, rows in tokens.items()
+        }
+        found[EQUAL] = None, equal
         if grammar is not None:
             found[TRUTH] = None, true_rankings(sample, tokens, grammar)
         return found
@@ -159,11 +163,6 @@ def rollout_rankings(context: RunContext, pool: EncodedSet, sample: list[Prefere
     source = Rollout() if own is None else Rollout(postprocess=own)
     weighed = weigh(with_weights(context, source), sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
-
-
-def level(row: Ranking) -> Ranking:
-    """The same tokens with equal weights, whose top is a random choice."""
-    return replace(row, weights=(1.0,) * len(row.weights))
 
 
 def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:

@@ -37,7 +37,11 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     best, every = best_by_arm(outcome, world), by_arm(outcome, world)
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
-    levels = {name: _at_levels(outcome, points) for name, points in every.items() if name in best}
+    levels = {
+        name: {level: at_kl(points, level) for level in outcome.study.kl_levels}
+        for name, points in every.items()
+        if name in best
+    }
     scores = {name: _scores(point, levels[name]) for name, point in best.items()}
     base = next(iter(best.values()), None)
     if base is not None:
@@ -72,10 +76,6 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
             "length": point.truth("test", "length"),
             RANK: ranks.get(arm.name, NONE),
         }
-
-
-def _at_levels(outcome: Outcome, points: list[PointResults]) -> dict[float, AtKL | None]:
-    return {level: at_kl(points, level) for level in outcome.study.kl_levels}
 
 
 def _scores(point: PointResults, levels: Mapping[float, AtKL | None]) -> list[float]:
