@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -315,6 +315,13 @@ def load(name: str, overrides: Sequence[str] = (), config_dir: Path | None = Non
 def typed(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
     """``cfg`` as its typed root of the class ``kind``, built once for all rooms. Raises UserError like ``check``."""
     return read(cfg).of(kind)
+
+
+def part(cfg: DictConfig, kind: type[SomeRoot]) -> SomeRoot:
+    """A root of fewer keys, read from the same keys of ``cfg``: what the others need may be absent."""
+    values, reader = plain(cfg), Reader(complete=False)
+    root = reader.make(kind, {item.name: values[item.name] for item in fields(kind) if item.init}, "")
+    return Reading(root, reader.problems, reader.missing, reader.unread).of(kind)
 
 
 def build(node: object) -> Any:

@@ -22,10 +22,7 @@ REASONS = {
     "runs/input_summary.py::split_lines": ACCOUNT,
     "runs/result.py::from_json": "JSON as it was read, taken apart and checked here",
     "runs/report.py::_table": "a class of wandb, which is imported inside functions only",
-    **{
-        f"runs/report.py::{name}": CARD
-        for name in ("card_facts", "_base_facts", "_data_facts", "_judge_facts", "_place")
-    },
+    **{f"runs/report.py::{name}": CARD for name in ("card_facts", "_data_facts", "_judge_facts", "_place")},
     **{
         f"runs/settings.py::{name}": "a setting's own scorer: what it takes and gives is its own"
         for name in ("score", "base_answers")

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import stdev
 
@@ -163,9 +164,9 @@ def _score(
     tools = judge.tools(device_of(context.cfg.trainer.accelerator))
     assert tools.judge is not None and tools.prompts is not None
     removal = Removal(rules.shares, rules.draws, rules.seed, (Mode.REMOVE,))
-    found = measure(
-        sample, {str(layer): rows for layer, rows in ranked.items()}, tools.judge, tools.prompts, removal, _progress
-    )
+    sources = {str(layer): rows for layer, rows in ranked.items()}
+    progress = partial(log.info, "weights.layer=auto: %d of %d judge prompts")
+    found = measure(sample, sources, tools.judge, tools.prompts, removal, progress)
     each = {layer: found.scores(str(layer)) for layer in ranked}
     scores = {layer: round(float(values.mean()), 6) for layer, values in each.items()}
     best = best_layer(scores)
@@ -224,10 +225,6 @@ def at_layers(context: RunContext, layer: int, layers: list[int]) -> RunContext:
     """The same context with weights that read ``layer``, or ``layers`` when there are any."""
     cfg = context.cfg.with_value("weights.layer", layer).with_value("weights.layers", tuple(layers))
     return replace(context, cfg=cfg)
-
-
-def _progress(done: int, total: int) -> None:
-    log.info("weights.layer=auto: %d of %d judge prompts", done, total)
 
 
 def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:

@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +31,7 @@ from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.training.memory import count_parameters
-from attnpo.weights.cache import Store
+from attnpo.weights.cache import Store, Table
 
 log = logging.getLogger(__name__)
 
@@ -164,17 +163,11 @@ def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
             "set align.method=characters (and objective.length_from=train)"
         )
     if getattr(context.cfg.objective, "length_from", None) is LengthFrom.SOURCE:
-        _warn_of_lengths(judge.path, context.model.path)
-
-
-@cache
-def _warn_of_lengths(judge: str, model: str) -> None:
-    log.warning(
-        "objective.length_from=source: |y| counts the tokens of %s, another vocabulary than that of %s, so the scale "
-        "differs from training tokens; objective.length_from=train counts those",
-        judge,
-        model,
-    )
+        warning = (
+            f"objective.length_from=source: |y| counts the tokens of {judge.path}, another vocabulary than that of "
+            f"{context.model.path}, so the scale differs from training tokens; objective.length_from=train counts those"
+        )
+        log_once([warning], logging.WARNING)
 
 
 def reference_fingerprint(context: RunContext) -> dict[str, object]:
@@ -188,13 +181,14 @@ def reference_fingerprint(context: RunContext) -> dict[str, object]:
     }
 
 
-def log_store(what: str, total: int, lacking: int, difference: str | None, size: int) -> None:
+def log_store(what: str, table: Table, total: int, lacking: int, size: int) -> None:
     """Logs what the store holds of ``what`` and, if pairs are lacking, why and how much will be written.
 
-    ``difference`` is the first key part in which the nearest other table differs; ``size`` an upper bound in bytes.
+    Where all are, the first key part is named in which the nearest other table differs. ``size``: at most, in bytes.
     """
     line = f"{what}: {total - lacking} of {total} pairs in the store"
     if lacking:
+        difference = table.nearest_difference() if lacking == total else None
         nearest = f" (nearest stored: {difference})" if difference else ""
         line += f"{nearest}; {lacking} to compute, at most about {in_bytes(size)} to write"
     log.info("%s", line)

@@ -7,7 +7,7 @@ from attnpo.data.prepare import prepare_examples
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import make_context
-from attnpo.runs.input_summary import answer_lines, log_verdicts
+from attnpo.runs.input_summary import log_captured
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.memory_check import log_memory
 from attnpo.runs.models import fill_reference, load_start
@@ -29,11 +29,7 @@ def fill_store(cfg: RunConfig) -> None:
             log.warning("%s: %s", split, line)
     shard = process()
     if cfg.weights.requires:
-        weighed = weigh(settle_layer(context, encoded), encoded, shard=shard)
-        log_verdicts(weighed.verdicts)
-        if weighed.answers is not None:
-            for line in answer_lines(weighed.answers):
-                log.info("%s", line)
+        log_captured(weigh(settle_layer(context, encoded), encoded, shard=shard))
     else:
         log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
     if cfg.reference != "cached":

@@ -15,12 +15,12 @@ from attnpo.data.sampler import steps_in
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE
-from attnpo.runs.weighing import SPLITS
+from attnpo.runs.weighing import SPLITS, Weighed
 from attnpo.schema import UserError
 from attnpo.training.trainer import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.verdicts import JudgeStatistics, judge_warning
+from attnpo.weights.verdicts import judge_warning
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +135,7 @@ def log_inputs(inputs: Inputs) -> None:
             log.info("%s", line)
     if statistics.get("judge_prompts", {}).get("cut"):
         log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
-    log_verdicts(inputs.weighed.verdicts)
-    if inputs.weighed.answers is not None:
-        for line in answer_lines(inputs.weighed.answers):
-            log.info("%s", line)
+    log_captured(inputs.weighed)
     for split in SPLITS:
         _require_examples(inputs, split)
     _require_budgets(inputs)
@@ -148,21 +145,24 @@ def log_inputs(inputs: Inputs) -> None:
         log.info("%s", line)
 
 
-def log_verdicts(verdicts: JudgeStatistics | None) -> None:
-    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference."""
-    if verdicts is None or not verdicts.pairs:
-        return
-    log.info(
-        "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
-        "agree in %.1f %%; %.1f %% of the verdicts are neither label",
-        100 * verdicts.agreement,
-        100 * verdicts.pair_accuracy,
-        100 * verdicts.consistency,
-        100 * verdicts.other_tokens,
-    )
-    warning = judge_warning(verdicts)
-    if warning is not None:
-        log.warning("warning: %s", warning)
+def log_captured(weighed: Weighed) -> None:
+    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference, and the answers."""
+    verdicts = weighed.verdicts
+    if verdicts is not None and verdicts.pairs:
+        log.info(
+            "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
+            "agree in %.1f %%; %.1f %% of the verdicts are neither label",
+            100 * verdicts.agreement,
+            100 * verdicts.pair_accuracy,
+            100 * verdicts.consistency,
+            100 * verdicts.other_tokens,
+        )
+        warning = judge_warning(verdicts)
+        if warning is not None:
+            log.warning("warning: %s", warning)
+    if weighed.answers is not None:
+        for line in answer_lines(weighed.answers):
+            log.info("%s", line)
 
 
 def _require_examples(inputs: Inputs, split: str) -> None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet
@@ -89,12 +89,12 @@ KEPT = 32  # more than a study has arms
 ROOM = 4096  # sets with more pairs than a laptop's study are not kept
 
 
+@dataclass
 class _Memory:
     """What was made for a key, while open; the one used longest ago gives way."""
 
-    def __init__(self) -> None:
-        self.open = False
-        self.kept: dict[str, object] = {}
+    open: bool = False
+    kept: dict[str, object] = field(default_factory=dict)
 
     def recall(self, key: Callable[[], dict[str, object]], make: Callable[[], Some]) -> Some:
         """What ``make`` gives, or gave for the same ``key``."""

@@ -125,12 +125,11 @@ class RunVerbalizer:
         self.settings = verbalizer
         self.path = model.path if verbalizer.path is None else verbalizer.path
         self.revision = model.revision if own else verbalizer.revision
-        asked = chat
+        self.chat = chat
         if not own:
             tokenizer = load_tokenizer(self.path, self.revision)
-            asked = ChatFormat(tokenizer, read_template(verbalizer.chat_template, "verbalizer.chat_template"))
-        self.chat = asked
-        self.questions = ScoreQuestions(verbalizer.template(), asked, chat, self._prompt_room())
+            self.chat = ChatFormat(tokenizer, read_template(verbalizer.chat_template, "verbalizer.chat_template"))
+        self.questions = ScoreQuestions(verbalizer.template(), self.chat, chat, self._prompt_room())
         self._store = store
 
     def _prompt_room(self) -> int | None:

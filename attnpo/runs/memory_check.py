@@ -3,18 +3,18 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
 
-from attnpo.config import build, compose, groups
+from attnpo.config import Root, compose, groups, part
 from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
-from attnpo.runs.context import RunContext
+from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Planned:
+class Planned(Root):
     """What of a configuration says how much memory its training takes; the packages it needs may be absent."""
 
     model: ModelSpec
@@ -35,6 +35,7 @@ class Planned:
     trainer: TrainerSettings
     lengths: LengthRules
     batch: BatchPlan
+    reference: str
 
 
 def log_memory(context: RunContext) -> None:
@@ -51,19 +52,17 @@ def log_memory(context: RunContext) -> None:
     config = load_config(spec.path, spec.revision)
     capacity = capacity_of(cfg)
     with _estimating(spec.path):
-        planned = Planned(spec, cfg.objective, cfg.optimizer, cfg.trainer, cfg.lengths, cfg.batch)
-        found = training_estimate(planned, cfg.reference, config)
+        found = training_estimate(cfg, config)
         others = {}
         if capacity is not None and not found.fits(capacity):
-            others = dict(alternatives(cfg, spec.path, config))
+            others = dict(alternatives(cfg, config))
         log_once(found.lines(capacity, others))
     if "judge" in cfg.weights.requires:
-        judge = cfg.judge
-        path = spec.path if judge.path is None else judge.path
-        of = config if judge.path is None else load_config(path, judge.revision)
-        tokens = max(judge.token_budget, judge.max_length)
-        with _estimating(path):
-            log_once(estimate_pass(of, dtype=judge.dtype, tokens=tokens).lines(capacity))
+        judge = run_judge(context)
+        tokens = max(judge.settings.token_budget, judge.settings.max_length)
+        config = load_config(judge.path, judge.revision)
+        with _estimating(judge.path):
+            log_once(estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens).lines(capacity))
 
 
 @contextmanager
@@ -84,7 +83,7 @@ def capacity_of(cfg: RunConfig) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def training_estimate(cfg: Planned, reference: str, config: PretrainedConfig) -> MemoryEstimate:
+def training_estimate(cfg: RunConfig | Planned, config: PretrainedConfig) -> MemoryEstimate:
     """What training this configuration needs on each device."""
     plan = cfg.batch
     return estimate_training(
@@ -93,7 +92,7 @@ def training_estimate(cfg: Planned, reference: str, config: PretrainedConfig) ->
         cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
-        reference=reference if "reference" in cfg.objective.requires else None,
+        reference=cfg.reference if "reference" in cfg.objective.requires else None,
         strategy=cfg.trainer.strategy,
         devices=planned_processes(cfg.trainer),
         micro=plan.per_forward,
@@ -103,16 +102,14 @@ def training_estimate(cfg: Planned, reference: str, config: PretrainedConfig) ->
     )
 
 
-def alternatives(cfg: RunConfig, path: str, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
+def alternatives(cfg: RunConfig, config: PretrainedConfig) -> Iterator[tuple[str, MemoryEstimate]]:
     """The same command under every option of the group hardware that this machine has the devices for."""
     given = [word for word in cfg.composed.overrides if not str(word).startswith("hardware=")]
     folder = cfg.composed.config_dir
     for option in groups(folder).get("hardware", []):
         try:
-            other = compose("fit", [*given, f"hardware={option}"], folder)
+            planned = part(compose("fit", [*given, f"hardware={option}"], folder), Planned)
         except UserError:  # its keys contradict those given
             continue
-        other.model.path = path
-        planned = Planned(**{part.name: build(other[part.name]) for part in fields(Planned)})
         if planned_processes(planned.trainer) <= max(1, torch.cuda.device_count()):
-            yield f"hardware={option}", training_estimate(planned, other.reference, config)
+            yield f"hardware={option}", training_estimate(planned, config)

@@ -50,8 +50,7 @@ def fill_reference(
     wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
     lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
     tokens = sum(len(side.response_ids) for example in lacking for side in example.sides)
-    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
-    log_store("reference log-probs", len(wanted), len(lacking), difference, BYTES_PER_TOKEN * tokens)
+    log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
             "reference log-probs are missing in the store and this job has several processes; fill the store first "
@@ -75,8 +74,9 @@ def fill_reference(
 def reference_table(context: RunContext) -> Table:
     """The store's table of this run's reference log-probabilities."""
     rules = context.cfg.lengths
-    limits = rules.max_prompt_length, rules.max_length
-    key = reference_key(reference_fingerprint(context), context.chat, *limits, keep=rules.keep.value)
+    key = reference_key(
+        reference_fingerprint(context), context.chat, rules.max_prompt_length, rules.max_length, keep=rules.keep.value
+    )
     return context.store.table(REFERENCE, key)
 
 
@@ -86,9 +86,8 @@ def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference
     pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
     lacking = table.missing(pair_ids, SIDES)
     tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
-    difference = table.nearest_difference() if len(lacking) == len(pair_ids) else None
     size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
-    log_store("reference log-probs", len(pair_ids), len(lacking), difference, size)
+    log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
     if not lacking:
         return None
 

@@ -46,22 +46,19 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
     pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
-    tokenizer = inputs.context.tokenizer
-    rows = []
-    for example in inputs.examples["train"].examples[:count]:
-        captured = inputs.weighed.captured.get(example.pair_id)
-        rows.append(
-            heat_row(
-                pairs[example.pair_id],
-                example.sides,
-                example.weights,
-                lambda token: str(tokenizer.decode([token])),
-                lengths=example.lengths,
-                coverage=example.coverage,
-                rounds=() if captured is None else captured.rounds,
-            )
+    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
+    return [
+        heat_row(
+            pairs[example.pair_id],
+            example.sides,
+            example.weights,
+            lambda token: str(tokenizer.decode([token])),
+            lengths=example.lengths,
+            coverage=example.coverage,
+            rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
         )
-    return rows
+        for example in inputs.examples["train"].examples[:count]
+    ]
 
 
 def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path) -> None:
@@ -134,8 +131,6 @@ def publish_run(
     """
     for tracker in trackers(loggers):
         import wandb
-
-        from attnpo.display.heatmap import heatmap_html
 
         tracker.experiment.summary.update({f"result/{name}": value for name, value in numbers(result.to_json())})
         media: dict[str, Any] = {"account": _table(account_table(result.inputs))}
@@ -210,10 +205,14 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
 
 def card_facts(inputs: Inputs) -> dict[str, Any]:
     """What a run's model card tells apart from its metrics, as plain data (keys: ``attnpo/training/model_card.py``)."""
-    cfg = inputs.context.cfg
+    cfg, model = inputs.context.cfg, inputs.context.model
     statistics = example_statistics(inputs)
     return {
-        "base": _base_facts(inputs),
+        "base": {
+            **_place(inputs, model.path),
+            "revision": model.revision,
+            "fingerprint": weights_fingerprint(model.path, model.revision),
+        },
         "data": _data_facts(inputs, statistics),
         "method": {
             "objective": {"name": type(cfg.objective).__name__, "settings": settings_of(cfg.below("objective"))},
@@ -259,15 +258,6 @@ def command(composed: Composition) -> list[str]:
 def settings_of(node: Mapping[str, object]) -> dict[str, object]:
     """The settings of a component's config node, nested ones under dotted names."""
     return {key: value for key, value in flat(node) if value != {} and key.rpartition(".")[2] != "_target_"}
-
-
-def _base_facts(inputs: Inputs) -> dict[str, Any]:
-    model = inputs.context.model
-    return {
-        **_place(inputs, model.path),
-        "revision": model.revision,
-        "fingerprint": weights_fingerprint(model.path, model.revision),
-    }
 
 
 def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:

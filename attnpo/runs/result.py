@@ -72,8 +72,7 @@ class RunResult:
                     split: found.base_rewards for split, found in self.truth.items() if found.base_rewards is not None
                 },
             }
-        parts = ("seed", "steps", "seconds", "metrics", "inputs", "versions")
-        return {**{name: getattr(self, name) for name in parts}, "truth": truth}
+        return {**vars(self), "truth": truth}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "RunResult":

@@ -11,17 +11,15 @@ from typing import Any, TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import rank_zero_only
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
-from attnpo.console import training_began
+from attnpo.console import leads, training_began
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prompts import Prompt
-from attnpo.data.rules import BatchPlan
 from attnpo.machine import as_launched, device_of, environment, require_world, versions
 from attnpo.models.generate import context_length
 from attnpo.models.layouts import LAYOUTS, Layout, choose
@@ -29,7 +27,6 @@ from attnpo.models.loading import parameter_count
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.context import make_context
 from attnpo.runs.folders import make_folder
 from attnpo.runs.identity import numbers_of
@@ -99,12 +96,12 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
     settings = as_launched(cfg.trainer)
-    callbacks, plan, objective = cfg.callbacks, cfg.batch, cfg.objective
+    callbacks, objective = cfg.callbacks, cfg.objective
     require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
     L.seed_everything(cfg.seed, verbose=False)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    leading = leads()  # before training: Lightning takes its variables back afterwards
     policy = load_policy(inputs.context)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference, kept = None, None
@@ -124,8 +121,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
     compile_policy(inputs.context, policy, layout)
-    data = _datamodule(inputs, examples, plan, objective, layout, settings)
-    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leads)
+    data = _datamodule(inputs, examples, layout, settings)
+    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
     with quiet_lightning():
@@ -140,11 +137,11 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     require_world(trainer.world_size, settings)
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    makers = makers_of(inputs, objective)
+    makers = makers_of(inputs)
     module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
-    if gathered.state is None and resume is not None and leads and sharded(policy):  # no step was left
+    if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left
         return replace(trained, policy=restored(inputs, resume), reference=None)
     if not gathered.state:  # not sharded, or not the first process
         return trained
@@ -153,13 +150,13 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     return replace(trained, policy=ScoredLM(whole), reference=None)
 
 
-def makers_of(inputs: Inputs, objective: PreferenceObjective) -> dict[str, RowMaker]:
+def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
     """What makes the further rows that the objective asks for with each micro-batch."""
+    context, objective = inputs.context, inputs.context.cfg.objective
     if "group:anchor" not in objective.requires:
         return {}
     if not isinstance(objective, AnchoredObjective):
         raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
-    context = inputs.context
     ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
     limit = int(context.cfg.lengths.max_length)
     return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
@@ -183,19 +180,17 @@ def restored(inputs: Inputs, resume: Path) -> ScoredLM:
 def _datamodule(
     inputs: Inputs,
     examples: Mapping[str, list[TrainingExample]],
-    plan: BatchPlan,
-    objective: PreferenceObjective,
     layout: Layout,
     settings: TrainerSettings,
 ) -> PreferenceDataModule:
     pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
-    ahead = [name.removeprefix("ahead:") for name in objective.requires if name.startswith("ahead:")]
+    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
     return PreferenceDataModule(
         examples["train"],
         examples["val"],
         layout,
         pad_id,
-        plan,
+        cfg.batch,
         cfg.seed,
         ahead=ahead,
         max_length=cfg.lengths.max_length,
@@ -245,14 +240,14 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     """
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
-    leads = int(getattr(rank_zero_only, "rank", 0)) == 0
+    leading = leads()  # before training: Lightning takes its variables back afterwards
     before = finished(cfg, folder, point)
     if before is not None:
-        return before if leads else None
+        return before if leading else None
     check_tracker(cfg.logger)
     resume = find_resume(cfg, folder, point)
     check_folder(folder, resume)
-    if leads:
+    if leading:
         make_folder(folder)
     context = make_context(cfg)
     log_memory(context)
@@ -260,13 +255,13 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     cfg = inputs.context.cfg
     if resume is not None:
         check_contents(inputs, resume)
-    if leads:
+    if leading:
         prepare_folder(folder, resume)
         write_config(cfg, folder)
     log_inputs(inputs)
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
-        if not leads:
+        if not leading:
             return None
         merge_metrics(folder)
         tidy_checkpoints(folder)
@@ -291,10 +286,9 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
 
 def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Scores] | None:
     """Scores against a known truth on validation and test prompts, or None in settings that have none."""
-    cfg = inputs.context.cfg
-    if cfg.truth is None:
+    scorer = inputs.context.cfg.truth
+    if scorer is None:
         return None
-    scorer = cfg.truth
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores: dict[str, Scores] = {}

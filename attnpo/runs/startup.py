@@ -68,9 +68,9 @@ def _scalar(value: object) -> str:
 _said: set[str] = set()
 
 
-def log_once(lines: Iterable[str]) -> None:
+def log_once(lines: Iterable[str], level: int = logging.INFO) -> None:
     """Logs the lines that this process has not logged yet: the points of a study share most of them."""
     for line in lines:
         if line not in _said:
             _said.add(line)
-            log.info("%s", line)
+            log.log(level, "%s", line)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
@@ -163,9 +164,7 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
         log.info("%s", method.work(rows_in_words(layers)))
-        return replace(
-            method.tools(), progress=lambda done, total: log.info("%s: %d of %d pairs", method.name, done, total)
-        )
+        return replace(method.tools(), progress=partial(log.info, "%s: %d of %d pairs", method.name))
 
     captured, report = ensure_captured(
         share, source, layers, context.store, key, tools, load_layers=source.wanted(), verdicts=method.verdict
@@ -200,8 +199,7 @@ def _log_stored(
         if pair.pair_id in lacking
         for side in sides.values()
     )
-    difference = table.nearest_difference() if len(lacking) == len(wanted) else None
-    log_store("weights", len(wanted), len(lacking), difference, estimate_bytes(tokens, layers))
+    log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
 
 
 def _log_unreadable(table: Table, wanted: list[str], columns: list[str], method: CaptureMethod) -> None:

@@ -254,8 +254,7 @@ def point_config(arm: Composed, point: Point) -> Composed:
 
 def yaml_value(text: str) -> Json:
     """The value an override's text stands for."""
-    value: Json = plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
-    return value
+    return plain(DictConfig(OmegaConf.create(f"value: {text}")))["value"]
 
 
 def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str, object]) -> Path:

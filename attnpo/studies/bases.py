@@ -71,10 +71,10 @@ class Basis:
 
 def compose_arms(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed]:
     """The configs of the study's arms by world and name, layers not yet told apart."""
-    worlds = list(study.worlds) or [ONLY]
-    arms = study.arms_with(cfg.truth is not None)
     return {
-        (world, name): arm_config(cfg, study, overrides, world) for world in worlds for name, overrides in arms.items()
+        (world, name): arm_config(cfg, study, overrides, world)
+        for world in study.worlds or [ONLY]
+        for name, overrides in study.arms_with(cfg.truth is not None).items()
     }
 
 
@@ -93,7 +93,7 @@ def make_basis(
     """
     basis = Basis(world, seed)
     composed = compose_arms(cfg, study) if composed is None else composed
-    arms = {name: at_seed(found, seed) for (of, name), found in composed.items() if of == world}
+    arms = {name: found.changed({"seed": seed}).config for (of, name), found in composed.items() if of == world}
     settled = settle(next(iter(arms.values())))[0]
     configs = {name: with_paths(config, settled) for name, config in arms.items()}
     context = _ground(basis, configs)
@@ -156,11 +156,6 @@ def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
     return encode(context, pairs)
 
 
-def at_seed(arm: Composed, seed: int) -> FitConfig:
-    """An arm's config with another seed."""
-    return arm.changed({"seed": seed}).config
-
-
 def with_paths(cfg: FitConfig, settled: RunConfig) -> FitConfig:
     """``cfg`` with the paths of model and data that it lacks as they are in ``settled``."""
     known = {"model.path": settled.model.path, "data.path": getattr(settled.data, "path", None)}
@@ -176,7 +171,8 @@ def measure(
     cfg: FitConfig, study: Study, basis: Basis, context: RunContext, encoded: dict[str, EncodedSet], folder: Path
 ) -> None:
     """Puts the results of the study's analyses into ``basis``, those found in ``folder`` as they are there."""
-    config = with_paths(at_seed(arm_config(cfg, study, [], basis.world), basis.seed), context.cfg)
+    own = arm_config(cfg, study, [], basis.world).changed({"seed": basis.seed})
+    config = with_paths(own.config, context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
     settings = dict(flat(cfg.below("study")))
     for name, analysis in study.analyses.items():
@@ -223,18 +219,13 @@ def _cost(context: RunContext, weighed: list[Weighed]) -> Cost:
 def keep_costs(folder: Path, bases: Mapping[tuple[str, int], Basis]) -> None:
     """Adds the seconds of this command's passes to those in ``folder``, and gives every basis the sum."""
     path = folder / COSTS
-    known = _known_costs(path)
+    stored = read_record(path)
+    if stored is None and path.exists():
+        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
+    known = {str(name): float(seconds) for name, seconds in (stored or {}).items()}
     for (world, seed), basis in bases.items():
         name = f"{world}/{seed}"
         if basis.cost.judge is not None:
             known[name] = round(known.get(name, 0.0) + basis.cost.judge, 1)
         basis.cost = replace(basis.cost, judge=known.get(name))
     write_record(path, known)
-
-
-def _known_costs(path: Path) -> dict[str, float]:
-    """The seconds in a file; none, with a line in the log, where it is not as it was written."""
-    known = read_record(path)
-    if known is None and path.exists():
-        log.warning("%s cannot be read and is written anew, without what earlier commands spent", path)
-    return {str(name): float(seconds) for name, seconds in (known or {}).items()}

@@ -10,21 +10,23 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from attnpo.analysis.faithfulness import Mode, Rankings, Removal, measure, rankings
+from attnpo.data.prepare import EncodedSet
+from attnpo.display.page import Section
+from attnpo.machine import device_of
 from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, sample_of
-from attnpo.schema import SIDES, UserError, check_least
-
-if TYPE_CHECKING:
-    from attnpo.analysis.faithfulness import Ranking, Rankings
-    from attnpo.data.prepare import EncodedSet
-    from attnpo.display.page import Section
-    from attnpo.runs.context import RunContext
-    from attnpo.schema import PreferencePair
-    from attnpo.studies.study import MeasuredBy, Outcome
-    from attnpo.testbed.grammar import Grammar
-    from attnpo.weights.base import WeightSource
+from attnpo.runs.context import RunContext, run_judge
+from attnpo.runs.weighing import weigh
+from attnpo.schema import SIDES, PreferencePair, UserError, check_least
+from attnpo.studies.study import MeasuredBy, Outcome
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.importance import decisive
+from attnpo.weights.base import WeightSource
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -58,26 +60,24 @@ class Faithfulness:
         if not self.shares or not all(0 < share < 1 for share in self.shares):
             raise UserError(f"faithfulness: expected shares between 0 and 1, got {list(self.shares)}")
 
-    def measure(self, context: "RunContext", encoded: "dict[str, EncodedSet]", folder: Path) -> dict[str, object]:
+    def measure(self, context: RunContext, encoded: dict[str, EncodedSet], folder: Path) -> dict[str, object]:
         """Per weights and pair how much more the top-weighted tokens matter than random ones, and the true mass.
 
         Plain data: ``weights`` maps a name to ``layer``, ``mass``, ``remove`` and ``keep`` (by share a number per pair)
         and ``fall``; beside it what the whole responses give, what was read and what it cost.
         """
-        from attnpo.analysis.faithfulness import Mode, Removal, measure
-        from attnpo.machine import device_of
-        from attnpo.runs.context import run_judge
-
         began = time.perf_counter()
         pool, sample = self._sample(encoded)
-        grammar = truth_of(context)
+        truth = getattr(context.cfg.truth, "grammar", None)
+        grammar = truth if isinstance(truth, Grammar) else None
         ranked = self._rankings(context, pool, sample, grammar)
         tools = run_judge(context).tools(device_of(context.cfg.trainer.accelerator))
         assert tools.judge is not None and tools.prompts is not None
         removal = Removal(self.shares, self.draws, self.seed)
         log.info("faithfulness: %d weights on %d pairs", len(ranked), len(sample))
         sources = {name: rows for name, (_, rows) in ranked.items()}
-        found = measure(sample, sources, tools.judge, tools.prompts, removal, _progress)
+        progress = partial(log.info, "faithfulness: %d of %d judge prompts")
+        found = measure(sample, sources, tools.judge, tools.prompts, removal, progress)
         kept = [pair for pair in sample if pair.pair_id in set(found.pair_ids)]
         return {
             "pairs": len(found.pair_ids),
@@ -101,7 +101,7 @@ class Faithfulness:
             },
         }
 
-    def _sample(self, encoded: "dict[str, EncodedSet]") -> "tuple[EncodedSet, list[PreferencePair]]":
+    def _sample(self, encoded: dict[str, EncodedSet]) -> tuple[EncodedSet, list[PreferencePair]]:
         """All pairs as one set, and those measured."""
         train, others = encoded["train"], [encoded[split] for split in encoded if split != "train"]
         pool = replace(
@@ -115,8 +115,8 @@ class Faithfulness:
         return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]
 
     def _rankings(
-        self, context: "RunContext", pool: "EncodedSet", sample: "list[PreferencePair]", grammar: "Grammar | None"
-    ) -> "dict[str, tuple[int | None, Rankings]]":
+        self, context: RunContext, pool: EncodedSet, sample: list[PreferencePair], grammar: Grammar | None
+    ) -> dict[str, tuple[int | None, Rankings]]:
         """What is measured, by name: its layer if it is one, and its weights."""
         layers = layer_rankings(by_layer(context), pool, sample, self.layers)
         found: dict[str, tuple[int | None, Rankings]] = {
@@ -124,12 +124,16 @@ class Faithfulness:
         }
         found[ROLLOUT] = None, rollout_rankings(context, pool, sample)
         tokens = next(iter(layers.values()))
-        found[EQUAL] = None, {name: {side: level(row) for side, row in rows.items()} for name, rows in tokens.items()}
+        equal = {
+            name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in rows.items()}
+            for name, rows in tokens.items()
+        }
+        found[EQUAL] = None, equal
         if grammar is not None:
             found[TRUTH] = None, true_rankings(sample, tokens, grammar)
         return found
 
-    def sections(self, outcome: "Outcome", measured: "MeasuredBy") -> "list[Section]":
+    def sections(self, outcome: Outcome, measured: MeasuredBy) -> list[Section]:
         """Tables over layers, per seed and over seeds, the rank correlations, and a figure; one set per world."""
         from attnpo.studies.faithfulness_pages import world_sections
 
@@ -143,47 +147,26 @@ class Faithfulness:
 # ------------------------------------------------------------------------------------------------ weights
 
 
-def by_layer(context: "RunContext") -> "RunContext":
+def by_layer(context: RunContext) -> RunContext:
     """``context`` where its weights read a layer, as they are; else the same with attention as it is by default."""
-    from attnpo.weights.sources.attention import Attention
-
     return context if hasattr(context.cfg.weights, "layer") else with_weights(context, Attention())
 
 
-def with_weights(context: "RunContext", source: "WeightSource") -> "RunContext":
+def with_weights(context: RunContext, source: WeightSource) -> RunContext:
     """The same context with other weights."""
     return replace(context, cfg=context.cfg.with_component("weights", source))
 
 
-def rollout_rankings(context: "RunContext", pool: "EncodedSet", sample: "list[PreferencePair]") -> "Rankings":
+def rollout_rankings(context: RunContext, pool: EncodedSet, sample: list[PreferencePair]) -> Rankings:
     """The rollout's weights of ``sample``, post-processed as the study's are; what the store lacks is judged."""
-    from attnpo.analysis.faithfulness import rankings
-    from attnpo.runs.weighing import weigh
-    from attnpo.weights.sources.rollout import Rollout
-
     own = getattr(by_layer(context).cfg.weights, "postprocess", None)
     source = Rollout() if own is None else Rollout(postprocess=own)
     weighed = weigh(with_weights(context, source), sample_of(pool, sample))
     return rankings(weighed.source, weighed.captured, weighed.layers)
 
 
-def level(row: "Ranking") -> "Ranking":
-    """The same tokens with equal weights, whose top is a random choice."""
-    return replace(row, weights=(1.0,) * len(row.weights))
-
-
-def truth_of(context: "RunContext") -> "Grammar | None":
-    """The grammar of the setting's known truth; None in settings that have none."""
-    from attnpo.testbed.grammar import Grammar
-
-    grammar = None if context.cfg.truth is None else getattr(context.cfg.truth, "grammar", None)
-    return grammar if isinstance(grammar, Grammar) else None
-
-
-def true_rankings(sample: "Sequence[PreferencePair]", tokens: "Rankings", grammar: "Grammar") -> "Rankings":
+def true_rankings(sample: Sequence[PreferencePair], tokens: Rankings, grammar: Grammar) -> Rankings:
     """Weight 1 for the tokens that hold a decisive character, 0 for the others."""
-    from attnpo.testbed.importance import decisive
-
     return {
         pair.pair_id: {
             side: replace(row, weights=tuple(map(float, decisive(pair, side, row.offsets, grammar))))
@@ -194,10 +177,8 @@ def true_rankings(sample: "Sequence[PreferencePair]", tokens: "Rankings", gramma
     }
 
 
-def true_mass(sample: "Sequence[PreferencePair]", rows: "Rankings", grammar: "Grammar") -> float:
+def true_mass(sample: Sequence[PreferencePair], rows: Rankings, grammar: Grammar) -> float:
     """The share of the weights on decisive tokens, mean over the responses that have any; NaN when none has."""
-    from attnpo.testbed.importance import decisive
-
     shares = []
     for pair in sample:
         for side in SIDES:
@@ -207,7 +188,3 @@ def true_mass(sample: "Sequence[PreferencePair]", rows: "Rankings", grammar: "Gr
             if any(marks) and total > 0:
                 shares.append(sum(w for w, mark in zip(row.weights, marks, strict=True) if mark) / total)
     return round(sum(shares) / len(shares), 4) if shares else math.nan
-
-
-def _progress(done: int, total: int) -> None:
-    log.info("faithfulness: %d of %d judge prompts", done, total)

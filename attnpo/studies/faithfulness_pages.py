@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,6 +20,8 @@ from attnpo.studies.study import Outcome
 Values = dict[str, Any]
 BySeed = Mapping[int, Values]
 Row = dict[str, Cell]
+
+MODES = {"remove": "without", "keep": "only"}  # in words
 
 
 @runtime_checkable
@@ -48,14 +49,14 @@ def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) 
     over = [over_seeds(rules, name, by_seed, rewards) for name in names]
     columns = list(dict.fromkeys(column for row in over for column in row))
     blocks: list[Block] = [TableBlock(columns, over), *map(Paragraph, notes(rules, by_seed))]
-    path, caption = draw(rules, outcome, world, by_seed, rewards)
+    figure = draw(rules, outcome, world, by_seed, rewards)
     seeds = [row for seed, values in by_seed.items() for row in seed_rows(rules, seed, values, rewards[seed])]
     correlations = correlation_rows(by_seed, rewards)
     ranks: list[Block] = [TableBlock(list(correlations[0]), correlations, digits=2)]
     ranks += map(Paragraph, correlation_notes(rules, by_seed))
     return [
         Section(f"Faithfulness of token weights{suffix}", blocks),
-        Section(f"Faithfulness by seed{suffix}", [TableBlock(list(seeds[0]), seeds, digits=2), Image(path, caption)]),
+        Section(f"Faithfulness by seed{suffix}", [TableBlock(list(seeds[0]), seeds, digits=2), figure]),
         Section(f"Rank correlation over layers{suffix}", ranks),
     ]
 
@@ -66,10 +67,9 @@ def layer_rewards(outcome: Outcome, world: str, seed: int, kl_limit: float) -> d
     A layer is left out where its path does not go as far, where no point is finished, and where no truth is known.
     """
     found = {}
-    mine = [item for item in outcome.points if item[0].seed == seed and item[0].arm.world == world]
-    spots = gather(mine)
-    for layer in sorted({spot.arm.layer for spot in spots if spot.arm.layer is not None}):
-        arm = [spot for spot in spots if spot.arm.layer == layer]
+    points = gather([item for item in outcome.points if item[0].seed == seed and item[0].arm.world == world])
+    for layer in sorted({point.arm.layer for point in points if point.arm.layer is not None}):
+        arm = [point for point in points if point.arm.layer == layer]
         place = at_kl(arm, kl_limit) if has_truth(arm) else None
         if place is not None and place.reached:
             found[layer] = place.reward
@@ -87,7 +87,7 @@ def over_seeds(rules: Rules, name: str, by_seed: BySeed, rewards: Mapping[int, M
     """One weights' row of the table over seeds: means with intervals over seeds and pairs."""
     mine = {seed: values["weights"][name] for seed, values in by_seed.items() if name in values["weights"]}
     row: Row = {"weights": name}
-    for mode, word in (("remove", "without"), ("keep", "only")):
+    for mode, word in MODES.items():
         for share in rules.shares:
             scores = advantages(by_seed, name, mode, share)
             row[f"{word} {100 * share:g} %"] = hierarchical_bootstrap(
@@ -111,16 +111,21 @@ def over_seeds(rules: Rules, name: str, by_seed: BySeed, rewards: Mapping[int, M
 
 def seed_rows(rules: Rules, seed: int, values: Values, rewards: Mapping[int, float]) -> list[Row]:
     """The rows of one seed."""
-    rows = []
-    for name, found in values["weights"].items():
-        row: Row = {"seed": seed, "weights": name}
-        for mode, word in (("remove", "without"), ("keep", "only")):
-            row |= {f"{word} {100 * share:g} %": _mean(found[mode][str(share)]) for share in rules.shares}
-        row["score"] = score_of(found)
-        row["true mass"] = "" if found["mass"] is None else found["mass"]
-        row[f"reward at KL {rules.kl_limit:g}"] = rewards.get(found["layer"], "")
-        rows.append(row)
-    return rows
+    return [
+        {
+            "seed": seed,
+            "weights": name,
+            **{
+                f"{word} {100 * share:g} %": _mean(found[mode][str(share)])
+                for mode, word in MODES.items()
+                for share in rules.shares
+            },
+            "score": score_of(found),
+            "true mass": "" if found["mass"] is None else found["mass"],
+            f"reward at KL {rules.kl_limit:g}": rewards.get(found["layer"], ""),
+        }
+        for name, found in values["weights"].items()
+    ]
 
 
 def correlation_rows(by_seed: BySeed, rewards: Mapping[int, Mapping[int, float]]) -> list[Row]:
@@ -198,8 +203,8 @@ def draw(
     world: str,
     by_seed: BySeed,
     rewards: Mapping[int, Mapping[int, float]],
-) -> tuple[Path, str]:
-    """The path of the figure and its caption."""
+) -> Image:
+    """The figure over layers, drawn into the study's folder."""
 
     def layers(values: Values) -> list[Values]:
         return [found for found in values["weights"].values() if found["layer"] is not None]
@@ -222,8 +227,8 @@ def draw(
         shown = [dict(rewards[seed]) for seed in by_seed]
         panels.append(LayerPanel("training", f"test reward at KL {rules.kl_limit:g}", {"reward": shown}))
     name = f"faithfulness-{clean(world)}.png" if world else "faithfulness.png"
-    path = layer_panels(panels, outcome.folder / name)
-    return path, "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
+    caption = "by layer: faithfulness, true importance and trained reward, as far as known; thin lines are seeds"
+    return Image(layer_panels(panels, outcome.folder / name), caption)
 
 
 def _mean(values: Sequence[float]) -> float:

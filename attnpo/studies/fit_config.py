@@ -13,8 +13,7 @@ from attnpo.studies.study import Grid, Study
 
 def require_worlds(study: Study, prepare: Preparer | None) -> None:
     """Raises UserError for a study whose worlds turn knobs that this setting does not have."""
-    sets = [override for overrides in study.worlds.values() for override in overrides]
-    knobs = [override for override in sets if override.startswith("prepare.")]
+    knobs = [item for overrides in study.worlds.values() for item in overrides if item.startswith("prepare.")]
     if knobs and prepare is None:
         raise UserError(
             f"study {study.name}: its worlds set {knobs[0].partition('=')[0]}, and this setting builds no world "

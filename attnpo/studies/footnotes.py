@@ -143,13 +143,13 @@ def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:
 
 def _costs(outcome: Outcome) -> Iterator[str]:
     """What was spent once for all arms, on average over worlds and seeds."""
-    parts = []
-    for name, values in (
-        ("base", [cost.base for cost in outcome.costs.values() if cost.base is not None]),
-        ("judge and verbalizer passes", [cost.judge for cost in outcome.costs.values() if cost.judge is not None]),
-    ):
-        if values:
-            parts.append(f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})")
+    spent = {
+        "base": [cost.base for cost in outcome.costs.values() if cost.base is not None],
+        "judge and verbalizer passes": [cost.judge for cost in outcome.costs.values() if cost.judge is not None],
+    }
+    parts = [
+        f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})" for name, values in spent.items() if values
+    ]
     if parts:
         yield f"not in s/run, once for all arms: {', '.join(parts)}"
 

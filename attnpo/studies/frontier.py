@@ -9,7 +9,7 @@ from jaxtyping import Float
 
 from attnpo.analysis.intervals import Interval, paired_difference
 from attnpo.runs.result import Scores
-from attnpo.studies.selection import Spot, complete
+from attnpo.studies.selection import PointResults, complete
 
 Rewards = Float[np.ndarray, "seeds prompts"]
 
@@ -43,18 +43,18 @@ class AtKL:
         return float(self.rewards.mean())
 
 
-def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[PathPoint]]:
+def path_of(points: Sequence[PointResults]) -> tuple[tuple[int, ...], list[PathPoint]]:
     """The seeds that all grid points of an arm share, and its path: the base, then the points by rising KL.
 
     A point stays if its validation reward is above those of all points with less KL; one whose KL is not finite has no
     place. The base only gives the path its start; it competes with no point, and is left out where its rewards were not
     stored.
     """
-    whole = complete(spots)
-    seeds = tuple(seed for seed in whole[0].seeds if all(seed in spot.seeds for spot in whole)) if whole else ()
+    whole = complete(points)
+    seeds = tuple(seed for seed in whole[0].seeds if all(seed in point.seeds for point in whole)) if whole else ()
     if not seeds:
         return (), []
-    found = (_path_point(spot, seeds) for spot in whole)
+    found = (_path_point(point, seeds) for point in whole)
     marks = sorted((mark for mark in found if math.isfinite(mark.kl)), key=lambda mark: mark.kl)
     kept: list[PathPoint] = []
     for mark in marks:
@@ -64,43 +64,43 @@ def path_of(spots: Sequence[Spot]) -> tuple[tuple[int, ...], list[PathPoint]]:
     return seeds, kept if base is None else [base, *kept]
 
 
-def _path_point(spot: Spot, seeds: Sequence[int]) -> PathPoint:
-    test, validation = (_of_seeds(spot, seeds, split) for split in ("test", "validation"))
+def _path_point(point: PointResults, seeds: Sequence[int]) -> PathPoint:
+    test, validation = (_of_seeds(point, seeds, split) for split in ("test", "validation"))
     kl = float(np.mean([scores.numbers["kl"] for scores in test]))
     reward = float(np.mean([scores.numbers["reward"] for scores in validation]))
     return PathPoint(float(np.maximum(kl, 0.0)), reward, np.array([scores.rewards for scores in test]))
 
 
-def _of_seeds(spot: Spot, seeds: Sequence[int], split: str) -> list[Scores]:
-    return [spot.scores(split)[spot.seeds.index(seed)] for seed in seeds]
+def _of_seeds(point: PointResults, seeds: Sequence[int], split: str) -> list[Scores]:
+    return [point.scores(split)[point.seeds.index(seed)] for seed in seeds]
 
 
-def _base(spot: Spot, seeds: Sequence[int]) -> PathPoint | None:
-    rewards = [scores.base_rewards for scores in _of_seeds(spot, seeds, "test")]
+def _base(point: PointResults, seeds: Sequence[int]) -> PathPoint | None:
+    rewards = [scores.base_rewards for scores in _of_seeds(point, seeds, "test")]
     return None if None in rewards else PathPoint(0.0, -math.inf, np.array(rewards))
 
 
-def at_kl(spots: Sequence[Spot], level: float) -> AtKL | None:
+def at_kl(points: Sequence[PointResults], level: float) -> AtKL | None:
     """An arm's test rewards at a KL level, linear in the root of KL between neighbours on its path.
 
     None where the path has nothing within the level.
     """
-    seeds, marks = path_of(spots)
+    seeds, marks = path_of(points)
     within = [mark for mark in marks if mark.kl <= level]
     beyond = [mark for mark in marks if mark.kl > level]
     if not within:
         return None
     before = within[-1]
     if not beyond:
-        reached = any(level <= spot.truth("test", "kl") < math.inf for spot in complete(spots))
+        reached = any(level <= point.truth("test", "kl") < math.inf for point in complete(points))
         return AtKL(seeds, before.rewards, before.kl, reached)
     low, high = math.sqrt(before.kl), math.sqrt(beyond[0].kl)
     share = (math.sqrt(level) - low) / (high - low)
     return AtKL(seeds, (1 - share) * before.rewards + share * beyond[0].rewards, level, True)
 
 
-def difference(one: AtKL, other: AtKL) -> Interval | None:
-    """The difference of two arms at one level, paired by seed and prompt; None when they share no seed."""
+def difference(one: AtKL | PointResults, other: AtKL | PointResults) -> Interval | None:
+    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
     shared = [seed for seed in one.seeds if seed in other.seeds]
     if not shared:
         return None

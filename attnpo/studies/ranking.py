@@ -8,7 +8,7 @@ import numpy as np
 from attnpo.analysis.intervals import average_ranks
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.studies.frontier import AtKL, at_kl
-from attnpo.studies.selection import Spot, best_by_arm, by_arm, gather, has_truth
+from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
 from attnpo.studies.study import Outcome
 from attnpo.studies.tables import ENDS, NONE, Row, columns_of, lost_row, origins
 
@@ -37,43 +37,51 @@ def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:
     best, every = best_by_arm(outcome, world), by_arm(outcome, world)
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
-    levels = {name: _at_levels(outcome, spots) for name, spots in every.items() if name in best}
-    scores = {name: _scores(spot, levels[name]) for name, spot in best.items()}
+    levels = {
+        name: {level: at_kl(points, level) for level in outcome.study.kl_levels}
+        for name, points in every.items()
+        if name in best
+    }
+    scores = {name: _scores(point, levels[name]) for name, point in best.items()}
     base = next(iter(best.values()), None)
     if base is not None:
         reward = base.truth("test", "base_reward")
         scores = {"base": [reward, 0.5, *(reward for _ in outcome.study.kl_levels)], **scores}
         ranks = ranked(scores)
-        row: Row = {**named, "arm": "base", **({"values": ""} if said else {}), "reward": reward, "win rate": 0.5}
-        row |= {f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels}
-        yield {**row, "KL": 0.0, "length": base.truth("test", "base_length"), RANK: ranks.get("base", NONE)}
+        yield {
+            **named,
+            "arm": "base",
+            **({"values": ""} if said else {}),
+            "reward": reward,
+            "win rate": 0.5,
+            **{f"reward at KL {level:g}": f"{reward:.3f}" for level in outcome.study.kl_levels},
+            "KL": 0.0,
+            "length": base.truth("test", "base_length"),
+            RANK: ranks.get("base", NONE),
+        }
     for arm in (arm for arm in outcome.arms if arm.world == world):
-        spot = best.get(arm.name)
+        point = best.get(arm.name)
         origin: Row = {"values": said.get(arm.name, "")} if said else {}
-        if spot is None:
+        if point is None:
             yield {**named, "arm": arm.name, **origin, RANK: str(lost_row(outcome, arm.name, world)["point"])}
             continue
         yield {
             **named,
             "arm": arm.name,
             **origin,
-            "reward": spot.truth("test", "reward"),
-            "win rate": spot.truth("test", "win_rate"),
+            "reward": point.truth("test", "reward"),
+            "win rate": point.truth("test", "win_rate"),
             **{f"reward at KL {level:g}": _shown(place) for level, place in levels[arm.name].items()},
-            "KL": spot.truth("test", "kl"),
-            "length": spot.truth("test", "length"),
+            "KL": point.truth("test", "kl"),
+            "length": point.truth("test", "length"),
             RANK: ranks.get(arm.name, NONE),
         }
 
 
-def _at_levels(outcome: Outcome, spots: list[Spot]) -> dict[float, AtKL | None]:
-    return {level: at_kl(spots, level) for level in outcome.study.kl_levels}
-
-
-def _scores(spot: Spot, levels: Mapping[float, AtKL | None]) -> list[float]:
+def _scores(point: PointResults, levels: Mapping[float, AtKL | None]) -> list[float]:
     """The scores an arm is ranked by; NaN for one it lacks."""
     at = [math.nan if place is None else place.reward for place in levels.values()]
-    return [spot.truth("test", "reward"), spot.truth("test", "win_rate"), *at]
+    return [point.truth("test", "reward"), point.truth("test", "win_rate"), *at]
 
 
 def _shown(place: AtKL | None) -> str:

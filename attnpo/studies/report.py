@@ -14,10 +14,11 @@ from attnpo.display.tables import Cell, table_csv
 from attnpo.files import changed, clean, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
+from attnpo.runs.result import RunResult
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.ranking import ranking_table
-from attnpo.studies.selection import Spot, best_by_arm, by_arm, gather, has_truth
+from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
 from attnpo.studies.study import Outcome
 from attnpo.studies.tables import DIGITS, Row, level_tables, main_table
 from attnpo.training.loggers import TrackedRun
@@ -45,16 +46,16 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
     base = next(iter(best.values())).truth("test", "base_reward")
     points = [
         FrontierPoint(
-            spot.arm.name,
-            spot.truth("test", "kl"),
-            spot.interval.mean,
-            spot.label,
-            spot.interval.low,
-            spot.interval.high,
-            best[spot.arm.name].values == spot.values,
+            point.arm.name,
+            point.truth("test", "kl"),
+            point.interval.mean,
+            point.label,
+            point.interval.low,
+            point.interval.high,
+            best[point.arm.name].values == point.values,
         )
-        for spots in by_arm(outcome, world).values()
-        for spot in spots
+        for points in by_arm(outcome, world).values()
+        for point in points
     ]
     path = frontier(
         points,
@@ -66,12 +67,12 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
     )
     yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
     layers = [
-        LayerPoint(spot.arm.layer, spot.interval.mean, spot.interval.low, spot.interval.high)
-        for spot in best.values()
-        if spot.arm.layer is not None
+        LayerPoint(point.arm.layer, point.interval.mean, point.interval.low, point.interval.high)
+        for point in best.values()
+        if point.arm.layer is not None
     ]
     if len(layers) > 1:
-        levels = {name: spot.truth("test", "reward") for name, spot in best.items() if spot.arm.layer is None}
+        levels = {name: point.truth("test", "reward") for name, point in best.items() if point.arm.layer is None}
         path = layer_curve(
             layers,
             outcome.folder / f"layers{stem}.png",
@@ -89,9 +90,9 @@ def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]
     """
     images = study_figures(outcome)
     runs: list[list[Cell]] = [
-        [*([world] if world else []), name, spot.label, ", ".join(map(str, spot.seeds))]
+        [*([world] if world else []), name, point.label, ", ".join(map(str, point.seeds))]
         for world in outcome.worlds
-        for name, spot in best_by_arm(outcome, world).items()
+        for name, point in best_by_arm(outcome, world).items()
     ]
     heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
     sections = [
@@ -208,19 +209,30 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
 # ------------------------------------------------------------------------------------------------ every run
 
 
-def all_points(spots: Sequence[Spot]) -> str:
+def all_points(points: Sequence[PointResults]) -> str:
     """Every run of the study as CSV."""
-    rows: list[Row] = []
-    for spot in spots:
-        for seed, result in zip(spot.seeds, spot.results, strict=True):
-            row: Row = {**({"world": spot.arm.world} if spot.arm.world else {}), "arm": spot.arm.name, "seed": seed}
-            row.update({key: value for key, value in (item.split("=", 1) for item in spot.values)})
-            for split, scores in (result.truth or {}).items():
-                row.update({f"{split}/{name}": value for name, value in scores.numbers.items()})
-            row.update({name: value for name, value in result.metrics.items() if name.startswith("val/")})
-            pairs = result.split("train").get("pairs")
-            row["pairs"], row["steps"] = pairs if isinstance(pairs, int) else None, result.steps
-            row["seconds"] = result.seconds["all"]
-            rows.append(row)
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    return table_csv(columns, rows)
+    rows = [
+        _run_row(point, seed, result)
+        for point in points
+        for seed, result in zip(point.seeds, point.results, strict=True)
+    ]
+    return table_csv(list(dict.fromkeys(name for row in rows for name in row)), rows)
+
+
+def _run_row(point: PointResults, seed: int, result: RunResult) -> Row:
+    pairs = result.split("train").get("pairs")
+    return {
+        **({"world": point.arm.world} if point.arm.world else {}),
+        "arm": point.arm.name,
+        "seed": seed,
+        **dict(value.split("=", 1) for value in point.values),
+        **{
+            f"{split}/{name}": value
+            for split, scores in (result.truth or {}).items()
+            for name, value in scores.numbers.items()
+        },
+        **{name: value for name, value in result.metrics.items() if name.startswith("val/")},
+        "pairs": pairs if isinstance(pairs, int) else None,
+        "steps": result.steps,
+        "seconds": result.seconds["all"],
+    }

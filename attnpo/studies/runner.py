@@ -59,7 +59,7 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
         )
     began = time.perf_counter()
     make_folder(folder)
-    seeds = [cfg.seed + i for i in range(cfg.seeds if cfg.seeds is not None else study.seeds)]
+    seeds = [cfg.seed + i for i in range(cfg.seed_count())]
     composed = compose_arms(cfg, study)
     for place, arm in composed.items():
         _check(study, place, arm)

@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.analysis.intervals import Interval, hierarchical_bootstrap, paired_difference
+from attnpo.analysis.intervals import Interval, hierarchical_bootstrap
 from attnpo.runs.result import RunResult, Scores
 from attnpo.studies.study import Arm, Outcome, Point, short
 
 
 @dataclass(frozen=True)
-class Spot:
+class PointResults:
     """All results of one arm at one grid point, one per seed in rising order."""
 
     arm: Arm
@@ -33,26 +33,23 @@ class Spot:
         """The mean over seeds of a truth score."""
         return float(np.mean([scores.numbers[name] for scores in self.scores(split)]))
 
-    def rewards(self, split: str) -> Float[np.ndarray, "seeds prompts"]:
-        """True rewards, a row per seed and a column per held-out prompt."""
-        return np.array([scores.rewards for scores in self.scores(split)])
+    @property
+    def rewards(self) -> Float[np.ndarray, "seeds prompts"]:
+        """True rewards on test prompts, a row per seed and a column per prompt."""
+        return np.array([scores.rewards for scores in self.scores("test")])
 
     @cached_property
     def interval(self) -> Interval:
         """The mean test reward with its interval over seeds and prompts."""
-        return hierarchical_bootstrap(self.rewards("test"))
+        return hierarchical_bootstrap(self.rewards)
 
     def metric(self, name: str) -> float:
         """The mean over seeds of a last logged metric; NaN where it is missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
-    def input(self, name: str, split: str = "train") -> float:
+    def input(self, name: str) -> float:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
-        return float(np.mean([result.input(split, name) for result in self.results]))
-
-    def tokens(self, side: str) -> float:
-        """The median training tokens of a side's responses, mean over seeds; NaN where they are missing."""
-        return float(np.mean([result.input("train", f"tokens.{side}.p50") for result in self.results]))
+        return float(np.mean([result.input("train", name) for result in self.results]))
 
     @property
     def steps(self) -> float:
@@ -76,7 +73,7 @@ def label_of(values: Sequence[str]) -> str:
     return " ".join(f"{short(key)} {value}" for key, value in pairs)
 
 
-def gather(points: Sequence[tuple[Point, RunResult]]) -> list[Spot]:
+def gather(points: Sequence[tuple[Point, RunResult]]) -> list[PointResults]:
     """The results by world, arm and grid point, in the order the study lists them."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[tuple[Point, RunResult]]] = {}
     for point, result in points:
@@ -86,19 +83,19 @@ def gather(points: Sequence[tuple[Point, RunResult]]) -> list[Spot]:
         members.sort(key=lambda item: item[0].seed)
         first = members[0][0]
         seeds = tuple(point.seed for point, _ in members)
-        out.append(Spot(first.arm, first.values, seeds, tuple(result for _, result in members)))
+        out.append(PointResults(first.arm, first.values, seeds, tuple(result for _, result in members)))
     return out
 
 
-def has_truth(spots: Sequence[Spot]) -> bool:
+def has_truth(points: Sequence[PointResults]) -> bool:
     """Whether every result carries scores against a known truth."""
-    return all(result.truth is not None for spot in spots for result in spot.results)
+    return all(result.truth is not None for point in points for result in point.results)
 
 
-def complete(spots: Sequence[Spot]) -> list[Spot]:
+def complete(points: Sequence[PointResults]) -> list[PointResults]:
     """The grid points of an arm that have as many seeds as any: one that lacks some is not chosen."""
-    most = max((len(spot.results) for spot in spots), default=0)
-    return [spot for spot in spots if len(spot.results) == most]
+    most = max((len(point.results) for point in points), default=0)
+    return [point for point in points if len(point.results) == most]
 
 
 def all_seeds(outcome: Outcome) -> list[int]:
@@ -109,34 +106,36 @@ def all_seeds(outcome: Outcome) -> list[int]:
 def lacking_seeds(outcome: Outcome, world: str) -> dict[str, dict[tuple[str, ...], int]]:
     """Of arms with results, the grid points that are no candidates: by arm and values, how many seeds they have."""
     out: dict[str, dict[tuple[str, ...], int]] = {}
-    for name, spots in by_arm(outcome, world).items():
+    for name, points in by_arm(outcome, world).items():
         ran = [*outcome.points, *outcome.failed]
         every = dict.fromkeys(point.values for point, _ in ran if (point.arm.name, point.arm.world) == (name, world))
-        counts = {spot.values: len(spot.results) for spot in spots}
-        candidates = {spot.values for spot in complete(spots)}
+        counts = {point.values: len(point.results) for point in points}
+        candidates = {point.values for point in complete(points)}
         lacking = {values: counts.get(values, 0) for values in every if values not in candidates}
-        if spots and lacking:
+        if points and lacking:
             out[name] = lacking
     return out
 
 
-def best_point(spots: Sequence[Spot], kl_limit: float) -> Spot:
+def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
     """The point that stands for an arm, chosen on validation data alone.
 
     With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
     one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses.
     """
-    whole = complete(spots)
+    whole = complete(points)
     if not has_truth(whole):
-        return max(whole, key=lambda spot: _or_worst(spot.metric("val/rewards/accuracies"), -math.inf))
+        return max(whole, key=lambda point: _or_worst(point.metric("val/rewards/accuracies"), -math.inf))
     found = best_within(whole, kl_limit)
-    return min(whole, key=lambda spot: _or_worst(spot.truth("validation", "kl"), math.inf)) if found is None else found
+    return (
+        min(whole, key=lambda point: _or_worst(point.truth("validation", "kl"), math.inf)) if found is None else found
+    )
 
 
-def best_within(spots: Sequence[Spot], kl: float) -> Spot | None:
+def best_within(points: Sequence[PointResults], kl: float) -> PointResults | None:
     """The point with the highest validation reward among those with validation KL up to ``kl``; None if none has."""
-    within = [spot for spot in complete(spots) if spot.truth("validation", "kl") <= kl]
-    return max(within, key=lambda spot: _or_worst(spot.truth("validation", "reward"), -math.inf), default=None)
+    within = [point for point in complete(points) if point.truth("validation", "kl") <= kl]
+    return max(within, key=lambda point: _or_worst(point.truth("validation", "reward"), -math.inf), default=None)
 
 
 def _or_worst(value: float, worst: float) -> float:
@@ -144,28 +143,20 @@ def _or_worst(value: float, worst: float) -> float:
     return value if math.isfinite(value) else worst
 
 
-def by_arm(outcome: Outcome, world: str) -> dict[str, list[Spot]]:
+def by_arm(outcome: Outcome, world: str) -> dict[str, list[PointResults]]:
     """The grid points of every arm of a world, in the study's order; none for an arm without results."""
-    spots = [spot for spot in gather(outcome.points) if spot.arm.world == world]
+    points = [point for point in gather(outcome.points) if point.arm.world == world]
     return {
-        arm.name: [spot for spot in spots if spot.arm.name == arm.name] for arm in outcome.arms if arm.world == world
+        arm.name: [point for point in points if point.arm.name == arm.name]
+        for arm in outcome.arms
+        if arm.world == world
     }
 
 
-def best_by_arm(outcome: Outcome, world: str | None = None) -> dict[str, Spot]:
-    """The best point of every arm of a world (None: the first) that has results, in the study's order."""
-    found = by_arm(outcome, outcome.worlds[0] if world is None else world)
-    return {name: best_point(mine, outcome.study.kl_limit) for name, mine in found.items() if mine}
-
-
-def against(one: Spot, other: Spot) -> Interval | None:
-    """The difference of two arms' test rewards, paired by seed and prompt; None when they share no seed."""
-    shared = [seed for seed in one.seeds if seed in other.seeds]
-    if not shared:
-        return None
-    rows = [one.rewards("test")[[one.seeds.index(seed) for seed in shared]]]
-    rows.append(other.rewards("test")[[other.seeds.index(seed) for seed in shared]])
-    return paired_difference(rows[0], rows[1])
+def best_by_arm(outcome: Outcome, world: str) -> dict[str, PointResults]:
+    """The best point of every arm of a world that has results, in the study's order."""
+    found = by_arm(outcome, world).items()
+    return {name: best_point(points, outcome.study.kl_limit) for name, points in found if points}
 
 
 def seeds_mark(have: int, outcome: Outcome) -> str:
@@ -179,9 +170,9 @@ def interval_text(interval: Interval) -> str:
     return "[no interval]" if math.isnan(interval.low) else f"[{interval.low:.3f}, {interval.high:.3f}]"
 
 
-def difference_text(difference: Interval | None, none: str = "") -> str:
-    """A difference with its interval, ``none`` where there is none."""
-    return none if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
+def difference_text(difference: Interval | None) -> str:
+    """A difference with its interval; empty where there is none."""
+    return "" if difference is None else f"{difference.mean:+.3f} {interval_text(difference)}"
 
 
 def verdict(difference: Interval) -> str:

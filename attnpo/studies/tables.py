@@ -1,7 +1,7 @@
 """A study's tables: every arm at its best point, and arms at equal KL, level by level and over worlds."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnpo.analysis.intervals import Interval
@@ -9,8 +9,7 @@ from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.studies.frontier import AtKL, at_kl, difference
 from attnpo.studies.selection import (
-    Spot,
-    against,
+    PointResults,
     all_seeds,
     best_by_arm,
     by_arm,
@@ -23,7 +22,7 @@ from attnpo.studies.selection import (
 )
 from attnpo.studies.study import Outcome
 
-TOKENS = {"chosen tokens": "chosen", "rejected tokens": "rejected"}
+TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
     **{"sum": 3, "eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1, "pairs": 1, "steps": 1},
     **dict.fromkeys(TOKENS, 1),
@@ -32,17 +31,12 @@ Row = dict[str, Cell]
 
 
 def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows of the table that the setting allows: against the truth, or of validation metrics."""
-    return truth_table(outcome) if has_truth(gather(outcome.points)) else metric_table(outcome)
+    """Columns and rows: every arm at its best point, world by world where there are several.
 
-
-def truth_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows for settings with a known truth: the base, then every arm at its best point, on test prompts.
-
-    World by world where there are several.
+    Against the truth, on test prompts and with the base above; of validation metrics in settings without a truth.
     """
-    uneven = uneven_training(outcome)
-    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven)]
+    known, uneven = has_truth(gather(outcome.points)), uneven_training(outcome)
+    rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven, known)]
     return columns_of(rows), rows
 
 
@@ -54,7 +48,7 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 def uneven_training(outcome: Outcome) -> list[str]:
     """Of "pairs" and "steps" those in which the arms of any world differ."""
-    every = [[trained_on(spot) for spot in best_by_arm(outcome, world).values()] for world in outcome.worlds]
+    every = [[trained_on(point) for point in best_by_arm(outcome, world).values()] for world in outcome.worlds]
     return [
         name
         for name in ("pairs", "steps")
@@ -62,51 +56,69 @@ def uneven_training(outcome: Outcome) -> list[str]:
     ]
 
 
-def trained_on(spot: Spot) -> dict[str, int | float]:
+def trained_on(point: PointResults) -> dict[str, int | float]:
     """How many pairs and optimiser steps an arm's runs had, means over seeds, whole where they are."""
-    means = {"pairs": spot.input("pairs"), "steps": spot.steps}
+    means = {"pairs": point.input("pairs"), "steps": point.steps}
     return {name: int(value) if value.is_integer() else value for name, value in means.items()}
 
 
-def _inputs_of(spot: Spot, uneven: Sequence[str]) -> Row:
+def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
     """The last columns of every table: what an arm's runs stood on and took."""
-    mass = spot.input("mass")
+    mass = point.input("mass")
     return {
-        **{name: value for name, value in trained_on(spot).items() if name in uneven},
+        **{name: value for name, value in trained_on(point).items() if name in uneven},
         **({} if math.isnan(mass) else {"sum": mass}),
-        "eff. weights/n": spot.input("effective_share"),
-        "coverage": spot.input("coverage"),
-        "s/run": spot.seconds,
+        "eff. weights/n": point.input("effective_share"),
+        "coverage": point.input("coverage"),
+        "s/run": point.seconds,
     }
 
 
-def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str]) -> Iterator[Row]:
+def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:
     best = best_by_arm(outcome, world)
-    control = best.get(outcome.study.control or "")
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
-    if best:
+    if best and known:
         yield {**named, **base_row(next(iter(best.values())))}
     for arm in (arm for arm in outcome.arms if arm.world == world):
-        spot = best.get(arm.name)
-        if spot is None:
+        point = best.get(arm.name)
+        if point is None:
             yield {**named, **lost_row(outcome, arm.name, world)}
             continue
-        versus = None if control is None or spot is control else against(spot, control)
+        beyond = over_limit(point, outcome) if known else ""
         yield {
             **named,
             "arm": arm.name,
-            "point": spot.label + over_limit(spot, outcome) + seeds_mark(len(spot.seeds), outcome),
+            "point": point.label + beyond + seeds_mark(len(point.seeds), outcome),
             **({"values": said[arm.name]} if said else {}),
-            "reward": spot.truth("test", "reward"),
-            "95 %": interval_text(spot.interval),
-            **({} if outcome.study.control is None else {f"minus {outcome.study.control}": difference_text(versus)}),
-            "win rate": spot.truth("test", "win_rate"),
-            "KL": spot.truth("test", "kl"),
-            "length": spot.truth("test", "length"),
-            "broken": spot.truth("test", "broken"),
-            **_inputs_of(spot, uneven),
+            **(_truth_of(point, best, outcome.study.control) if known else _metrics_of(point)),
+            **_inputs_of(point, uneven),
         }
+
+
+def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
+    """Scores on test prompts, and the difference to the control of the same world."""
+    other = best.get(control or "")
+    versus = None if other is None or point is other else difference(point, other)
+    return {
+        "reward": point.truth("test", "reward"),
+        "95 %": interval_text(point.interval),
+        **({} if control is None else {f"minus {control}": difference_text(versus)}),
+        "win rate": point.truth("test", "win_rate"),
+        "KL": point.truth("test", "kl"),
+        "length": point.truth("test", "length"),
+        "broken": point.truth("test", "broken"),
+    }
+
+
+def _metrics_of(point: PointResults) -> Row:
+    """Validation metrics."""
+    return {
+        "val loss": point.metric("val/loss"),
+        "val accuracy": point.metric("val/rewards/accuracies"),
+        "val margin": point.metric("val/rewards/margins"),
+        **{name: point.input(median) for name, median in TOKENS.items()},
+    }
 
 
 def origins(outcome: Outcome) -> dict[str, str]:
@@ -122,48 +134,23 @@ def lost_row(outcome: Outcome, arm: str, world: str) -> Row:
     return {"arm": arm, "point": f"FAILED, all {len(errors)} points" if ran else "NOT RUN"}
 
 
-def over_limit(spot: Spot, outcome: Outcome) -> str:
+def over_limit(point: PointResults, outcome: Outcome) -> str:
     """A mark on an arm none of whose points kept the KL limit; empty where there was nothing to choose."""
-    chosen = len((spot.arm.grid or outcome.study.grid).overrides()) > 1
-    return " (above the KL limit)" if chosen and spot.truth("validation", "kl") > outcome.study.kl_limit else ""
+    chosen = len((point.arm.grid or outcome.study.grid).overrides()) > 1
+    return " (above the KL limit)" if chosen and point.truth("validation", "kl") > outcome.study.kl_limit else ""
 
 
-def base_row(spot: Spot) -> Row:
+def base_row(point: PointResults) -> Row:
     """The row of the base model: its samples on the same test prompts."""
     return {
         "arm": "base",
         "point": "",
-        "reward": spot.truth("test", "base_reward"),
+        "reward": point.truth("test", "base_reward"),
         "win rate": 0.5,
         "KL": 0.0,
-        "length": spot.truth("test", "base_length"),
-        "broken": spot.truth("test", "base_broken"),
+        "length": point.truth("test", "base_length"),
+        "broken": point.truth("test", "base_broken"),
     }
-
-
-def metric_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
-    """Columns and rows for settings without a truth: validation metrics of every arm's best point."""
-    uneven, said, rows = uneven_training(outcome), origins(outcome), []
-    for arm in outcome.arms:
-        named: Row = {"world": arm.world} if arm.world else {}
-        spot = best_by_arm(outcome, arm.world).get(arm.name)
-        if spot is None:
-            rows.append({**named, **lost_row(outcome, arm.name, arm.world)})
-            continue
-        rows.append(
-            {
-                **named,
-                "arm": arm.name,
-                "point": spot.label + seeds_mark(len(spot.seeds), outcome),
-                **({"values": said[arm.name]} if said else {}),
-                "val loss": spot.metric("val/loss"),
-                "val accuracy": spot.metric("val/rewards/accuracies"),
-                "val margin": spot.metric("val/rewards/margins"),
-                **{name: spot.tokens(side) for name, side in TOKENS.items()},
-                **_inputs_of(spot, uneven),
-            }
-        )
-    return columns_of(rows), rows
 
 
 NONE = "-"
@@ -225,10 +212,10 @@ class AtLevel:
 
 def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
     """A world's arms at every KL level, with their differences to the control."""
-    spots = by_arm(outcome, world)
+    points = by_arm(outcome, world)
     out = {}
     for level in outcome.study.kl_levels:
-        places = {name: at_kl(mine, level) for name, mine in spots.items()}
+        places = {name: at_kl(mine, level) for name, mine in points.items()}
         control = places.get(outcome.study.control or "")
         for name, place in places.items():
             if place is None or control is None or name == outcome.study.control:
@@ -240,11 +227,11 @@ def at_levels(outcome: Outcome, world: str) -> dict[tuple[str, float], AtLevel]:
 
 def _level_rows(outcome: Outcome, world: str, chosen: dict[tuple[str, float], AtLevel]) -> Iterator[Row]:
     study = outcome.study
-    for name, spots in by_arm(outcome, world).items():
+    for name, points in by_arm(outcome, world).items():
         row: Row = {**({"world": world} if world else {}), "arm": name}
         for level in study.kl_levels:
             at = chosen[name, level]
-            lost = str(lost_row(outcome, name, world)["point"]) if not spots else NONE
+            lost = str(lost_row(outcome, name, world)["point"]) if not points else NONE
             row[f"KL {level:g}"] = lost if at.place is None else _reward(at.place, level)
             if study.control is not None:
                 row[f"minus {study.control}, KL {level:g}"] = "" if name == study.control else at.difference

@@ -2,12 +2,15 @@
 
 import logging
 import os
+import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
+
+import torch
 
 from attnpo.config import load
 from attnpo.console import end_with_parent
@@ -29,8 +32,6 @@ EDITED = "the package's source was changed while the study ran; run the study's 
 
 def on_gpu(configs: Iterable[RunConfig]) -> bool:
     """Whether one of these points would train on a GPU of this machine."""
-    import torch
-
     return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
 
 
@@ -114,10 +115,6 @@ def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
     """The result of one point, or the text of what went wrong; its log goes to ``log.txt`` in its folder."""
-    import traceback
-
-    import torch
-
     if _ended:
         raise _ended[0]
     if _edited:

@@ -20,6 +20,7 @@ from attnpo.runs.input_summary import example_statistics, log_inputs, token_perc
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.startup import announce, config_lines, log_once, opening
 from attnpo.schema import UserError
+from attnpo.weights.cache import Store
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
 
 PAIRS = TRAIN + VAL
@@ -245,10 +246,10 @@ def test_memory_lines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.getMessage() for record in caplog.records] == ["memory of a run", "  weights 1.00"]
 
 
-def test_announcing_logs_the_opening(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_announcing_logs_the_opening(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cfg = world.config()
     announce("fit", cfg, None)
-    log_store("reference log-probs", 4, 0, None, 0)
+    log_store("reference log-probs", Store(tmp_path).table("reference", {}), 4, 0, 0)
     assert [record.getMessage() for record in caplog.records] == [
         *opening("fit", cfg, None),
         "reference log-probs: 4 of 4 pairs in the store",

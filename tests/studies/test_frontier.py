@@ -7,7 +7,7 @@ import pytest
 
 from attnpo.runs.result import RunResult, Scores
 from attnpo.studies.frontier import at_kl, difference, path_of
-from attnpo.studies.selection import Spot
+from attnpo.studies.selection import PointResults
 from attnpo.studies.study import Arm
 
 ARM = Arm("attention", ())
@@ -22,23 +22,25 @@ def result(kl: float, validation: float, rewards: list[float], base: list[float]
     return RunResult(0, 1, {}, {}, {}, {}, scores)
 
 
-def spot(name: str, kl: float, validation: float, rewards: list[float], seeds: tuple[int, ...] = (0,)) -> Spot:
-    return Spot(ARM, (name,), seeds, tuple(result(kl, validation, rewards) for _ in seeds))
+def at_point(
+    name: str, kl: float, validation: float, rewards: list[float], seeds: tuple[int, ...] = (0,)
+) -> PointResults:
+    return PointResults(ARM, (name,), seeds, tuple(result(kl, validation, rewards) for _ in seeds))
 
 
 def test_between_two_points_the_reward_is_linear_in_the_root_of_kl() -> None:
-    found = at_kl([spot("a", 1.0, 0.1, [0.0, 0.2]), spot("b", 4.0, 0.2, [1.0, 0.6])], 2.25)
+    found = at_kl([at_point("a", 1.0, 0.1, [0.0, 0.2]), at_point("b", 4.0, 0.2, [1.0, 0.6])], 2.25)
     assert found is not None and (found.kl, found.reached) == (2.25, True)
     assert found.rewards == pytest.approx(np.array([[0.5, 0.4]])), "roots 1, 1.5, 2: half way, prompt by prompt"
 
 
 def test_below_the_first_point_the_path_starts_at_the_base() -> None:
-    found = at_kl([spot("a", 1.0, 0.1, [0.0, 1.0])], 0.25)
+    found = at_kl([at_point("a", 1.0, 0.1, [0.0, 1.0])], 0.25)
     assert found is not None and found.rewards == pytest.approx(np.array([[-0.5, 0.5]]))
 
 
 def test_without_the_bases_rewards_there_is_nothing_below_the_first_point() -> None:
-    lone = Spot(ARM, ("a",), (0,), (result(1.0, 0.1, [0.0, 1.0], base=None),))
+    lone = PointResults(ARM, ("a",), (0,), (result(1.0, 0.1, [0.0, 1.0], base=None),))
     assert at_kl([lone], 0.25) is None
     found = at_kl([lone], 1.0)
     assert found is not None and found.reached and found.reward == 0.5
@@ -46,7 +48,11 @@ def test_without_the_bases_rewards_there_is_nothing_below_the_first_point() -> N
 
 def test_a_point_that_validation_likes_less_than_one_nearer_is_not_on_the_path() -> None:
     """It is the best on the test prompts, which must not choose."""
-    near, worse, far = spot("a", 1.0, 0.5, [0.2, 0.2]), spot("b", 2.0, 0.4, [9.0, 9.0]), spot("c", 4.0, 0.6, [0.4, 0.4])
+    near, worse, far = (
+        at_point("a", 1.0, 0.5, [0.2, 0.2]),
+        at_point("b", 2.0, 0.4, [9.0, 9.0]),
+        at_point("c", 4.0, 0.6, [0.4, 0.4]),
+    )
     seeds, marks = path_of([far, worse, near])
     assert seeds == (0,) and [mark.kl for mark in marks] == [0.0, 1.0, 4.0]
     end = at_kl([near, worse], 2.0)
@@ -54,30 +60,30 @@ def test_a_point_that_validation_likes_less_than_one_nearer_is_not_on_the_path()
 
 
 def test_a_path_that_ends_before_the_level_says_so() -> None:
-    found = at_kl([spot("a", 0.7, 0.5, [0.2, 0.4])], 2.0)
+    found = at_kl([at_point("a", 0.7, 0.5, [0.2, 0.4])], 2.0)
     assert found is not None and (found.kl, found.reached) == (0.7, False)
 
 
 def test_a_point_below_the_base_stays_on_the_path() -> None:
     """An arm that harms must not be shown as the untrained model."""
-    found = at_kl([spot("a", 1.0, -5.0, [-2.0, -2.0])], 1.0)
+    found = at_kl([at_point("a", 1.0, -5.0, [-2.0, -2.0])], 1.0)
     assert found is not None and found.reward == -2.0
 
 
 def test_arms_are_compared_on_the_seeds_they_share() -> None:
     """Seed 1 of the first arm alone is far better; it has no partner."""
-    lucky = Spot(ARM, ("a",), (0, 1), (result(1.0, 0.1, [0.5, 0.5]), result(1.0, 0.1, [9.0, 9.0])))
-    one, other = at_kl([lucky], 1.0), at_kl([spot("a", 1.0, 0.1, [0.25, 0.25])], 1.0)
+    lucky = PointResults(ARM, ("a",), (0, 1), (result(1.0, 0.1, [0.5, 0.5]), result(1.0, 0.1, [9.0, 9.0])))
+    one, other = at_kl([lucky], 1.0), at_kl([at_point("a", 1.0, 0.1, [0.25, 0.25])], 1.0)
     assert one is not None and other is not None
     found = difference(one, other)
     assert found is not None and found.mean == 0.25 and found.seeds == 1
-    apart = at_kl([spot("a", 1.0, 0.1, [0.25, 0.25], seeds=(7,))], 1.0)
+    apart = at_kl([at_point("a", 1.0, 0.1, [0.25, 0.25], seeds=(7,))], 1.0)
     assert apart is not None and difference(one, apart) is None
 
 
 def test_a_grid_point_that_lacks_a_seed_is_not_on_the_path() -> None:
     """Nor does it show that the arm goes as far as the level."""
-    whole, part = spot("a", 1.0, 0.1, [0.0, 0.0], seeds=(0, 1)), spot("b", 2.0, 0.9, [1.0, 1.0])
+    whole, part = at_point("a", 1.0, 0.1, [0.0, 0.0], seeds=(0, 1)), at_point("b", 2.0, 0.9, [1.0, 1.0])
     assert [mark.kl for mark in path_of([whole, part])[1]] == [0.0, 1.0]
     found = at_kl([whole, part], 1.5)
     assert found is not None and (found.kl, found.reached) == (1.0, False)
@@ -86,7 +92,7 @@ def test_a_grid_point_that_lacks_a_seed_is_not_on_the_path() -> None:
 @pytest.mark.parametrize("kl", [math.nan, math.inf])
 def test_a_point_without_a_finite_kl_is_nowhere_on_the_path(kl: float) -> None:
     """It must not pass for the base's neighbour at KL 0, nor as one that reaches every level."""
-    near, astray = spot("a", 1.0, 0.1, [0.0, 0.0]), spot("b", kl, 0.9, [1.0, 1.0])
+    near, astray = at_point("a", 1.0, 0.1, [0.0, 0.0]), at_point("b", kl, 0.9, [1.0, 1.0])
     assert [mark.kl for mark in path_of([astray, near])[1]] == [0.0, 1.0]
     found = at_kl([astray, near], 2.0)
     assert found is not None and (found.kl, found.reached) == (1.0, False)

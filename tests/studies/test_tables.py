@@ -13,10 +13,11 @@ from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.runs.result import RunResult
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
+from attnpo.studies.frontier import difference
 from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
-from attnpo.studies.selection import Spot, against, best_by_arm, best_point, gather, interval_text, verdict
+from attnpo.studies.selection import PointResults, best_by_arm, best_point, gather, interval_text, verdict
 from attnpo.studies.study import Arm, Cost, Grid, Outcome, Point, Study
-from attnpo.studies.tables import level_tables, main_table, metric_table, truth_table
+from attnpo.studies.tables import level_tables, main_table
 from tests.runs.probe import Probe
 
 UNIFORM, ATTENTION = Arm("uniform", ("weights=uniform",)), Arm("attention", ("weights=attention",))
@@ -66,8 +67,8 @@ def make_outcome(points: list[tuple[Point, dict[str, Any]]], failed: list[tuple[
     return Outcome(STUDY, [UNIFORM, ATTENTION], typed(points), failed or [], {"grid": "g"}, Path("out"), 12.0)
 
 
-def spot(values: tuple[str, ...], *results: dict[str, Any]) -> Spot:
-    return Spot(ATTENTION, values, tuple(range(len(results))), tuple(map(RunResult.from_json, results)))
+def at_point(values: tuple[str, ...], *results: dict[str, Any]) -> PointResults:
+    return PointResults(ATTENTION, values, tuple(range(len(results))), tuple(map(RunResult.from_json, results)))
 
 
 # ------------------------------------------------------------------------------------------------ the choice
@@ -75,45 +76,45 @@ def spot(values: tuple[str, ...], *results: dict[str, Any]) -> Spot:
 
 def test_the_point_is_chosen_on_validation_prompts_alone() -> None:
     """The other point is far better on the test prompts and must not be taken for that."""
-    plain = spot(LOW, result(validation=0.4, test=[0.1, 0.1]))
-    lucky = spot(HIGH, result(validation=0.3, test=[0.9, 0.9]))
+    plain = at_point(LOW, result(validation=0.4, test=[0.1, 0.1]))
+    lucky = at_point(HIGH, result(validation=0.3, test=[0.9, 0.9]))
     assert best_point([plain, lucky], 2.0) is plain
     assert best_point([lucky, plain], 2.0) is plain
 
 
 def test_points_beyond_the_kl_limit_are_left_out() -> None:
-    near, far = spot(LOW, result(validation=0.2, kl=2.0)), spot(HIGH, result(validation=0.9, kl=2.01))
+    near, far = at_point(LOW, result(validation=0.2, kl=2.0)), at_point(HIGH, result(validation=0.9, kl=2.01))
     assert best_point([near, far], 2.0) is near
     assert best_point([near, far], 3.0) is far
     assert best_point([near, far], 1.0) is near, "none within: the smallest KL"
 
 
 def test_a_point_that_lacks_seeds_does_not_win() -> None:
-    whole = spot(LOW, result(validation=0.1), result(validation=0.2))
-    part = spot(HIGH, result(validation=0.9))
+    whole = at_point(LOW, result(validation=0.1), result(validation=0.2))
+    part = at_point(HIGH, result(validation=0.9))
     assert best_point([whole, part], 2.0) is whole
 
 
 def test_seeds_are_averaged_before_choosing() -> None:
-    steady = spot(LOW, result(validation=0.5), result(validation=0.5))
-    wild = spot(HIGH, result(validation=0.9), result(validation=0.0))
+    steady = at_point(LOW, result(validation=0.5), result(validation=0.5))
+    wild = at_point(HIGH, result(validation=0.9), result(validation=0.0))
     assert best_point([wild, steady], 2.0) is steady
 
 
 def test_without_a_truth_the_accuracy_decides() -> None:
     made = [{**result(accuracy=accuracy), "truth": None} for accuracy in (0.6, 0.7)]
-    assert best_point([spot(LOW, made[0]), spot(HIGH, made[1])], 2.0).values == HIGH
+    assert best_point([at_point(LOW, made[0]), at_point(HIGH, made[1])], 2.0).values == HIGH
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 def test_a_run_without_a_number_is_never_the_best(order: tuple[int, ...]) -> None:
     """NaN has no order, so that what it is compared with first would win."""
     broken, low, high = (
-        spot((f"objective.beta={accuracy}",), {**result(accuracy=accuracy), "truth": None})
+        at_point((f"objective.beta={accuracy}",), {**result(accuracy=accuracy), "truth": None})
         for accuracy in (math.nan, 0.6, 0.7)
     )
     assert best_point([(broken, low, high)[place] for place in order], 2.0) is high
-    beyond, astray, near = (spot((f"objective.beta={kl}",), result(kl=kl)) for kl in (3.0, math.nan, 2.5))
+    beyond, astray, near = (at_point((f"objective.beta={kl}",), result(kl=kl)) for kl in (3.0, math.nan, 2.5))
     assert best_point([(astray, beyond, near)[place] for place in order], 2.0) is near
     assert best_point([broken], 2.0) is broken
 
@@ -124,12 +125,12 @@ def test_results_are_gathered_by_arm_and_point_in_rising_seeds() -> None:
         (Point(UNIFORM, LOW, 0), result(validation=0.5)),
         (Point(ATTENTION, LOW, 0), result(validation=0.75)),
     ]
-    spots = gather(typed(points))
-    assert [(found.arm.name, found.seeds) for found in spots] == [("attention", (0, 1)), ("uniform", (0,))]
-    assert [row.truth["validation"].numbers["reward"] for row in spots[0].results] == [0.75, 0.25]
-    assert spots[0].truth("validation", "reward") == 0.5
-    assert spots[0].label == "lr 5e-05 beta 0.1"
-    assert list(best_by_arm(make_outcome(points))) == ["uniform", "attention"]
+    by_point = gather(typed(points))
+    assert [(found.arm.name, found.seeds) for found in by_point] == [("attention", (0, 1)), ("uniform", (0,))]
+    assert [row.truth["validation"].numbers["reward"] for row in by_point[0].results] == [0.75, 0.25]
+    assert by_point[0].truth("validation", "reward") == 0.5
+    assert by_point[0].label == "lr 5e-05 beta 0.1"
+    assert list(best_by_arm(make_outcome(points), "")) == ["uniform", "attention"]
 
 
 # ------------------------------------------------------------------------------------------------ the table
@@ -144,7 +145,7 @@ POINTS = [
 
 
 def test_rows_are_the_base_and_every_arm_at_its_best_point() -> None:
-    columns, rows = truth_table(make_outcome(POINTS))
+    columns, rows = main_table(make_outcome(POINTS))
     assert [row["arm"] for row in rows] == ["base", "uniform", "attention"]
     assert (rows[0]["reward"], rows[0]["win rate"], rows[0]["KL"], rows[0]["broken"]) == (-0.5, 0.5, 0.0, 0.125)
     assert rows[1]["reward"] == 0.25 and rows[2]["reward"] == 0.75
@@ -157,16 +158,16 @@ def test_rows_are_the_base_and_every_arm_at_its_best_point() -> None:
 
 def test_arms_are_compared_on_the_seeds_they_share() -> None:
     made = [RunResult.from_json(result(test=test)) for test in ([0.5, 0.5], [1.0, 1.0], [0.75, 0.75], [0.25, 0.5])]
-    one = Spot(ATTENTION, LOW, (0, 2), (made[0], made[1]))
-    other = Spot(UNIFORM, LOW, (1, 2), (made[2], made[3]))
-    found = against(one, other)
+    one = PointResults(ATTENTION, LOW, (0, 2), (made[0], made[1]))
+    other = PointResults(UNIFORM, LOW, (1, 2), (made[2], made[3]))
+    found = difference(one, other)
     assert found is not None and found.mean == pytest.approx((0.75 + 0.5) / 2)
-    assert against(one, Spot(UNIFORM, LOW, (1,), (RunResult.from_json(result()),))) is None
+    assert difference(one, PointResults(UNIFORM, LOW, (1,), (RunResult.from_json(result()),))) is None
 
 
 def test_without_a_truth_the_table_holds_validation_metrics() -> None:
     points = [(point, {**made, "truth": None}) for point, made in POINTS]
-    _, rows = metric_table(make_outcome(points))
+    _, rows = main_table(make_outcome(points))
     assert [row["arm"] for row in rows] == ["uniform", "attention"]
     assert (rows[0]["val loss"], rows[0]["val accuracy"], rows[0]["val margin"]) == (0.5, 0.5, 0.25)
     assert (rows[0]["chosen tokens"], rows[0]["rejected tokens"]) == (21.0, 19.0), "medians, not the longest"
@@ -195,7 +196,7 @@ def test_arms_that_train_on_other_pairs_or_longer_show_both(change: Any) -> None
 
 
 def test_a_metric_that_was_not_logged_is_no_number() -> None:
-    assert math.isnan(spot(LOW, result()).metric("val/nothing"))
+    assert math.isnan(at_point(LOW, result()).metric("val/nothing"))
 
 
 def test_footnotes_say_what_a_reader_must_know() -> None:
@@ -222,7 +223,7 @@ def test_points_that_lack_seeds_are_named_with_those_they_have() -> None:
         "attention lr 0.0001 beta 0.1 (1 of 2 seeds)"
     )
     assert line in footnotes(outcome)
-    assert [row["point"] for row in truth_table(outcome)[1]] == ["", "lr 5e-05 beta 0.1", "lr 5e-05 beta 0.1"]
+    assert [row["point"] for row in main_table(outcome)[1]] == ["", "lr 5e-05 beta 0.1", "lr 5e-05 beta 0.1"]
     assert not [line for line in footnotes(make_outcome(POINTS)) if "candidates" in line]
 
 
@@ -375,7 +376,7 @@ def test_worlds_are_compared_within_themselves() -> None:
             "noisy": "-0.250 [-0.250, -0.250] harms",
         }
     ]
-    columns, rows = truth_table(outcome)
+    columns, rows = main_table(outcome)
     assert columns[:2] == ["world", "arm"]
     assert [(row["world"], row["arm"]) for row in rows] == [
         (world, arm) for world in ("calm", "noisy") for arm in ("base", "uniform", "attention")
@@ -390,13 +391,13 @@ def test_worlds_are_compared_within_themselves() -> None:
 def test_a_lost_control_is_shown_and_warned_of() -> None:
     failed = [(Point(UNIFORM, values, 0), "Traceback\nRuntimeError: out of luck") for values in (LOW, HIGH)]
     outcome = make_outcome(POINTS[2:], failed)
-    _, rows = truth_table(outcome)
+    _, rows = main_table(outcome)
     assert [(row["arm"], row["point"]) for row in rows][1] == ("uniform", "FAILED, all 2 points")
     assert rows[2]["arm"] == "attention" and rows[2]["minus uniform"] == ""
     assert warnings(outcome)[0] == "WARNING: the control uniform has no results: no arm is compared"
     assert "FAILED seed 0, 2 points of uniform: RuntimeError: out of luck" in footnotes(outcome)
     assert warnings(make_outcome(POINTS)) == [NO_CONTROL]
-    assert metric_table(make_outcome(without_truth(POINTS[2:]), failed))[1][0] == {
+    assert main_table(make_outcome(without_truth(POINTS[2:]), failed))[1][0] == {
         "arm": "uniform",
         "point": "FAILED, all 2 points",
     }
@@ -410,7 +411,7 @@ def test_a_single_arm_and_a_study_without_a_control_are_warned_of() -> None:
     free = Study("s", TUNED.arms, grid=TUNED.grid, control=None)
     points = [*run_of(UNIFORM, NEAR, 0.1, 0.4, 0.2), *run_of(ATTENTION, NEAR, 0.1, 0.4, 0.2)]
     assert warnings(tuned(points, free))[0] == "WARNING: no control arm (study.control=null): no difference is shown"
-    columns, _ = truth_table(tuned(points, free))
+    columns, _ = main_table(tuned(points, free))
     assert not [name for name in columns if name.startswith("minus")]
 
 
