@@ -113,14 +113,10 @@ class Measured:
         return -more if mode is Mode.REMOVE else more
 
     def scores(self, name: str) -> Array:
-        """Mean over shares of the advantage under removal, per pair."""
+        """Mean over shares of the advantage under removal, per pair; layers are chosen by its mean over pairs."""
         shares = [share for mode, share in self.changes[name] if mode is Mode.REMOVE]
         mean: Array = np.mean([self.advantage(name, Mode.REMOVE, share) for share in shares], axis=0)
         return mean
-
-    def score(self, name: str) -> float:
-        """Its mean over pairs: what layers are chosen by."""
-        return float(self.scores(name).mean())
 
 
 # --------------------------------------------------------------------------------------------- what is removed
