@@ -76,7 +76,7 @@ def reference_table(context: RunContext) -> Table:
     """The store's table of this run's reference log-probabilities."""
     rules = context.cfg.lengths
     limits = rules.max_prompt_length, rules.max_length
-    key = reference_key(reference_fingerprint(context), context.chat, *limits, keep=rules.keep.value)
+    key = reference_key(reference_fingerprint(context), context.chat.fingerprint(), *limits, keep=rules.keep.value)
     return context.store.table(REFERENCE, key)
 
 

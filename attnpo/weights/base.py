@@ -28,14 +28,6 @@ SomeSource = TypeVar("SomeSource", bound="Unlayered")
 
 
 @runtime_checkable
-class Fingerprinted(Protocol):
-    """What says of itself which of its settings change a number."""
-
-    def fingerprint(self) -> Mapping[str, object]:
-        """Every such setting, as JSON-serialisable data."""
-
-
-@runtime_checkable
 class PromptBuilder(Protocol):
     """Builds the judge rounds of a pair; ``attnpo.text.judge_template.JudgePrompts`` is the one in use."""
 
@@ -197,8 +189,3 @@ def least_coverage(source: WeightSource, asked: float | None = None) -> float:
     if asked is not None:
         return asked
     return source.min_coverage if isinstance(source, PartialSource) else 0.0
-
-
-def fingerprint_of(part: Fingerprinted | Mapping[str, object]) -> dict[str, object]:
-    """The fingerprint of a part of a key: a mapping as it is, otherwise what its ``fingerprint()`` returns."""
-    return dict(part if isinstance(part, Mapping) else part.fingerprint())
