@@ -99,8 +99,7 @@ class Measured:
 
     def fall(self, name: str, share: float) -> Array:
         """By how much the log-odds fall without the top-weighted tokens."""
-        fallen: Array = self.full - self.changes[name][Mode.REMOVE, share].top
-        return fallen
+        return np.asarray(self.full - self.changes[name][Mode.REMOVE, share].top)
 
     def advantage(self, name: str, mode: Mode, share: float) -> Array:
         """Faithfulness per pair, positive when the top-weighted tokens matter more than random ones.
@@ -113,14 +112,9 @@ class Measured:
         return -more if mode is Mode.REMOVE else more
 
     def scores(self, name: str) -> Array:
-        """Mean over shares of the advantage under removal, per pair."""
+        """Mean over shares of the advantage under removal, per pair; layers are chosen by its mean over pairs."""
         shares = [share for mode, share in self.changes[name] if mode is Mode.REMOVE]
-        mean: Array = np.mean([self.advantage(name, Mode.REMOVE, share) for share in shares], axis=0)
-        return mean
-
-    def score(self, name: str) -> float:
-        """Its mean over pairs: what layers are chosen by."""
-        return float(self.scores(name).mean())
+        return np.asarray(np.mean([self.advantage(name, Mode.REMOVE, share) for share in shares], axis=0))
 
 
 # --------------------------------------------------------------------------------------------- what is removed

@@ -84,7 +84,7 @@ def hierarchical_bootstrap(
             near that of prompts where the choice of prompts does. False gives plain percentiles.
 
     An interval over S seeds never leaves their range of means by more than the prompts' noise: over 5 seeds it cannot
-    cover more than about 94 percent where seeds dominate, over 3 about 75 percent; ``seed_interval`` can.
+    cover more than about 94 percent where seeds dominate, over 3 about 75 percent.
     """
     scores = _checked(values, "values")
     _check_level(level)
@@ -113,23 +113,6 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
             f"{one.shape[1]} prompts against {two.shape[0]} x {two.shape[1]}; keep the seeds and prompts both have"
         )
     return hierarchical_bootstrap(one - two)
-
-
-def seed_interval(values: Scores, *, level: float = 0.95, draws: int = 10_000, seed: int = 0) -> Interval:
-    """The mean with Student's t interval over the seeds' means.
-
-    With a single seed there is no spread over seeds: the interval is then a bootstrap over prompts only, which leaves
-    out the noise of training, and ``method`` says so. Scores without prompts come as one column.
-    """
-    scores = _checked(values, "values")
-    _check_level(level)
-    seeds, width = scores.shape
-    if seeds == 1:
-        return hierarchical_bootstrap(scores, level=level, draws=draws, seed=seed)
-    per_seed = scores.mean(axis=1)
-    mean = float(per_seed.mean())
-    half = t_quantile((1 + level) / 2, seeds - 1) * float(per_seed.std(ddof=1)) / math.sqrt(seeds)
-    return Interval(mean, mean - half, mean + half, level, f"Student t over {seeds} seeds", seeds, width)
 
 
 def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, "draws"]:
@@ -237,30 +220,20 @@ def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, "terms"]) -
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def tied_ranks(scores: Float[np.ndarray, "methods"], higher_is_better: bool = True) -> Float[np.ndarray, "methods"]:
-    """The rank of each score, 1 the best; equal scores share the mean of the ranks they take up."""
+def tied_ranks(scores: Float[np.ndarray, "methods"]) -> Float[np.ndarray, "methods"]:
+    """The rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
-    keys = -scores if higher_is_better else scores
-    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    _, group, counts = np.unique(-scores, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return np.asarray((last - (counts - 1) / 2)[group.reshape(-1)], dtype=np.float64)
 
 
-def average_ranks(
-    scores: Float[np.ndarray, "methods metrics"], higher_is_better: bool | Sequence[bool] = True
-) -> Float[np.ndarray, "methods"]:
-    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
-
-    ``higher_is_better``: for all metrics, or one per metric.
-    """
+def average_ranks(scores: Float[np.ndarray, "methods metrics"]) -> Float[np.ndarray, "methods"]:
+    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1); higher scores are better."""
     if scores.ndim != 2 or 0 in scores.shape:
         raise UserError(f"average ranks: expected a table of methods x metrics, got shape {scores.shape}")
-    metrics = scores.shape[1]
-    senses = [higher_is_better] * metrics if isinstance(higher_is_better, bool) else list(higher_is_better)
-    if len(senses) != metrics:
-        raise UserError(f"average ranks: expected higher_is_better for {metrics} metrics, got {len(senses)}")
-    columns = [tied_ranks(scores[:, column], sense) for column, sense in enumerate(senses)]
+    columns = [tied_ranks(column) for column in scores.T]
     return np.asarray(np.mean(columns, axis=0), dtype=np.float64)
 
 
@@ -287,8 +260,6 @@ def _check_level(level: float) -> None:
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     """Spearman's correlation of what is finite in both; NaN for fewer than three, or where one is constant."""
-    import numpy as np
-
     both = [pair for pair in zip(first, second, strict=True) if all(map(math.isfinite, pair))]
     if len(both) < 3:
         return math.nan

@@ -82,18 +82,23 @@ class Columns:
         Raises:
             UserError: one is not; the text lists the columns present, those expected, and the options that map them.
         """
-        names = sorted(present)
         wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
-        missing = [key for key, name in wanted.items() if name is not None and name not in names]
-        if not missing:
-            return
+        expected = "expected: a chosen and a rejected column, and a prompt column unless they hold the prompt too"
+        require_columns(wanted, present, where, expected)
+
+
+def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], where: str, expected: str) -> None:
+    """Raises UserError where a ``wanted`` column (by its key of ``Columns``) is not among those ``present``."""
+    names = sorted(present)
+    missing = [key for key, name in wanted.items() if name is not None and name not in names]
+    if missing:
         absent = ", ".join(f'"{wanted[key]}"' for key in missing)
         options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
         raise UserError(
-            f"{where} has no column {absent}; columns found: {', '.join(names) or 'none'}; expected: a chosen and a "
-            f"rejected column, and a prompt column unless they hold the prompt too. Name them with {options}"
+            f"{where} has no column {absent}; columns found: {', '.join(names) or 'none'}; {expected}. Name them with "
+            f"{options}"
         )
 
 

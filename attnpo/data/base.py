@@ -8,7 +8,7 @@ by ``attnpo.data.adapters`` and never lost in silence:
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,12 +73,15 @@ class PairSet:
 
     def summary(self) -> str:
         """One line with all counts, with the first row numbers of each reason and note."""
-        parts = [f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped"]
-        for name, count in [*sorted(self.counts.items()), *sorted(self.notes.items())]:
-            rows = self.examples[name]
-            listed = ", ".join(map(str, rows)) + (", ..." if count > len(rows) else "")
-            parts.append(f"{name}: {count} ({'row' if count == 1 else 'rows'} {listed})")
-        return "; ".join(parts)
+        events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
+        parts = [counted(name, count, self.examples[name]) for name, count in events]
+        return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
+
+
+def counted(event: str, count: int, rows: Sequence[int]) -> str:
+    """How often something happened to rows, with the numbers of the first of them."""
+    listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
+    return f"{event}: {count} ({'row' if count == 1 else 'rows'} {listed})"
 
 
 def pairs_from_rows(rows: Iterable[Mapping[str, object]], columns: Columns | None = None, first: int = 0) -> PairSet:
@@ -191,7 +194,8 @@ class PairSource:
         table = self._read(split)
         where = f"data.path={self.path} ({split})"
         self.columns.check(table.column_names, where)
-        rows = row_range(self._rows(split), len(table), f"data.{split}_rows")
+        asked = self.train_rows if split == "train" else self.val_rows
+        rows = row_range(asked, len(table), f"data.{split}_rows")
         pairs = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
         if not pairs.pairs:
             raise UserError(
@@ -219,9 +223,6 @@ class PairSource:
                 self.path,
                 ", ".join(weights),
             )
-
-    def _rows(self, split: str) -> str | None:
-        return self.train_rows if split == "train" else self.val_rows
 
     def _shares_rows(self, length: int, rows: range) -> bool:
         if self.train_split != self.val_split and not Path(self.path).expanduser().is_file():

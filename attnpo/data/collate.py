@@ -73,16 +73,14 @@ def collate(
     width = response_ids.shape[1]
     weights = [example.weights[0] for example in examples] + [example.weights[1] for example in examples]
     lengths = [example.lengths[0] for example in examples] + [example.lengths[1] for example in examples]
-    reference = None
-    if all(example.reference_logps is not None for example in examples):
-        stored = [example.reference_logps for example in examples if example.reference_logps is not None]
-        reference = pad_rows([pair[0] for pair in stored] + [pair[1] for pair in stored], width)
+    stored = [example.reference_logps for example in examples if example.reference_logps is not None]
+    logps = [pair[0] for pair in stored] + [pair[1] for pair in stored]
     rows = RowGroup(
         response_ids=response_ids,
         response_mask=response_mask,
         token_weights={"reward": pad_rows(weights, width)},
         source_lengths=torch.tensor(lengths, dtype=torch.float32),
-        reference_logps=reference,
+        reference_logps=pad_rows(logps, width) if len(stored) == len(examples) else None,
         inputs=inputs,
     )
     return PreferenceBatch(

@@ -151,8 +151,13 @@ class ByCount:
         share = ceil(pairs / ranks)
         micros = min(ceil(share / self.micro), pairs // ranks)
         if ceil(share / micros) > self.micro:
-            message = "a step of %d pairs for %d processes: one micro-batch holds %d pairs, not %d"
-            log.warning(message, pairs, ranks, ceil(share / micros), self.micro)
+            log.warning(
+                "a step of %d pairs for %d processes: one micro-batch holds %d pairs, not %d",
+                pairs,
+                ranks,
+                ceil(share / micros),
+                self.micro,
+            )
         return micros
 
     def hands(self, step: Sequence[int], micros: int, ranks: int) -> Hands:
@@ -196,8 +201,13 @@ class ByTokens:
         """
         micros = max((self.needed(step, ranks) for step in steps), default=0)
         if short and micros * ranks > pairs:
-            message = "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d"
-            log.warning(message, pairs, ranks, self.key, self.budget)
+            log.warning(
+                "a last step of %d pairs for %d processes: a forward of it may hold more tokens than %s %d",
+                pairs,
+                ranks,
+                self.key,
+                self.budget,
+            )
             return pairs // ranks
         if micros * ranks > pairs:
             raise UserError(

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from attnpo.data.adapters import Columns, Reason, RowProblem, adapt
-from attnpo.data.base import read_table, row_range
+from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
+from attnpo.data.base import counted, read_table, row_range
 from attnpo.schema import Message, UserError, digest
 
 _LOG = logging.getLogger(__name__)
 
-EXAMPLES = 3  # row numbers named per reason
 EMPTY = "empty prompt"
 REPEATED = "prompt repeated, answered once"
 
@@ -58,11 +57,9 @@ class PromptSet:
 
     def summary(self) -> str:
         """One line with all counts and the first row numbers of each."""
-        parts = [f"{self.read} rows read, {len(self.prompts)} prompts"]
-        for reason, rows in sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items()):
-            listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if len(rows) > EXAMPLES else "")
-            parts.append(f"{reason}: {len(rows)} ({'row' if len(rows) == 1 else 'rows'} {listed})")
-        return "; ".join(parts)
+        events = sorted({**self.left_out, **({REPEATED: self.repeated} if self.repeated else {})}.items())
+        parts = [counted(reason, len(rows), rows) for reason, rows in events]
+        return "; ".join([f"{self.read} rows read, {len(self.prompts)} prompts", *parts])
 
 
 def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColumns, first: int = 0) -> PromptSet:
@@ -151,11 +148,5 @@ class PromptSource:
         wanted = {"id": columns.id, "system": columns.system}
         if not {columns.chosen, columns.rejected} <= set(names):
             wanted["prompt"] = columns.prompt or "prompt"
-        missing = [key for key, name in wanted.items() if name is not None and name not in names]
-        if missing:
-            absent = ", ".join(f'"{wanted[key]}"' for key in missing)
-            options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
-            raise UserError(
-                f"{where} has no column {absent}; columns found: {', '.join(sorted(names)) or 'none'}; expected a "
-                f"column with prompts, or the chosen and rejected columns of pairs. Name them with {options}"
-            )
+        expected = "expected a column with prompts, or the chosen and rejected columns of pairs"
+        require_columns(wanted, names, where, expected)

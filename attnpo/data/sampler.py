@@ -38,12 +38,6 @@ class PlannedBatch:
     rank: int = field(default=0, repr=False, compare=False)
     ranks: int = field(default=1, repr=False, compare=False)
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
 
 @dataclass(frozen=True)
 class Split:
@@ -177,11 +171,8 @@ class StepBatches(Sampler[PlannedBatch]):
     def _enter(self, epoch: int) -> None:
         self.epoch, self.consumed, self._start, self._passed = epoch, 0, 0, False
 
-    def order(self) -> list[int]:
-        """The permutation of the current epoch."""
-        return self._order(self.epoch)
-
-    def _order(self, epoch: int) -> list[int]:
+    def order(self, epoch: int) -> list[int]:
+        """The permutation of an epoch."""
         if not self.shuffle:
             return list(range(self.num_pairs))
         generator = torch.Generator().manual_seed(int(digest([self.seed, epoch])[:15], 16))
@@ -190,7 +181,7 @@ class StepBatches(Sampler[PlannedBatch]):
 
     def _steps(self, epoch: int) -> list[list[int]]:
         """The pairs of each step of an epoch."""
-        order = self._order(epoch)
+        order = self.order(epoch)
         return [order[step * self.size : (step + 1) * self.size] for step in range(self.steps_per_epoch)]
 
     def parts(self) -> Iterator[tuple[int, ...]]:

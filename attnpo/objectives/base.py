@@ -14,6 +14,7 @@ log-probabilities are in nats, lengths in tokens.
 After them come the tensors that only this formula reads, its hyperparameters, and ``nll`` with ``sft_coef``.
 """
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
@@ -83,6 +84,25 @@ def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom
     return rows.response_mask.sum(-1).to(rows.token_weights["reward"].dtype)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LengthScaled:
+    """The keys of objectives whose weighted sums are multiplied by |y|, and what these read of a batch's rows."""
+
+    length_scale: bool = True
+    length_from: LengthFrom = LengthFrom.SOURCE
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        return {} if self.length_scale else {"length_from": "objective.length_scale=false"}
+
+    def weighted(
+        self, rows: RowGroup
+    ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, "rows"] | None]:
+        """Weights, mask and lengths of the rows, as the formulas take them."""
+        lengths = response_lengths(rows, self.length_scale, self.length_from)
+        return rows.token_weights["reward"], rows.response_mask, lengths
+
+
 def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
     """What multiplies each token's term in a mean over the response: a distribution as it is, factors over n."""
     weights = rows.token_weights["reward"]
@@ -95,6 +115,12 @@ def split_pairs(rows: Float[Tensor, "rows"]) -> tuple[Float[Tensor, "pairs"], Fl
     """The chosen and the rejected half of a per-row tensor."""
     chosen, rejected = rows.chunk(2)
     return chosen, rejected
+
+
+def by_side(name: str, rows: Float[Tensor, "rows"]) -> dict[str, Float[Tensor, "pairs"]]:
+    """The halves of a per-row tensor as NAME/chosen and NAME/rejected."""
+    chosen, rejected = split_pairs(rows)
+    return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}
 
 
 @runtime_checkable

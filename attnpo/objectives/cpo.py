@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, response_lengths, split_pairs, weighted_sum
+from attnpo.objectives.base import LengthScaled, split_pairs, weighted_sum
 from attnpo.objectives.terms import (
     LossType,
     Sft,
     batch_nll,
     check_beta,
     check_not_negative,
-    idle_length,
     idle_sft,
     margin_loss,
     with_sft,
@@ -44,7 +43,7 @@ def cpo_loss(
 
 
 @dataclass(frozen=True)
-class CPO:
+class CPO(LengthScaled):
     """``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef NLL(y_w)`` with p the policy's log-probabilities.
 
     The NLL is a mean over the chosen tokens of the whole step (``sft: batch``, as in TRL); the paper's formula is the
@@ -56,30 +55,22 @@ class CPO:
     sft: Sft = Sft.BATCH
     loss_type: LossType = LossType.SIGMOID
     label_smoothing: float = 0.0
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"token_weights"})
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(sft_coef=self.sft_coef)
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """Token weights; there is no reference."""
-        return frozenset({"token_weights"})
-
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | idle_length(self.length_scale)
+        return idle_sft(self.sft_coef) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(p)`` of the batch."""
-        rows = batch.main
         return cpo_loss(
             policy.logps,
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             self.beta,
             self.label_smoothing,
             self.loss_type,

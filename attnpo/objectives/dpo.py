@@ -55,14 +55,11 @@ class DPO:
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
 
+    requires = frozenset({"reference"})
+
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(sft_coef=self.sft_coef)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities; token weights are not read."""
-        return frozenset({"reference"})
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

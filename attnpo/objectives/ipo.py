@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import (
-    LengthFrom,
+    LengthScaled,
     log_ratios,
     logps_of,
     mean_factors,
@@ -15,7 +15,7 @@ from attnpo.objectives.base import (
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_positive, idle_length
+from attnpo.objectives.terms import check_positive
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 
@@ -48,7 +48,7 @@ def ipo_loss(
 
 
 @dataclass(frozen=True)
-class IPO:
+class IPO(LengthScaled):
     """``((A(d_w) - A(d_l)) - 1 / (2 beta))^2`` with A the mean (or the sum) of the log-ratios over the response.
 
     ``beta`` is the paper's tau. Token weights take the place of 1/n in the mean; in the sum they are scaled by
@@ -57,22 +57,17 @@ class IPO:
 
     beta: float = 0.1
     reduction: Over = Over.MEAN
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"reference", "token_weights"})
 
     def __post_init__(self) -> None:
         check_positive(beta=self.beta)
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities and token weights."""
-        return frozenset({"reference", "token_weights"})
-
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        why = "objective.reduction=mean reads no lengths"
-        idle = dict.fromkeys(("length_scale", "length_from"), why)
-        return idle_length(self.length_scale) if self.reduction is Over.SUM else idle
+        if self.reduction is Over.SUM:
+            return super().unread()
+        return dict.fromkeys(("length_scale", "length_from"), "objective.reduction=mean reads no lengths")
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta A(d)`` of the batch."""

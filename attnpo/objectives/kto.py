@@ -11,16 +11,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import (
-    LengthFrom,
+    LengthScaled,
     Reduction,
     log_ratios,
     logps_of,
     reduce,
-    response_lengths,
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_beta, check_positive, idle_length
+from attnpo.objectives.terms import check_beta, check_positive
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 
@@ -62,7 +61,7 @@ def kto_loss(
 
 
 @dataclass(frozen=True)
-class KTO:
+class KTO(LengthScaled):
     """``lam_D sigmoid(-b (S_w(d) - z))`` for chosen responses, ``lam_U sigmoid(-b (z - S_w(d)))`` for rejected ones.
 
     ``z = max(0, mean of S(d))`` over the step's mismatched rows (a prompt with responses to another one), without
@@ -74,21 +73,12 @@ class KTO:
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"reference", "token_weights", "ahead:mismatched", "several_pairs"})
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
         check_positive(desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight)
-
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_length(self.length_scale)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities, token weights, mismatched rows of a step of several pairs."""
-        return frozenset({"reference", "token_weights", "ahead:mismatched", "several_pairs"})
 
     def sums(self, policy: TokenStats, reference: TokenStats | None, rows: RowGroup) -> dict[str, Float[Tensor, ""]]:
         """The sum of S(d) over mismatched rows and their number, from which z is made.
@@ -112,13 +102,10 @@ class KTO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``b S_w(d)`` and, as an extra, z: the same value for every pair."""
-        rows = batch.main
         return kto_loss(
             policy.logps,
             logps_of(reference),
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             self.mismatched_mean(batch.state),
             self.beta,
             self.desirable_weight,

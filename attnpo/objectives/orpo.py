@@ -40,13 +40,10 @@ class ORPO:
     lam: float = 0.1
     sft: Sft = Sft.MEAN
 
+    requires = frozenset({"token_weights"})
+
     def __post_init__(self) -> None:
         check_positive(lam=self.lam)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """Token weights; there is no reference."""
-        return frozenset({"token_weights"})
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``lam A(p)`` of the batch."""

@@ -38,13 +38,10 @@ class OTPO:
     beta: float = 0.01
     label_smoothing: float = 0.0
 
+    requires = frozenset({"reference", "token_weights", "factors"})
+
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities, and token weights that are factors."""
-        return frozenset({"reference", "token_weights", "factors"})
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta sum w d`` and, as extras, the unweighted rewards ``beta S(d)``.

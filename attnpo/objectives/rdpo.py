@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, log_ratios, logps_of, response_lengths, split_pairs, weighted_sum
-from attnpo.objectives.terms import check_beta, check_not_negative, idle_length, sigmoid_loss
+from attnpo.objectives.base import LengthScaled, log_ratios, logps_of, split_pairs, weighted_sum
+from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 
@@ -33,7 +33,7 @@ def rdpo_loss(
 
 
 @dataclass(frozen=True)
-class RDPO:
+class RDPO(LengthScaled):
     """``-log sigmoid(beta (S(d_w) - S(d_l)) + alpha (n_w - n_l))`` with n the response's training tokens.
 
     A longer chosen response has part of its margin already and is pushed less; beta does not multiply alpha. Token
@@ -43,31 +43,19 @@ class RDPO:
     beta: float = 0.1
     alpha: float = 0.05
     label_smoothing: float = 0.0
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"reference", "token_weights"})
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing)
         check_not_negative(alpha=self.alpha)
 
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_length(self.length_scale)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities and token weights."""
-        return frozenset({"reference", "token_weights"})
-
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(d)`` of the batch."""
-        rows = batch.main
         return rdpo_loss(
             policy.logps,
             logps_of(reference),
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             self.beta,
             self.alpha,
             self.label_smoothing,

@@ -45,13 +45,10 @@ class RRHF:
     sft_coef: float = 1.0
     sft: Sft = Sft.SUM
 
+    requires = frozenset({"token_weights"})
+
     def __post_init__(self) -> None:
         check_not_negative(length_penalty=self.length_penalty, sft_coef=self.sft_coef)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """Token weights; there is no reference."""
-        return frozenset({"token_weights"})
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

@@ -57,6 +57,8 @@ class SimPO:
     sft_weight: float = 0.0
     sft: Sft = Sft.BATCH
 
+    requires = frozenset({"token_weights"})
+
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(gamma_beta_ratio=self.gamma_beta_ratio, sft_weight=self.sft_weight)
@@ -65,11 +67,6 @@ class SimPO:
     def gamma(self) -> float:
         """The target margin."""
         return self.beta * self.gamma_beta_ratio
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """Token weights; there is no reference."""
-        return frozenset({"token_weights"})
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import LengthFrom, response_lengths, split_pairs, weighted_sum
-from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, check_positive, idle_length, idle_sft, with_sft
+from attnpo.objectives.base import LengthScaled, split_pairs, weighted_sum
+from attnpo.objectives.terms import Sft, batch_nll, check_not_negative, check_positive, idle_sft, with_sft
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 
@@ -32,7 +32,7 @@ def slic_hf_loss(
 
 
 @dataclass(frozen=True)
-class SLiCHF:
+class SLiCHF(LengthScaled):
     """``max(0, delta - S(p_w) + S(p_l)) + sft_coef NLL(y_w)``, sums over the response, no reference, no beta.
 
     The NLL is the likelihood of the whole response (``sft: sum``). Token weights multiply p in the hinge, scaled as in
@@ -42,30 +42,22 @@ class SLiCHF:
     delta: float = 1.0
     sft_coef: float = 0.1
     sft: Sft = Sft.SUM
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"token_weights"})
 
     def __post_init__(self) -> None:
         check_positive(delta=self.delta)
         check_not_negative(sft_coef=self.sft_coef)
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """Token weights; there is no reference."""
-        return frozenset({"token_weights"})
-
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | idle_length(self.length_scale)
+        return idle_sft(self.sft_coef) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``S(p)`` of the batch."""
-        rows = batch.main
         return slic_hf_loss(
             policy.logps,
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             self.delta,
             batch_nll(policy, batch, self.sft_coef, self.sft),
             self.sft_coef,

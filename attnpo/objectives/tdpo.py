@@ -11,20 +11,19 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import (
-    LengthFrom,
+    LengthScaled,
     Reduction,
+    by_side,
     log_ratios,
     logps_of,
     reduce,
-    response_lengths,
     split_pairs,
     weighted_sum,
 )
-from attnpo.objectives.terms import check_beta, check_not_negative, idle_length, sigmoid_loss
+from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 STATISTIC = "kl_ref_policy"
-REQUIRES = frozenset({"reference", "token_weights", f"joint:{STATISTIC}"})
 
 
 def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
@@ -88,87 +87,54 @@ def tdpo_output(
     margin: Float[Tensor, "pairs"], sums: Float[Tensor, "rows"], kl: Float[Tensor, "rows"], beta: float
 ) -> ObjectiveOutput:
     """``-log sigmoid(beta margin)``, rewards ``beta (S + K)`` without alpha, and each side's K as extras."""
-    chosen, rejected = split_pairs(beta * (sums + kl).detach())
-    chosen_kl, rejected_kl = split_pairs(kl.detach())
-    return ObjectiveOutput(
-        losses=sigmoid_loss(beta * margin),
-        chosen_rewards=chosen,
-        rejected_rewards=rejected,
-        extras={"seq_kl/chosen": chosen_kl, "seq_kl/rejected": rejected_kl},
-    )
+    rewards = split_pairs(beta * (sums + kl).detach())
+    return ObjectiveOutput(sigmoid_loss(beta * margin), *rewards, by_side("seq_kl", kl.detach()))
 
 
 @dataclass(frozen=True)
-class TDPO1:
+class TDPO1(LengthScaled):
     """``-log sigmoid(beta [S(d_w) - S(d_l) - (K_l - K_w)])``; both K pass gradient.
 
     ``length_scale`` and ``length_from`` are read as in TwDPO; uniform weights give S(d) as it is.
     """
 
     beta: float = 0.1
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
+
+    requires = frozenset({"reference", "token_weights", f"joint:{STATISTIC}"})
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
 
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_length(self.length_scale)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference, its KL to the policy at each token, and token weights."""
-        return REQUIRES
-
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` and both K of the batch."""
-        rows = batch.main
         return tdpo1_loss(
             policy.logps,
             logps_of(reference),
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             kl_of(policy),
             self.beta,
         )
 
 
 @dataclass(frozen=True)
-class TDPO2:
+class TDPO2(TDPO1):
     """``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``; sg stops the gradient, on the chosen side only.
 
     ``length_scale`` and ``length_from`` are read as in TwDPO; uniform weights give S(d) as it is.
     """
 
-    beta: float = 0.1
     alpha: float = 0.5
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        super().__post_init__()
         check_not_negative(alpha=self.alpha)
-
-    def unread(self) -> dict[str, str]:
-        """Keys without effect as the others stand, with the reason."""
-        return idle_length(self.length_scale)
-
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference, its KL to the policy at each token, and token weights."""
-        return REQUIRES
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, rewards ``beta (S(d) + K)`` without alpha and both K of the batch."""
-        rows = batch.main
         return tdpo2_loss(
             policy.logps,
             logps_of(reference),
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             kl_of(policy),
             self.beta,
             self.alpha,

@@ -129,11 +129,6 @@ def idle_sft(coef: float) -> dict[str, str]:
     return {} if coef else {"sft": "the SFT term's coefficient is 0"}
 
 
-def idle_length(length_scale: bool) -> dict[str, str]:
-    """The key of |y| with the reason why it has no effect; empty if it has one."""
-    return {} if length_scale else {"length_from": "objective.length_scale=false"}
-
-
 # --------------------------------------------------------------------------------------------- checks
 
 

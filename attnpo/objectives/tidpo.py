@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Reduction, log_ratios, logps_of, reduce, split_pairs, weighted_sum
+from attnpo.objectives.base import Reduction, by_side, log_ratios, logps_of, reduce, split_pairs, weighted_sum
 from attnpo.objectives.tdpo import kl_of, tdpo2_margin
 from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, Sampling, TokenStats
@@ -151,9 +151,3 @@ class TIDPO:
         ratios = log_ratios(policy.logps, logps_of(reference), mask)
         anchor = log_ratios(policy.groups["anchor"].logps, logps_of(other), rows.response_mask)
         return triplet_term(ratios, mask, anchor, rows.response_mask, self.triplet_margin)
-
-
-def by_side(name: str, rows: Float[Tensor, "rows"]) -> dict[str, Float[Tensor, "pairs"]]:
-    """The halves of a per-row tensor as NAME/chosen and NAME/rejected."""
-    chosen, rejected = split_pairs(rows)
-    return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}

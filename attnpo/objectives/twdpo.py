@@ -2,17 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from attnpo.objectives.base import (
-    LengthFrom,
+    LengthScaled,
     Reduction,
+    by_side,
     log_ratios,
     logps_of,
     reduce,
-    response_lengths,
     split_pairs,
     weighted_sum,
 )
@@ -22,7 +21,6 @@ from attnpo.objectives.terms import (
     batch_nll,
     check_beta,
     check_not_negative,
-    idle_length,
     idle_sft,
     margin_loss,
     with_sft,
@@ -53,14 +51,12 @@ def twdpo_loss(
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
     preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
     losses, extras = with_sft(preference, nll, sft_coef)
-    with torch.no_grad():
-        plain = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))
-    extras |= {"unweighted/chosen": plain[0], "unweighted/rejected": plain[1]}
+    extras |= by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
     return ObjectiveOutput(losses, chosen.detach(), rejected.detach(), extras)
 
 
 @dataclass(frozen=True)
-class TwDPO:
+class TwDPO(LengthScaled):
     """``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)`` (paper Eq. twdpo).
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
@@ -69,35 +65,27 @@ class TwDPO:
     """
 
     beta: float = 0.1
-    length_scale: bool = True
-    length_from: LengthFrom = LengthFrom.SOURCE
     label_smoothing: float = 0.0
     loss_type: LossType = LossType.SIGMOID
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
 
+    requires = frozenset({"reference", "token_weights"})
+
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(sft_coef=self.sft_coef)
 
-    @property
-    def requires(self) -> frozenset[str]:
-        """The reference's log-probabilities and token weights."""
-        return frozenset({"reference", "token_weights"})
-
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | idle_length(self.length_scale)
+        return idle_sft(self.sft_coef) | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
-        rows = batch.main
         return twdpo_loss(
             policy.logps,
             logps_of(reference),
-            rows.token_weights["reward"],
-            rows.response_mask,
-            response_lengths(rows, self.length_scale, self.length_from),
+            *self.weighted(batch.main),
             self.beta,
             self.label_smoothing,
             self.loss_type,

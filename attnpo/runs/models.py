@@ -74,9 +74,8 @@ def fill_reference(
 def reference_table(context: RunContext) -> Table:
     """The store's table of this run's reference log-probabilities."""
     rules = context.cfg.lengths
-    key = reference_key(
-        reference_fingerprint(context), context.chat, rules.max_prompt_length, rules.max_length, keep=rules.keep.value
-    )
+    limits = rules.max_prompt_length, rules.max_length
+    key = reference_key(reference_fingerprint(context), context.chat.fingerprint(), *limits, keep=rules.keep.value)
     return context.store.table(REFERENCE, key)
 
 

@@ -54,6 +54,14 @@ class Rendered(NamedTuple):
     spans: dict[str, Range]
 
 
+def file_text(path: str | Path, key: str) -> str:
+    """A UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise UserError(f"{key}: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
+
+
 class JudgeTemplate:
     """A text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
 
@@ -71,10 +79,7 @@ class JudgeTemplate:
     @classmethod
     def from_file(cls, path: str | Path) -> "JudgeTemplate":
         """The template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
-        try:
-            return cls(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as problem:
-            raise UserError(f"judge.template_file: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
+        return cls(file_text(path, "judge.template_file"))
 
     def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
         """The text with all three values put in at once (a placeholder inside a value stays as it is)."""

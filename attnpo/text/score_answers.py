@@ -7,18 +7,10 @@ response, score each part 1 to 5) without wording or parser; both are ours.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 LOWEST, HIGHEST = 1, 5
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a response as the model quoted it, with its score."""
-
-    text: str
-    score: float
 
 
 @dataclass(frozen=True)
@@ -64,18 +56,18 @@ def read_answer(answer: str, response: str) -> Reading:
 
 def _reading(parts: Sequence[tuple[str, float | None]], response: str) -> Reading:
     problems: Counter[str] = Counter()
-    spans = _locate(list(_usable(parts, problems)), response, problems)
-    return Reading(spans, problems)
+    return Reading(_locate(_usable(parts, problems), response, problems), problems)
 
 
-def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[Part]:
+def _usable(parts: Sequence[tuple[str, float | None]], problems: Counter[str]) -> Iterator[tuple[str, float]]:
+    """The parts with a text and a score of the scale; ``problems`` counts the others."""
     for text, score in parts:
         if not text.strip():
             problems[EMPTY_PART] += 1
         elif score is None or not LOWEST <= score <= HIGHEST:
             problems[OUT_OF_SCALE] += 1
         else:
-            yield Part(text.strip(), score)
+            yield text.strip(), score
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -209,13 +201,13 @@ def _folded(text: str) -> tuple[str, list[int]]:
     return "".join(letters), places
 
 
-def _locate(parts: Sequence[Part], response: str, problems: Counter[str]) -> list[ScoredSpan]:
+def _locate(parts: Iterable[tuple[str, float]], response: str, problems: Counter[str]) -> list[ScoredSpan]:
     """Where the parts stand, without overlap, in order of their place."""
     text, places = _folded(response)
     taken = [False] * len(text)
     spans, cursor = [], 0
-    for part in parts:
-        wanted = _folded(part.text)[0].strip()
+    for quoted, score in parts:
+        wanted = _folded(quoted)[0].strip()
         start = next(
             (place for place in _occurrences(text, wanted, cursor) if not any(taken[place : place + len(wanted)])), None
         )
@@ -225,7 +217,7 @@ def _locate(parts: Sequence[Part], response: str, problems: Counter[str]) -> lis
         end = start + len(wanted)
         taken[start:end] = [True] * len(wanted)
         cursor = end
-        spans.append(ScoredSpan(places[start], places[end - 1] + 1, part.score))
+        spans.append(ScoredSpan(places[start], places[end - 1] + 1, score))
     return sorted(spans, key=lambda span: span.start)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.judge_template import question_text
+from attnpo.text.judge_template import file_text, question_text
 
 SLOTS = ("question", "answer")
 
@@ -34,8 +34,8 @@ class ScoreTemplate:
     def from_files(cls, user: str | Path, system: str | Path | None = None) -> "ScoreTemplate":
         """The template in UTF-8 text files, as they are. Raises UserError when one cannot be read."""
         return cls(
-            _text(user, "verbalizer.template_file"),
-            None if system is None else _text(system, "verbalizer.system_file"),
+            file_text(user, "verbalizer.template_file"),
+            None if system is None else file_text(system, "verbalizer.system_file"),
         )
 
     def messages(self, question: str, answer: str) -> list[Message]:
@@ -44,13 +44,6 @@ class ScoreTemplate:
         user = re.sub(r"\{(question|answer)\}", lambda slot: values[slot[1]], self.user)
         turns = [] if self.system is None else [Message(role="system", content=self.system)]
         return [*turns, Message(role="user", content=user)]
-
-
-def _text(path: str | Path, key: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"{key}: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
 
 
 class ScoreQuestions:

@@ -1,7 +1,6 @@
 """The theory study's results as tables: every claim with the number that decides it, and what it rests on."""
 
-from dataclasses import dataclass
-
+from attnpo.display.page import TableBlock
 from attnpo.display.tables import Cell, table_html, table_text
 from attnpo.theory.claims import Reads, Study
 
@@ -9,16 +8,7 @@ EXACT = 1e-9  # errors below this count as none: all is float64 and solved to ab
 READ, OURS = "as we read it", "ours"  # whose statement: the paper's as far as it is known here, or our own
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table to print: title, columns and rows."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
-
-
-def claims(study: Study) -> Table:
+def claims(study: Study) -> TableBlock:
     """Every statement, whether it held in the study, and the number that says so."""
     fixed = [row for row in study.policies if row.reads is Reads.POSITION]
     free = [row for row in study.policies if row.reads is Reads.RESPONSE]
@@ -46,7 +36,7 @@ def claims(study: Study) -> Table:
         _order("more freedom on low weights, at the optimum", float(last[0] / last[-1])),
         _order("more freedom on low weights, first step", float(first[0] / first[-1])),
     ]
-    return Table("claims", ("statement", "source", "holds", "by", "number"), tuple(rows))
+    return TableBlock(("statement", "source", "holds", "by", "number"), rows, "claims")
 
 
 def _claim(name: str, source: str, error: float, by: str) -> tuple[Cell, ...]:
@@ -61,7 +51,7 @@ def _order(name: str, ratio: float) -> tuple[Cell, ...]:
     return name, READ, ratio > 1, "KL over DPO's, lowest / highest weight", ratio
 
 
-def tables(study: Study) -> tuple[Table, ...]:
+def tables(study: Study) -> tuple[TableBlock, ...]:
     """The claims and what they rest on."""
     policies = tuple(
         (
@@ -83,35 +73,35 @@ def tables(study: Study) -> tuple[Table, ...]:
     moves = tuple((str(path.steps[i]), *path.ratios[i].tolist()) for i in steps)
     return (
         claims(study),
-        Table("three policies", (*names, "TV(pi*,h)", "bound (a)", "TV(h,DPO)", "bound (b)"), policies),
-        Table(
-            "lemmas",
+        TableBlock((*names, "TV(pi*,h)", "bound (a)", "TV(h,DPO)", "bound (b)"), policies, "three policies"),
+        TableBlock(
             ("weights read", "delta", "pairs", "lemma 1 error", "KL_w/KL min", "max", "outside", "negative", "used"),
             lemmas,
+            "lemmas",
         ),
-        Table(
-            "does h exist",
+        TableBlock(
             ("weights", "residual min", "residual max", "TV of two starts"),
             tuple((row.weights, row.lowest, row.highest, row.starts) for row in study.existence),
+            "does h exist",
         ),
-        Table(
-            "normalised weighted likelihood of h",
+        TableBlock(
             ("delta", "log Z", "error", "TV to h"),
             tuple((row.delta, row.log_mass, row.error, row.distance) for row in study.note),
+            "normalised weighted likelihood of h",
         ),
-        Table(
-            "KL per token over DPO's, by gradient steps",
+        TableBlock(
             ("steps", *(f"w = {weight:.1f}" for weight in path.weights)),
             (*moves, ("optimum", *path.limit.tolist())),
+            "KL per token over DPO's, by gradient steps",
         ),
     )
 
 
 def report_text(study: Study) -> str:
     """All tables as plain text."""
-    return "\n\n".join(table_text(one.columns, one.rows, title=one.title) for one in tables(study))
+    return "\n\n".join(table_text(one.columns, one.rows, title=one.caption) for one in tables(study))
 
 
 def report_html(study: Study) -> str:
     """All tables as HTML."""
-    return "\n".join(table_html(one.columns, one.rows, caption=one.title) for one in tables(study))
+    return "\n".join(table_html(one.columns, one.rows, caption=one.caption) for one in tables(study))

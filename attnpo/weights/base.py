@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -24,13 +24,7 @@ from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
-
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """What says of itself which of its settings change a number."""
-
-    def fingerprint(self) -> Mapping[str, object]:
-        """Every such setting, as JSON-serialisable data."""
+SomeSource = TypeVar("SomeSource", bound="Unlayered")
 
 
 @runtime_checkable
@@ -122,6 +116,31 @@ class WeightSource(Protocol):
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
 
 
+class Unlayered:
+    """What sources without layers have in common; ``rows`` are the numbers that theirs are stored under, if any."""
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "source"
+    rows: ClassVar[tuple[int, ...]] = (0,)
+
+    def resolve(self: SomeSource, num_layers: int) -> SomeSource:
+        """The source itself: it has no layer."""
+        return self
+
+    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
+        """One row, under the number 0 of what belongs to no single layer; none where nothing is captured."""
+        return self.rows
+
+    def wanted(self) -> tuple[int, ...]:
+        """The same row."""
+        return self.rows
+
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """``captured`` as it is."""
+        return captured
+
+
 @runtime_checkable
 class NativeSource(WeightSource, Protocol):
     """A source that needs no capture: it weighs the training tokens from what they are."""
@@ -170,8 +189,3 @@ def least_coverage(source: WeightSource, asked: float | None = None) -> float:
     if asked is not None:
         return asked
     return source.min_coverage if isinstance(source, PartialSource) else 0.0
-
-
-def fingerprint_of(part: Fingerprinted | Mapping[str, object]) -> dict[str, object]:
-    """The fingerprint of a part of a key: a mapping as it is, otherwise what its ``fingerprint()`` returns."""
-    return dict(part if isinstance(part, Mapping) else part.fingerprint())

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -252,7 +252,10 @@ class Table:
         written.
         """
         path = self.folder / f"{name}.parquet"
-        entry = _read_entry(self.folder / f"{name}.json")
+        content = _read_json(self.folder / f"{name}.json")
+        if content is None:
+            raise ValueError("its entry is not readable JSON")
+        entry = cast(_Entry, content)  # what it lacks is found by reading it
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
         shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]))
         if file_digest(path) != shard.sha256:
@@ -289,17 +292,6 @@ def _read_json(path: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _read_entry(path: Path) -> _Entry:
-    """The entry in a file; what lacks a field is found by reading it. ValueError where there is no JSON object."""
-    try:
-        entry: _Entry = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError("its entry is not readable JSON") from error
-    if not isinstance(entry, dict):
-        raise ValueError("its entry is not readable JSON")
-    return entry
 
 
 # --------------------------------------------------------------------------------------------- columns

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import Fingerprinted, PromptBuilder, Tools, WeightSource, fingerprint_of
+from attnpo.weights.base import PromptBuilder, Tools, WeightSource
 from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
 from attnpo.weights.layers import HeadRow, Row, layer_column
 
@@ -40,27 +40,24 @@ CHUNK_ROWS = 32768
 
 
 def weights_key(
-    source: WeightSource,
-    judge: Fingerprinted | Mapping[str, object] | None,
-    prompts: Fingerprinted | Mapping[str, object] | None,
+    source: WeightSource, judge: Mapping[str, object] | None, prompts: Mapping[str, object] | None
 ) -> dict[str, object]:
-    """The key of captured weights.
+    """The key of captured weights, from the fingerprints of ``judge`` and ``prompts``.
 
-    ``judge`` and ``prompts`` are a fingerprint (a mapping, so that the judge need not be loaded) or an object with
-    ``fingerprint()``. The judge's names its weights, dtype and attention kernel family; the prompts' its tokenizer,
-    chat template, judge template, assembly and length rules. The text of a pair is in its ``pair_id``.
+    The judge's names its weights, dtype and attention kernel family, so that it need not be loaded; the prompts' its
+    tokenizer, chat template, judge template, assembly and length rules. The text of a pair is in its ``pair_id``.
     """
     return {
         "source": source.capture_fingerprint(),
-        "judge": None if judge is None else fingerprint_of(judge),
-        "prompts": None if prompts is None else fingerprint_of(prompts),
+        "judge": judge,
+        "prompts": prompts,
         "code": CAPTURE_VERSION,
     }
 
 
 def reference_key(
-    model: Fingerprinted | Mapping[str, object],
-    chat: Fingerprinted | Mapping[str, object],
+    model: Mapping[str, object],
+    chat: Mapping[str, object],
     max_prompt_length: int,
     max_length: int,
     *,
@@ -68,11 +65,11 @@ def reference_key(
 ) -> dict[str, object]:
     """The key of reference log-probabilities: model (weights, dtype, kernel family), training ids, truncation.
 
-    ``model`` and ``chat`` are fingerprints or objects with ``fingerprint()``; ``keep`` is the end truncation keeps.
+    ``model`` and ``chat`` are fingerprints; ``keep`` is the end truncation keeps.
     """
     return {
-        "model": fingerprint_of(model),
-        "chat": fingerprint_of(chat),
+        "model": model,
+        "chat": chat,
         "max_prompt_length": max_prompt_length,
         "max_length": max_length,
         "code": REFERENCE_VERSION,

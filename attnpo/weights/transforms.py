@@ -8,7 +8,7 @@ Randomness depends on (seed, pair id, side) alone, so that a row is the same in 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -46,10 +46,7 @@ class WeightTransform(Protocol):
 class _Pure:
     """A transform without anything to learn."""
 
-    @property
-    def needs_fit(self) -> bool:
-        """No."""
-        return False
+    needs_fit: ClassVar[bool] = False
 
     def fit(self, rows: Iterable[WeightRow]) -> "_Pure":
         """Returns the transform itself: it learns nothing from rows."""
@@ -200,10 +197,7 @@ class CrossPair:
     seed: int = 0
     pool: tuple[tuple[str, str, Float[Tensor, "_"]], ...] = field(default=(), repr=False, compare=False)
 
-    @property
-    def needs_fit(self) -> bool:
-        """True: it learns from the training rows."""
-        return True
+    needs_fit: ClassVar[bool] = True
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
         """A copy that holds the training rows, ordered by pair id and side."""
@@ -229,14 +223,11 @@ class PositionProfile:
     bins: int = 20
     profile: tuple[float, ...] = ()
 
+    needs_fit: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.bins < 1:
             raise UserError(f"transform PositionProfile: bins must be at least 1, got {self.bins}")
-
-    @property
-    def needs_fit(self) -> bool:
-        """True: it learns from the training rows."""
-        return True
 
     def fit(self, rows: Iterable[WeightRow]) -> "PositionProfile":
         """A copy with the mean mass of each bin over all rows, each row counted alike."""
@@ -264,14 +255,11 @@ class TokenProfile:
     factors: dict[int, float] = field(default_factory=dict, repr=False)
     places: PositionProfile | None = field(default=None, repr=False)
 
+    needs_fit: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.bins < 1:
             raise UserError(f"transform TokenProfile: bins must be at least 1, got {self.bins}")
-
-    @property
-    def needs_fit(self) -> bool:
-        """True: it learns from the training rows."""
-        return True
 
     def fit(self, rows: Iterable[WeightRow]) -> "TokenProfile":
         """A copy with the mean factor of every token id among the training rows."""

@@ -16,7 +16,6 @@ from attnpo.analysis.intervals import (
     average_ranks,
     hierarchical_bootstrap,
     paired_difference,
-    seed_interval,
     t_quantile,
     tied_ranks,
 )
@@ -64,18 +63,9 @@ def test_t_quantile_refuses(probability: float, freedom: int) -> None:
 # ------------------------------------------------------------------------------------------------ intervals
 
 
-def test_seed_interval_by_hand() -> None:
-    # Means 1, 2, 3 (each of two prompts): mean 2, s 1, half width 4.302653 / sqrt(3).
-    interval = seed_interval(np.array([[0.0, 2.0], [1.0, 3.0], [2.0, 4.0]]))
-    assert interval.mean == pytest.approx(2.0)
-    assert half_width(interval) == pytest.approx(4.302653 / math.sqrt(3), abs=1e-6)
-    assert (interval.seeds, interval.prompts) == (3, 2)
-    assert interval.method == "Student t over 3 seeds"
-
-
 def test_single_seed_says_that_only_prompts_were_drawn() -> None:
     scores = draw(0, seeds=1)
-    interval = seed_interval(scores)
+    interval = hierarchical_bootstrap(scores)
     assert "prompts only" in interval.method and "one seed" in interval.method
     assert interval.low < interval.mean < interval.high
     spread = float(scores.std(ddof=1)) / math.sqrt(scores.size)
@@ -182,7 +172,7 @@ def test_errors_say_what_to_do() -> None:
     with pytest.raises(UserError, match="draws"):
         hierarchical_bootstrap(draw(0), draws=0)
     with pytest.raises(UserError, match="at least 1 x 1"):
-        seed_interval(np.zeros((0, 3)))
+        hierarchical_bootstrap(np.zeros((0, 3)))
 
 
 # ------------------------------------------------------------------------------------------------ reward at KL
@@ -195,14 +185,11 @@ def test_tied_ranks_by_hand() -> None:
     # 9 first; the two 7s share ranks 2 and 3; the three 1s share 4, 5, 6.
     scores = np.array([7.0, 1.0, 9.0, 1.0, 7.0, 1.0])
     assert tied_ranks(scores).tolist() == [2.5, 5.0, 1.0, 5.0, 2.5, 5.0]
-    assert tied_ranks(scores, higher_is_better=False).tolist() == [4.5, 2.0, 6.0, 2.0, 4.5, 2.0]
 
 
-def test_average_ranks_with_mixed_senses() -> None:
-    table = np.array([[3.0, 10.0], [2.0, 20.0], [2.0, 30.0]])
-    assert average_ranks(table, [True, False]).tolist() == [1.0, 2.25, 2.75]
-    with pytest.raises(UserError, match="2 metrics, got 1"):
-        average_ranks(table, [True])
+def test_average_ranks_by_hand() -> None:
+    table = np.array([[3.0, 30.0], [2.0, 20.0], [2.0, 10.0]])
+    assert average_ranks(table).tolist() == [1.0, 2.25, 2.75]
     with pytest.raises(UserError, match="finite"):
         average_ranks(np.array([[1.0, math.nan]]))
 

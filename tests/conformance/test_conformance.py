@@ -270,6 +270,7 @@ def swapped_rounds(build: Any) -> Any:
 
 
 TWDPO, DPO, OBJECTIVES = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo.", "attnpo.objectives."
+LENGTHS = OBJECTIVES + "base.response_lengths"
 POST, TAP = "attnpo.weights.postprocess.", "attnpo.models.attention_tap."
 Broken = Callable[[Any], Any]
 BREAKS: list[tuple[str, Broken, str]] = [
@@ -286,11 +287,11 @@ BREAKS: list[tuple[str, Broken, str]] = [
     (OBJECTIVES + "simpo.SimPO.gamma", lambda f: property(lambda self: self.gamma_beta_ratio), "simpo *"),
     (OBJECTIVES + "simpo.margin_loss", lambda f: lambda margin, kind, by: f(margin, LossType.SIGMOID, by), "simpo 3"),
     (OBJECTIVES + "rrhf.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "rrhf *"),
-    (OBJECTIVES + "slic_hf.response_lengths", lambda f: lambda rows, scale, by: f(rows, False, by), "slic_hf *"),
+    (LENGTHS, lambda f: lambda rows, scale, by: f(rows, False, by), "slic_hf *"),
     (DPO + "reduce", lambda f: lambda x, w, mask, how: f(x, w, mask, how) * 1.001, "dpo *"),
     (TWDPO + "weighted_sum", lambda f: lambda x, w, mask, lengths: x.sum(-1), "twdpo*"),
-    (TWDPO + "response_lengths", lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
-    (TWDPO + "response_lengths", lambda f: lambda rows, scale, by: f(rows, scale, LengthFrom.TRAIN), "twdpo *"),
+    (LENGTHS, lambda f: lambda rows, scale, by: f(rows, True, by), "twdpo_len_norm *"),
+    (LENGTHS, lambda f: lambda rows, scale, by: f(rows, scale, LengthFrom.TRAIN), "twdpo *"),
     (TWDPO + "log_ratios", lambda f: lambda *args: f(*args) + 1e-6, "twdpo *"),
     (DPO + "log_ratios", lambda f: lambda p, r, mask: p - r + 1e-6, "dpo *"),
     (POST + "normalize", lambda f: lambda row: torch.softmax(row, 0), "attnpo_weights_layer *"),

@@ -66,7 +66,7 @@ def test_budget_properties(num_pairs: int, size: int, world: int, budget: int, c
         for together in zip(*batches, strict=True):
             assert len({(batch.step, batch.step_pairs, batch.micro, batch.micros) for batch in together}) == 1
             last = capped and together[0].step == steps_each - 1
-            assert all(len(batch) and (last or cutting.tokens(batch.indices) <= budget) for batch in together)
+            assert all(batch.indices and (last or cutting.tokens(batch.indices) <= budget) for batch in together)
         for step in range(steps_each):
             held = [[batch for batch in found if batch.step == step] for found in batches]
             assert all(found[0].of_rank == tuple(tuple(batch.indices) for batch in found) for found in held)

@@ -54,7 +54,7 @@ def test_the_gradient_is_the_closed_form(scale: float, length_scale: bool) -> No
     rewards = beta * (factors * (policy - reference)).sum(-1)
     push = -beta * torch.sigmoid(-(rewards[:3] - rewards[3:]))  # of the chosen side; the rejected side is its opposite
     expected = factors * torch.cat([push, -push])[:, None]
-    found = gradient(policy, reference, batch, TwDPO(beta, length_scale))
+    found = gradient(policy, reference, batch, TwDPO(beta, length_scale=length_scale))
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     assert found.abs().max() > 1e-3
 

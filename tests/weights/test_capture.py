@@ -71,7 +71,7 @@ class Bench:
         self, pairs: list[PreferencePair], layers: tuple[int, ...] = LAYERS, **options: Any
     ) -> tuple[dict[str, PairWeights], CaptureReport]:
         source = Attention()
-        key = weights_key(source, FakeJudge(), FakePrompts())
+        key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
         return ensure_captured(pairs, source, layers, Store(self.root), key, self.tools, **options)
 
 
@@ -206,7 +206,9 @@ def test_unreadable_pairs_of_an_interrupted_capture_are_kept(bench: Bench) -> No
     bench.refuses, bench.judge.fail_at = (0, 1), 1
     with pytest.raises(KeyboardInterrupt):
         bench.run(PAIRS, chunk_pairs=3)
-    table = Store(bench.root).table("weights", weights_key(Attention(), FakeJudge(), FakePrompts()))
+    table = Store(bench.root).table(
+        "weights", weights_key(Attention(), FakeJudge().fingerprint(), FakePrompts().fingerprint())
+    )
     assert list(unreadable_pairs(table, [pair.pair_id for pair in PAIRS])) == [pair.pair_id for pair in PAIRS[:2]]
     bench.judge = FakeJudge()
     assert bench.run(PAIRS)[1].hits == 3
@@ -258,7 +260,7 @@ def test_the_report_names_what_differs_from_the_nearest_store(tmp_path: Path) ->
     Bench(tmp_path).run(PAIRS[:1])
     source = Attention()
     judge = {**FakeJudge().fingerprint(), "dtype": "bfloat16"}
-    key = weights_key(source, judge, FakePrompts())
+    key = weights_key(source, judge, FakePrompts().fingerprint())
     bench = Bench(tmp_path)
     _, report = ensure_captured(PAIRS[:1], source, (1,), Store(tmp_path), key, bench.tools)
     assert report.difference == "judge.dtype: stored float32, asked bfloat16"
@@ -284,12 +286,12 @@ def changed_keys() -> list[Callable[[], dict[str, Any]]]:
 @pytest.mark.parametrize("build", changed_keys())
 def test_every_part_of_the_weights_key_changes_the_folder(tmp_path: Path, build: Callable[[], dict[str, Any]]) -> None:
     store = Store(tmp_path)
-    usual = weights_key(Attention(), FakeJudge(), FakePrompts())
+    usual = weights_key(Attention(), FakeJudge().fingerprint(), FakePrompts().fingerprint())
     assert store.table("weights", build()).folder != store.table("weights", usual).folder
 
 
 def test_layer_and_postprocessing_share_one_folder() -> None:
-    usual = weights_key(Attention(), FakeJudge(), FakePrompts())
+    usual = weights_key(Attention(), FakeJudge().fingerprint(), FakePrompts().fingerprint())
     other = Attention(2, (1, 2), replace(Attention().postprocess, sink_tokens=0), "selected")
     assert weights_key(other, FakeJudge().fingerprint(), FakePrompts().fingerprint()) == usual
 
@@ -318,7 +320,10 @@ def test_every_part_of_the_reference_key_changes_the_folder(tmp_path: Path, part
 
 def test_the_versions_of_the_code_are_in_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     def keys() -> list[dict[str, object]]:
-        return [weights_key(Attention(), FakeJudge(), FakePrompts()), reference_key(**USUAL_REFERENCE)]  # type: ignore[arg-type]
+        return [
+            weights_key(Attention(), FakeJudge().fingerprint(), FakePrompts().fingerprint()),
+            reference_key(**USUAL_REFERENCE),
+        ]  # type: ignore[arg-type]
 
     before = keys()
     for name in ("CAPTURE_VERSION", "REFERENCE_VERSION"):
@@ -373,7 +378,7 @@ def weigh_heads(
 ) -> tuple[dict[str, PairWeights], CaptureReport]:
     source = source.resolve(judge.num_layers)
     rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
-    key = weights_key(source, FakeJudge(), FakePrompts())
+    key = weights_key(source, FakeJudge().fingerprint(), FakePrompts().fingerprint())
     options = {"load_layers": source.wanted(), **options}
     return ensure_captured(pairs, source, rows, Store(root), key, lambda: Tools(judge, FakePrompts()), **options)
 

@@ -11,7 +11,7 @@ from attnpo.schema import BOOKKEEPING, JudgeReading, Kind, PairWeights, Preferen
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
-from attnpo.weights.sources.spans import cut_round
+from attnpo.weights.sources.spans import judge_rounds
 
 STORE_LAYERS = ("all", "selected")
 
@@ -88,24 +88,11 @@ class Attention:
 
     def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
         """Both judge rounds of each pair, float32 rows of ``layers``; all prompts go to the judge in one call."""
-        if tools.judge is None or tools.prompts is None:
-            raise UserError("weights=attention reads a judge: set judge.path and judge.template_file")
-        prompts = [prompt for pair in pairs for prompt in tools.prompts.build(pair)]
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
-        readings = tools.judge.read(
-            [prompt.input_ids for prompt in prompts],
-            layers=numbers,
-            per_head=any(isinstance(row, HeadRow) for row in layers),
-            verdict=tools.verdict,
-            label_ids=tools.prompts.label_ids if tools.verdict else None,
+        per_head = any(isinstance(row, HeadRow) for row in layers)
+        return judge_rounds(
+            "attention", pairs, tools, lambda reading: _rows(reading, numbers, layers), numbers, per_head=per_head
         )
-        cut = iter(
-            [
-                cut_round(prompt, _rows(reading, numbers, layers), reading)
-                for prompt, reading in zip(prompts, readings, strict=True)
-            ]
-        )
-        return [PairWeights(pair.pair_id, (next(cut), next(cut))) for pair in pairs]
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` with one row left: the mean over the chosen heads (or all), then over the wanted layers."""

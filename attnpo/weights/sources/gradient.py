@@ -1,6 +1,5 @@
 """TI-DPO's importance: gradients at the policy's input embeddings, mixed with a bell over positions, mean 1."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -9,9 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.schema import Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.weights.base import Tools
-from attnpo.weights.layers import Row
+from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.weights.sources.uniform import Uniform
 
 
@@ -74,6 +71,8 @@ class Gradient(Uniform):
     prior_sigma_div: float = 8.0
     scope: Scope = Scope.SEQUENCE
 
+    name: ClassVar[str] = "gradient"
+    why_not_captured: ClassVar[str] = "weights=gradient are computed in each training step"
     kind: ClassVar[Kind] = Kind.FACTOR
     neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"input_gradient"})
@@ -83,14 +82,6 @@ class Gradient(Uniform):
             raise UserError(f"weights.lam must be in [0, 1], got {self.lam}")
         if not 0 < self.prior_sigma_div < float("inf"):
             raise UserError(f"weights.prior_sigma_div must be above 0 and finite, got {self.prior_sigma_div}")
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source; nothing is stored under it."""
-        return {"source": "gradient"}
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: the weights follow the policy, so there is nothing to store."""
-        raise UserError("weights=gradient are computed in each training step; run attnpo.fit directly")
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch

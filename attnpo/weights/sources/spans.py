@@ -1,10 +1,51 @@
 """From what a judge gave for one prompt to the two responses' own rows."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, JudgePrompt, JudgeReading, Round, TokenWeights, UserError
+from attnpo.schema import (
+    SIDES,
+    JudgePrompt,
+    JudgeReading,
+    PairWeights,
+    PreferencePair,
+    Round,
+    TokenWeights,
+    UserError,
+)
+from attnpo.weights.base import Tools
+
+
+def judge_rounds(
+    source: str,
+    pairs: Sequence[PreferencePair],
+    tools: Tools,
+    rows_of: Callable[[JudgeReading], Float[Tensor, "layers T"]],
+    layers: Sequence[int],
+    *,
+    per_head: bool = False,
+    rollout: bool = False,
+) -> list[PairWeights]:
+    """Both judge rounds of each pair, with ``rows_of`` what the judge gave; all prompts go to it in one call.
+
+    UserError naming the ``source`` when there is no judge.
+    """
+    if tools.judge is None or tools.prompts is None:
+        raise UserError(f"weights={source} reads a judge: set judge.path and judge.template_file")
+    prompts = [prompt for pair in pairs for prompt in tools.prompts.build(pair)]
+    readings = tools.judge.read(
+        [prompt.input_ids for prompt in prompts],
+        layers=layers,
+        per_head=per_head,
+        rollout=rollout,
+        verdict=tools.verdict,
+        label_ids=tools.prompts.label_ids if tools.verdict else None,
+    )
+    cut = [cut_round(prompt, rows_of(reading), reading) for prompt, reading in zip(prompts, readings, strict=True)]
+    return [PairWeights(pair.pair_id, (cut[2 * i], cut[2 * i + 1])) for i, pair in enumerate(pairs)]
 
 
 def cut_round(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: JudgeReading) -> Round:

@@ -1,6 +1,5 @@
 """Transported mass as weights, computed anew in every training step (OTPO, Li et al. 2025)."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar
@@ -9,9 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import Kind, PairWeights, PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.weights.base import Tools
-from attnpo.weights.layers import Row
+from attnpo.schema import Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.weights.optimal_transport import LEAST_REG, Plan, sweeps_needed, token_costs, transport
 from attnpo.weights.sources.uniform import Uniform
 
@@ -36,6 +33,8 @@ class Transport(Uniform):
     tolerance: float = 1e-9
     max_iterations: int = 1000
 
+    name: ClassVar[str] = "transport"
+    why_not_captured: ClassVar[str] = "weights=transport are computed while training, nothing is captured"
     kind: ClassVar[Kind] = Kind.FACTOR
     neutral: ClassVar[bool] = False
     statistics: ClassVar[frozenset[str]] = frozenset({"hidden"})
@@ -60,14 +59,6 @@ class Transport(Uniform):
     def sweeps(self) -> int:
         """How many sweeps reach the tolerance for any pair."""
         return sweeps_needed(self.reg, self.reg_m, self.tolerance)
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source; nothing is stored under it."""
-        return {"source": "transport"}
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: nothing is known before training."""
-        raise UserError("weights=transport are computed while training, nothing is captured; run attnpo.fit directly")
 
     def plan(self, policy: TokenStats, batch: PreferenceBatch) -> Plan:
         """What is transported in each pair of the batch, in float64. ValueError without hidden states."""

@@ -12,21 +12,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.text.score_answers import ScoredSpan, read_answer
-from attnpo.weights.base import QuestionBuilder, Tools
+from attnpo.weights.base import QuestionBuilder, Tools, Unlayered
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import Postprocess
 
-ONLY = (0,)
 # Raised by hand when the same answer would give other raw scores; why by hand, and who notices, as CAPTURE_VERSION.
 READER = "2"
 
 
 @dataclass(frozen=True)
-class Verbalized:
+class Verbalized(Unlayered):
     """The score of the part a token belongs to, from the model's own words; 0 where no part was found.
 
     ``min_coverage``: the share of a response's tokens that must have a score (paper: 0.9); pairs with a side below it
@@ -36,26 +35,11 @@ class Verbalized:
     postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
     min_coverage: float = 0.9
 
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "source"
     requires: ClassVar[frozenset[str]] = frozenset({"generator"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_coverage <= 1:
             raise UserError(f"weights.min_coverage must lie in [0, 1], got {self.min_coverage}")
-
-    def resolve(self, num_layers: int) -> "Verbalized":
-        """Returns the source itself: it has no layer."""
-        return self
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """One row, under the number 0 of what belongs to no layer."""
-        return ONLY
-
-    def wanted(self) -> tuple[int, ...]:
-        """The one row."""
-        return ONLY
 
     def capture_fingerprint(self) -> dict[str, object]:
         """How answers become rows."""
@@ -85,10 +69,6 @@ class Verbalized:
                 continue
             chosen, rejected = (_row(pair, side, next(answers), tools.questions) for side in SIDES)
             captured.append(PairWeights(pair.pair_id, (Round(True, chosen, rejected),)))
-        return captured
-
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` as it is: it has one row."""
         return captured
 
 
