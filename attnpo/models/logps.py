@@ -66,64 +66,37 @@ class Statistic(NamedTuple):
     gradient: Callable[[Distributions, Tensor], Tensor]
 
 
-def _entropy(d: Distributions) -> Tensor:
-    return -(d.p * d.logp).sum(-1)
-
-
-def _entropy_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return -d.p * (d.logp + value[:, None])
-
-
-def _collision(d: Distributions) -> Tensor:
-    return torch.logsumexp(2 * d.logp, -1)
-
-
-def _collision_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return 2 * ((2 * d.logp - value[:, None]).exp() - d.p)
-
-
-def _top_prob(d: Distributions) -> Tensor:
-    return d.p.amax(-1)
-
-
-def _top_prob_gradient(d: Distributions, value: Tensor) -> Tensor:
-    gradient = -value[:, None] * d.p
-    return gradient.scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None])
-
-
 def _second(d: Distributions) -> Tensor:
     if d.other is None:
         raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
     return d.other
 
 
-def _kl_ref_policy(d: Distributions) -> Tensor:
-    other = _second(d)
-    return (other.exp() * (other - d.logp)).sum(-1)
-
-
-def _kl_ref_policy_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return d.p - _second(d).exp()
-
-
-def _kl_policy_ref(d: Distributions) -> Tensor:
-    return (d.p * (d.logp - _second(d))).sum(-1)
-
-
-def _kl_policy_ref_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return d.p * (d.logp - _second(d) - value[:, None])
-
-
 VOCAB_STATISTICS: Mapping[str, Statistic] = {
-    "entropy": Statistic(_entropy, _entropy_gradient),
-    "collision": Statistic(_collision, _collision_gradient),
-    "top_prob": Statistic(_top_prob, _top_prob_gradient),
+    "entropy": Statistic(
+        value=lambda d: -(d.p * d.logp).sum(-1),
+        gradient=lambda d, value: -d.p * (d.logp + value[:, None]),
+    ),
+    "collision": Statistic(
+        value=lambda d: torch.logsumexp(2 * d.logp, -1),
+        gradient=lambda d, value: 2 * ((2 * d.logp - value[:, None]).exp() - d.p),
+    ),
+    "top_prob": Statistic(
+        value=lambda d: d.p.amax(-1),
+        gradient=lambda d, value: (-value[:, None] * d.p).scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None]),
+    ),
 }
 """Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability."""
 
 JOINT_STATISTICS: Mapping[str, Statistic] = {
-    "kl_ref_policy": Statistic(_kl_ref_policy, _kl_ref_policy_gradient),
-    "kl_policy_ref": Statistic(_kl_policy_ref, _kl_policy_ref_gradient),
+    "kl_ref_policy": Statistic(
+        value=lambda d: (_second(d).exp() * (_second(d) - d.logp)).sum(-1),
+        gradient=lambda d, value: d.p - _second(d).exp(),
+    ),
+    "kl_policy_ref": Statistic(
+        value=lambda d: (d.p * (d.logp - _second(d))).sum(-1),
+        gradient=lambda d, value: d.p * (d.logp - _second(d) - value[:, None]),
+    ),
 }
 """Of two distributions at the same position: KL(reference || policy), KL(policy || reference), in nats."""
 
