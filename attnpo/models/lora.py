@@ -46,7 +46,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
 
     if has_adapters(model):
         raise UserError("model.lora: the model carries an adapter already; merge it, and give the merged folder")
-    targets = _targets(model, spec)
+    targets = target_names(model, spec)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in targets)
     model.add_adapter(
         LoraConfig(
@@ -86,8 +86,8 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
             continue  # the adapter's own; the scales of 4-bit weights
         base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
         whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
-        if name in packed and _transposed(model.get_submodule(name.rpartition(".")[0])):
-            whole = whole.T.contiguous()
+        if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
+            whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
         if keep:
             state[f"{owner}.{inner.removeprefix(BASE)}" if owner else name] = whole.cpu()
     return state
@@ -162,8 +162,11 @@ def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Full names of the linear modules that get an adapter; the vocabulary head never does."""
+def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Full names of the linear modules that get an adapter; the vocabulary head never does.
+
+    Raises ``UserError`` for a target that names none of them.
+    """
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     allowed = [name for name, module in linear.items() if module is not head]
@@ -175,9 +178,10 @@ def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
             if not any(_ends_with(name, target) for name in chosen):
                 is_head = any(_ends_with(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
+                short = dict.fromkeys(name.rpartition(".")[2] for name in allowed)
                 raise UserError(
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
-                    f"{', '.join(_short_names(allowed)) or 'none'}"
+                    f"{', '.join(short) or 'none'}"
                 )
     if not chosen:
         raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
@@ -186,11 +190,6 @@ def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 def _ends_with(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
-
-
-def _short_names(names: list[str]) -> list[str]:
-    """The last parts of the names, each once, in order."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -204,11 +203,6 @@ def _unpacked(weight: nn.Parameter) -> Tensor:
     from peft.utils.integrations import dequantize_bnb_weight
 
     return dequantize_bnb_weight(weight).detach()
-
-
-def _transposed(module: nn.Module) -> bool:
-    """Whether a packed module replaces one that stores its weight transposed."""
-    return bool(getattr(module, "source_cls", None) is Conv1D)
 
 
 def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:

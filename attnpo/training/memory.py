@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from attnpo.models.backbone import parameter_count
 from attnpo.models.described import on_meta
 from attnpo.models.loading import DTYPES
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.training.model_shape import Shape, adapters_of, parameters_of
+from attnpo.training.model_shape import Shape, adapters_of
 from attnpo.training.optimizer import Optimizer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -121,7 +122,7 @@ def working_per_token(shape: Shape, compute: int, stream: int) -> int:
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
     """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
     model = on_meta(config)
-    return parameters_of(model), 0 if lora is None else adapters_of(model, lora)
+    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
 
 
 def estimate_training(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnpo.models.input_gradient import input_gradient
+from attnpo.models.logps import gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
@@ -253,8 +254,9 @@ class PreferenceModule(L.LightningModule):
         lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
         self.window.reset()
-        norm = torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = gathered(
+            torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
+        )
         if not bool((values["train/loss"].isfinite() & norm.isfinite()).item()):
             self._stop(norm.item(), lr)
         pairs = self._scored[-1].batch.step_pairs
