@@ -143,10 +143,6 @@ class _Segment:
     def seen(self) -> int:
         return self.shared + self.count
 
-    @property
-    def entries(self) -> int:
-        return self.count * self.seen
-
 
 def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     """Segments in groups of like size, those with and without a prefix apart."""
@@ -156,7 +152,7 @@ def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
         for segment in sorted((s for s in segments if (s.shared > 0) == prefixed), key=lambda s: (-s.seen, -s.count)):
             together = [*group, segment]
             whole = len(together) * max(s.count for s in together) * together[0].seen
-            needed = sum(s.entries for s in together)
+            needed = sum(s.count * s.seen for s in together)
             if group and whole > WASTE * needed and whole - needed > SMALL:
                 groups.append(group)
                 together = [segment]
@@ -208,10 +204,11 @@ class MaskSettings(TypedDict, total=False):
 class Rule:
     """A layer's mask as transformers describes it, made into a tensor only where one is needed.
 
+    Stands where transformers expects a mask function and takes its arguments.
     Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
     """
 
-    def __init__(self, described: MaskSettings) -> None:
+    def __init__(self, **described: Unpack[MaskSettings]) -> None:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -282,11 +279,6 @@ def attend_as_before(model: PreTrainedModel) -> None:
     for before, name in NAMES.items():
         if backbone.config._attn_implementation == name:
             backbone.set_attn_implementation(before)
-
-
-def _rule(**described: Unpack[MaskSettings]) -> Rule:
-    """Replaces transformers' mask function: returns the rule instead of a tensor."""
-    return Rule(described)
 
 
 def _attend(
@@ -388,4 +380,4 @@ _FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: par
 _register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
     _register(_name, _function)
-    AttentionMaskInterface.register(_name, _rule)
+    AttentionMaskInterface.register(_name, Rule)
