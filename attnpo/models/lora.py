@@ -80,9 +80,9 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
-        owner = next((path for path in _parents(name) if path in adapted), "")
+        owner = next((path for path in parents(name) if path in adapted), "")
         inner = name.removeprefix(f"{owner}.") if owner else name
-        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(_parents(name)):
+        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(parents(name)):
             continue  # the adapter's own; the scales of 4-bit weights
         base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
         whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
@@ -192,7 +192,7 @@ def _ends_with(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def _parents(name: str) -> Iterator[str]:
+def parents(name: str) -> Iterator[str]:
     """Every module path above a tensor's name, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]

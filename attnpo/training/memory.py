@@ -204,7 +204,10 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _Step:
-    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
+    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed.
+
+    Embeddings give the residual stream the format of the weights.
+    """
 
     shape: Shape
     weight: int
@@ -225,11 +228,6 @@ class _Step:
         """Bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
         size = self.weight + (self.compute if self.copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
-
-    @property
-    def stream(self) -> int:
-        """Bytes per number of the residual stream: embeddings give it the format of the weights."""
-        return self.weight
 
     @property
     def copies(self) -> bool:
@@ -299,13 +297,14 @@ def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[Me
 def _step_rows(step: _Step) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
-    each = saved_per_token(shape, step.compute, step.stream)
-    outside = (2 * step.stream if step.stream == FP32 else 3 * step.stream) * shape.hidden
+    stream = step.weight
+    each = saved_per_token(shape, step.compute, stream)
+    outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
-    flowing = step.compute * shape.inner + 2 * step.stream * shape.hidden
+    flowing = step.compute * shape.inner + 2 * stream * shape.hidden
     half = BF16 * shape.cast
     whole = shape.layers - step.recomputed
-    kept = whole * each + step.recomputed * step.stream * shape.hidden + outside
+    kept = whole * each + step.recomputed * stream * shape.hidden + outside
     how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB"
     if step.recomputed:
         how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
@@ -348,7 +347,7 @@ def _forward(step: _Step, tokens: int) -> int:
     """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
-    return tokens * working_per_token(shape, step.compute, step.stream) + copy
+    return tokens * working_per_token(shape, step.compute, step.weight) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:
