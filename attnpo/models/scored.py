@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from attnpo.models.backbone import final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
 from attnpo.models.logps import (
-    JOINT_STATISTICS,
-    VOCAB_STATISTICS,
+    STATISTICS,
     Head,
     project,
     statistics_of_logits,
@@ -25,9 +24,7 @@ from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)
 
-KNOWN_REQUESTS = frozenset(
-    {"logps", "hidden"} | {f"vocab:{key}" for key in VOCAB_STATISTICS} | {f"joint:{key}" for key in JOINT_STATISTICS}
-)
+KNOWN_REQUESTS = frozenset({"logps", "hidden"} | STATISTICS.keys())
 
 
 class ScoredLM(nn.Module):
