@@ -61,11 +61,7 @@ class MaskRule:
         return allowed.expand(batch, 1, query.shape[1], key.shape[1])
 
 
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query
-
-
-CAUSAL = MaskRule(_causal, None, None, True)
+CAUSAL = MaskRule(lambda batch, head, query, key: key <= query, None, None, True)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from attnpo.models.backbone import (
 )
 from attnpo.models.described import backbone_of, widest
 from attnpo.models.generate import longest_first
+from attnpo.models.layouts import padded_right
 from attnpo.models.logps import project
 from attnpo.models.prompt_rows import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
@@ -311,10 +312,8 @@ def _probe_prompts(words: int) -> list[list[int]]:
 
 def _right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts], dtype=torch.long)
-    last = torch.tensor([len(prompt) - 1 for prompt in prompts], dtype=torch.long)
-    return ids.to(device), last.to(device)
+    ids, mask = padded_right(prompts, 0)
+    return ids.to(device), (mask.sum(1) - 1).to(device)
 
 
 def _readings(

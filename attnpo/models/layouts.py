@@ -54,7 +54,7 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
     predicting state).
     """
     check_rows(sequences)
-    input_ids, mask = _padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
+    input_ids, mask = padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
     rows, width = input_ids.shape
     starts = [row * width + len(prompt) for row, (prompt, _) in enumerate(sequences)]
     inputs = ModelInputs(
@@ -63,7 +63,7 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
         attention_mask=mask.long(),
         predict_index=_predict(sequences, [start - 1 for start in starts], starts),
     )
-    return Laid(inputs, *_padded_right([response for _, response in sequences], pad_id))
+    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
@@ -113,9 +113,7 @@ def choose(
     for model in models:
         if is_materialised(model.model):
             _require_padding_without_effect(model)
-    order = [name, "padded"]
-    if name == "auto":
-        order = ["shared_prefix", "packed", "padded"]
+    order = ["shared_prefix", "packed", "padded"] if name == "auto" else [name, "padded"]
     for wanted, instead in itertools.pairwise(order):
         reason = _reason_against(wanted, models, requests, torch.device(device)) if wanted != "padded" else None
         if reason is None:
@@ -168,7 +166,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         predict_index=_predict(sequences, before, starts),
         segments=torch.tensor(segments, dtype=torch.long),
     )
-    return Laid(inputs, *_padded_right([response for _, response in sequences], pad_id))
+    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
 
 
 def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
@@ -203,7 +201,7 @@ def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int])
     return index
 
 
-def _padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
+def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
     """Ids of the rows, padded at their right, and a mask of those that are no padding."""
     each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
     mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)

@@ -28,19 +28,14 @@ ADAPTER = "default"
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
 
-def require_peft() -> None:
-    """Raises ``UserError`` when peft is not installed."""
-    if find_spec("peft") is None:
-        raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
-
-
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
     Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
     module, for the vocabulary head, and for a model that carries adapters already.
     """
-    require_peft()
+    if find_spec("peft") is None:
+        raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
     from peft import LoraConfig
     from peft.tuners.tuners_utils import cast_adapter_dtype
 

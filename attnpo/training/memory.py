@@ -272,8 +272,7 @@ def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained:
     if strategy != "fsdp":
         size = shape.parameters * weight if trained else shape.adapters * FP32
         return [MemoryRow("gradient buckets", size, "DDP's copy of all gradients")]
-    rest = shape.parameters - shape.blocks
-    gathered = weight * (rest + 2 * shape.block)
+    gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block)
     forward = (*STEP, FORWARD)
     rows = [MemoryRow("gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", forward)]
     if trained:
@@ -285,12 +284,11 @@ def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[Me
     """The resident copy of a live reference, and the forward of one that reads each batch."""
     rows = []
     if reference in ("live", "first_epoch"):
-        size = step.held
         over = "" if sharded == 1 else f" / {sharded} devices"
-        rows.append(MemoryRow("reference", size // sharded, f"a frozen copy in the format of the weights{over}"))
+        rows.append(MemoryRow("reference", step.held // sharded, f"a frozen copy in the format of the weights{over}"))
     if reference in ("live", "first_epoch", "adapter_off"):
-        size = _forward(step, step.tokens)
-        rows.append(MemoryRow("reference forward", size, f"{step.tokens:,} tokens without gradients", (REFERENCE,)))
+        how = f"{step.tokens:,} tokens without gradients"
+        rows.append(MemoryRow("reference forward", _forward(step, step.tokens), how, (REFERENCE,)))
     return rows
 
 
