@@ -84,9 +84,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
     """Hidden states [batch T d] after the final norm; no cache is kept."""
-    output = backbone(input_ids=input_ids, use_cache=False, **inputs)
-    hidden = output.last_hidden_state
-    assert isinstance(hidden, Tensor)
+    hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden
 
 

@@ -291,10 +291,9 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
     with device:
-        made: object = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=next(model.parameters()).dtype, trust_remote_code=False
         )
-    assert isinstance(made, PreTrainedModel)
     attend_as_before(made)
     return made
 

@@ -126,8 +126,7 @@ class AdapterOff(ScoredLM):
     ) -> TokenStats:
         """Statistics of every response token under the base; the policy's mode and adapters are restored."""
         with torch.no_grad(), eval_mode(self.policy), adapters_disabled(self.policy.model):
-            stats = self.policy(inputs, response_ids, response_mask, requests, other)
-        assert isinstance(stats, TokenStats)
+            stats: TokenStats = self.policy(inputs, response_ids, response_mask, requests, other)
         return stats
 
 

@@ -332,6 +332,14 @@ def fused_attention(
     )
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [n H q k] over the keys; ``sinks`` [H] take part in it as one more score and are dropped."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+
+
 @dataclass(frozen=True)
 class _Core:
     """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
@@ -345,9 +353,6 @@ class _Core:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.fused:
             return fused_attention(query, key, value, mask, self.scale, self.dropout)
-        return self._plain(query, key, value, mask)
-
-    def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         count, heads, width = query.shape[0], query.shape[1], query.shape[2]
         groups, seen = key.shape[1], key.shape[2]
         grouped = query.reshape(count, groups, heads // groups * width, query.shape[3])
@@ -359,12 +364,7 @@ class _Core:
             # The least number instead of -inf: rows of left padding see nothing, and must not become NaN.
             least = torch.finfo(scores.dtype).min
             scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
-        if self.sinks is None:
-            weights = torch.softmax(scores, -1)
-        else:
-            sinks = self.sinks.to(scores.dtype)[None, :, None, None].expand(count, heads, width, 1)
-            weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
-        weights = functional.dropout(weights.to(value.dtype), self.dropout)
+        weights = functional.dropout(softmax(scores, self.sinks).to(value.dtype), self.dropout)
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 

@@ -22,8 +22,6 @@ from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
 
-CARD = "README.md"
-
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """A model of the same class and config without adapters, shards or values: its ``save_pretrained`` is called."""
@@ -119,7 +117,7 @@ class Exporter:
             name = str(dtype).removeprefix("torch.")
             facts = cast(Facts, self.facts)  # plain data of a run's inputs
             card = model_card(facts, metrics or {}, step=step, dtype=name, notes=self.notes)
-            (folder / CARD).write_text(card, encoding="utf-8")
+            (folder / "README.md").write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
 
     def _save_tokenizer(self, folder: Path) -> None:
