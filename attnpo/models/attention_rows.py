@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.models.packed_attention import FAR, fused_attention, whole
+from attnpo.models.packed_attention import FAR, fused_attention, softmax, whole
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -61,11 +61,7 @@ class MaskRule:
         return allowed.expand(batch, 1, query.shape[1], key.shape[1])
 
 
-def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    return key <= query
-
-
-CAUSAL = MaskRule(_causal, None, None, True)
+CAUSAL = MaskRule(lambda batch, head, query, key: key <= query, None, None, True)
 
 
 @dataclass(frozen=True)
@@ -94,11 +90,7 @@ class LayerAttention:
         scores = (grouped @ key.to(dtype).transpose(2, 3)).mul_(self.scaling).view(batch, heads, count, seen)
         if self.softcap is not None:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        scores = scores.masked_fill_(~allowed, -torch.inf)
-        if self.sinks is None:
-            return torch.softmax(scores, -1)
-        sinks = self.sinks.to(dtype)[None, :, None, None].expand(batch, heads, count, 1)
-        return torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
+        return softmax(scores.masked_fill_(~allowed, -torch.inf), self.sinks)
 
     def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""

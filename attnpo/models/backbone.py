@@ -68,7 +68,12 @@ def layer_stack(model: nn.Module) -> nn.ModuleList:
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not stacks:
         raise ValueError(f"{type(model).__name__} has no list of layers")
-    return max(stacks, key=lambda stack: sum(parameter.numel() for parameter in stack.parameters()))
+    return max(stacks, key=parameter_count)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """The number of parameters, trained or not; tied ones count once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def vocabulary(model: PreTrainedModel) -> int:
@@ -79,9 +84,7 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 def final_hidden(backbone: nn.Module, input_ids: Tensor, **inputs: object) -> Tensor:
     """Hidden states [batch T d] after the final norm; no cache is kept."""
-    output = backbone(input_ids=input_ids, use_cache=False, **inputs)
-    hidden = output.last_hidden_state
-    assert isinstance(hidden, Tensor)
+    hidden: Tensor = backbone(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return hidden
 
 

@@ -8,7 +8,7 @@ the seed and the prompt, so what else is in a batch, the batch size and the orde
 move the logits by rounding alone, as they do with greedy decoding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -105,49 +105,69 @@ class HFGenerator:
         empty = [index for index, request in enumerate(requests) if not request.ids]
         if empty:
             raise UserError(f"prompt {empty[0]} has no token; check the chat template")
-        batches: list[list[int]] = []
-        size = 0
-        for index in sorted(range(len(requests)), key=lambda index: -len(requests[index].ids)):
-            if not batches or len(batches[-1]) >= size:
-                batches.append([])
-                width = len(requests[index].ids) + sampling.max_new_tokens
-                room = self.batch_size if self.token_budget is None else self.token_budget // width
-                size = max(1, min(self.batch_size, room))
-            batches[-1].append(index)
-        return batches
+
+        def size(longest: int) -> int:
+            room = None if self.token_budget is None else self.token_budget // (longest + sampling.max_new_tokens)
+            return self.batch_size if room is None else min(self.batch_size, room)
+
+        return list(longest_first([len(request.ids) for request in requests], size))
 
     def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """The answers to one batch, in its order; torch's own random state is neither read nor moved."""
-        config = self._config(sampling)
-        width = max(len(request.ids) for request in requests)
-        pad = int(config.pad_token_id)
-        ids = [[*([pad] * (width - len(request.ids))), *request.ids] for request in requests]
-        mask = [[0] * (width - len(request.ids)) + [1] * len(request.ids) for request in requests]
-        device = self.model.device
-        with torch.no_grad(), eval_mode(self.model), own_settings(self.model, config):
-            output: Tensor = self.model.generate(  # type: ignore[operator]
-                input_ids=torch.tensor(ids, dtype=torch.long, device=device),
-                attention_mask=torch.tensor(mask, dtype=torch.long, device=device),
-                generation_config=config,
-                logits_processor=processors(requests, sampling, width, device),
-            )
-        rows = [self._until_end(row) for row in output[:, width:].tolist()]
+        pad = self.tokenizer.pad_token_id
+        pad_id = int(pad) if pad is not None else min(self.end_ids, default=0)
+        made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
+        rows = [(row[:-1], True) if row[-1] in self.end_ids else (row, False) for row in made]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
         return [Answer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
-    def _until_end(self, ids: list[int]) -> tuple[list[int], bool]:
-        end = next((index for index, token in enumerate(ids) if token in self.end_ids), None)
-        return (ids, False) if end is None else (ids[:end], True)
 
-    def _config(self, sampling: Sampling) -> GenerationConfig:
-        pad = self.tokenizer.pad_token_id
-        return GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,  # _Draw samples
-            num_beams=1,
-            max_new_tokens=sampling.max_new_tokens,
-            eos_token_id=sorted(self.end_ids) or None,
-            pad_token_id=pad if pad is not None else min(self.end_ids, default=0),
+def new_tokens(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    most: int,
+    end_ids: Collection[int],
+    pad_id: int,
+) -> list[list[int]]:
+    """New ids for each of the requests: up to one of ``end_ids``, which is the last of them then, and ``most`` at most.
+
+    In eval mode, without gradient; torch's own random state is neither read nor moved.
+    """
+    width = max(len(request.ids) for request in requests)
+    missing = [width - len(request.ids) for request in requests]
+    ids = [[*[pad_id] * gap, *request.ids] for gap, request in zip(missing, requests, strict=True)]
+    mask = [[0] * gap + [1] * (width - gap) for gap in missing]
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        do_sample=False,  # _Draw samples
+        num_beams=1,
+        max_new_tokens=most,
+        eos_token_id=sorted(end_ids) or None,
+        pad_token_id=pad_id,
+    )
+    with torch.no_grad(), eval_mode(model), own_settings(model, config):
+        output: Tensor = model.generate(  # type: ignore[operator]
+            input_ids=torch.tensor(ids, dtype=torch.long, device=model.device),
+            attention_mask=torch.tensor(mask, dtype=torch.long, device=model.device),
+            generation_config=config,
+            logits_processor=processors(requests, sampling, width, model.device),
         )
+    rows = output[:, width:].tolist()
+    stops = [next((place for place, token in enumerate(row, 1) if token in end_ids), most) for row in rows]
+    return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
+
+
+def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
+    """Indices in batches of similar length, longest first; ``size`` of a length is how many such a batch may hold.
+
+    One of them at least.
+    """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    start = 0
+    while start < len(order):
+        stop = start + max(1, size(lengths[order[start]]))
+        yield order[start:stop]
+        start = stop
 
 
 def context_length(config: PretrainedConfig) -> int | None:

@@ -27,6 +27,8 @@ from attnpo.models.backbone import (
     vocabulary,
 )
 from attnpo.models.described import backbone_of, widest
+from attnpo.models.generate import longest_first
+from attnpo.models.layouts import padded_right
 from attnpo.models.logps import project
 from attnpo.models.prompt_rows import WORTH, one_row, row_batches
 from attnpo.schema import JudgeReading, UserError
@@ -99,8 +101,8 @@ class CausalJudge:
         )
         with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
             shared = len(prompts) > 1 and self._follows_rows()
-            batches = row_batches(prompts, self._row(prompts)) if shared else _batches(prompts, self.token_budget)
-            for batch in batches:
+            padded = longest_first([len(prompt) for prompt in prompts], lambda length: self.token_budget // length)
+            for batch in row_batches(prompts, self._row(prompts)) if shared else padded:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
         return [readings[index] for index in range(len(prompts))]
@@ -308,22 +310,10 @@ def _probe_prompts(words: int) -> list[list[int]]:
     return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
 
 
-def _batches(prompts: Sequence[Sequence[int]], budget: int) -> Iterator[list[int]]:
-    """Indices in batches of similar length, longest first, padded size within the budget (one prompt at least)."""
-    order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
-    start = 0
-    while start < len(order):
-        count = max(1, budget // len(prompts[order[start]]))
-        yield order[start : start + count]
-        start += count
-
-
 def _right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = torch.tensor([[*prompt, *([0] * (width - len(prompt)))] for prompt in prompts], dtype=torch.long)
-    last = torch.tensor([len(prompt) - 1 for prompt in prompts], dtype=torch.long)
-    return ids.to(device), last.to(device)
+    ids, mask = padded_right(prompts, 0)
+    return ids.to(device), (mask.sum(1) - 1).to(device)
 
 
 def _readings(

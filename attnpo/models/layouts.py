@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.models.backbone import eval_mode, is_materialised, probe_bound, vocabulary
@@ -53,22 +54,16 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
     predicting state).
     """
     check_rows(sequences)
-    rows = len(sequences)
-    width = max(len(prompt) + len(response) for prompt, response in sequences)
-    input_ids = torch.full((rows, width), pad_id, dtype=torch.long)
-    attention_mask = torch.zeros(rows, width, dtype=torch.long)
-    for row, (prompt, response) in enumerate(sequences):
-        count = len(prompt) + len(response)
-        input_ids[row, :count] = torch.tensor([*prompt, *response], dtype=torch.long)
-        attention_mask[row, :count] = 1
+    input_ids, mask = padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
+    rows, width = input_ids.shape
     starts = [row * width + len(prompt) for row, (prompt, _) in enumerate(sequences)]
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=torch.arange(width).repeat(rows, 1),
-        attention_mask=attention_mask,
+        attention_mask=mask.long(),
         predict_index=_predict(sequences, [start - 1 for start in starts], starts),
     )
-    return Laid(inputs, *_responses(sequences, pad_id))
+    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
@@ -118,9 +113,7 @@ def choose(
     for model in models:
         if is_materialised(model.model):
             _require_padding_without_effect(model)
-    order = [name, "padded"]
-    if name == "auto":
-        order = ["shared_prefix", "packed", "padded"]
+    order = ["shared_prefix", "packed", "padded"] if name == "auto" else [name, "padded"]
     for wanted, instead in itertools.pairwise(order):
         reason = _reason_against(wanted, models, requests, torch.device(device)) if wanted != "padded" else None
         if reason is None:
@@ -173,7 +166,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         predict_index=_predict(sequences, before, starts),
         segments=torch.tensor(segments, dtype=torch.long),
     )
-    return Laid(inputs, *_responses(sequences, pad_id))
+    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
 
 
 def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:
@@ -208,15 +201,11 @@ def _predict(sequences: Sequences, before: Sequence[int], starts: Sequence[int])
     return index
 
 
-def _responses(sequences: Sequences, pad_id: int) -> tuple[Int[Tensor, "rows R"], Bool[Tensor, "rows R"]]:
-    """Ids and mask in response space, the same for every layout."""
-    width = max(len(response) for _, response in sequences)
-    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
-    mask = torch.zeros(len(sequences), width, dtype=torch.bool)
-    for row, (_, response) in enumerate(sequences):
-        ids[row, : len(response)] = torch.tensor(list(response), dtype=torch.long)
-        mask[row, : len(response)] = True
-    return ids, mask
+def padded_right(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Int[Tensor, "rows T"], Bool[Tensor, "rows T"]]:
+    """Ids of the rows, padded at their right, and a mask of those that are no padding."""
+    each = [torch.tensor(list(row), dtype=torch.long) for row in rows]
+    mask = pad_sequence([torch.ones_like(ids, dtype=torch.bool) for ids in each], batch_first=True)
+    return pad_sequence(each, batch_first=True, padding_value=pad_id), mask
 
 
 # ------------------------------------------------------------------------------------------------ which a model takes
@@ -302,10 +291,9 @@ def first_layers(model: PreTrainedModel, device: torch.device) -> PreTrainedMode
     if kinds:
         text.layer_types = kinds[: text.num_hidden_layers]
     with device:
-        made: object = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=next(model.parameters()).dtype, trust_remote_code=False
         )
-    assert isinstance(made, PreTrainedModel)
     attend_as_before(made)
     return made
 

@@ -274,11 +274,6 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
     return {"config": _file_digest(source / "config.json"), "weights": digest(files)}
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Number of parameters; tied ones count once."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def _locate(path: str | Path, what: str) -> Path | str:
     """An existing folder, or a hub name; else a ``UserError``."""
     folder = Path(path).expanduser()

@@ -66,66 +66,36 @@ class Statistic(NamedTuple):
     gradient: Callable[[Distributions, Tensor], Tensor]
 
 
-def _entropy(d: Distributions) -> Tensor:
-    return -(d.p * d.logp).sum(-1)
-
-
-def _entropy_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return -d.p * (d.logp + value[:, None])
-
-
-def _collision(d: Distributions) -> Tensor:
-    return torch.logsumexp(2 * d.logp, -1)
-
-
-def _collision_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return 2 * ((2 * d.logp - value[:, None]).exp() - d.p)
-
-
-def _top_prob(d: Distributions) -> Tensor:
-    return d.p.amax(-1)
-
-
-def _top_prob_gradient(d: Distributions, value: Tensor) -> Tensor:
-    gradient = -value[:, None] * d.p
-    return gradient.scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None])
-
-
 def _second(d: Distributions) -> Tensor:
     if d.other is None:
         raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
     return d.other
 
 
-def _kl_ref_policy(d: Distributions) -> Tensor:
-    other = _second(d)
-    return (other.exp() * (other - d.logp)).sum(-1)
-
-
-def _kl_ref_policy_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return d.p - _second(d).exp()
-
-
-def _kl_policy_ref(d: Distributions) -> Tensor:
-    return (d.p * (d.logp - _second(d))).sum(-1)
-
-
-def _kl_policy_ref_gradient(d: Distributions, value: Tensor) -> Tensor:
-    return d.p * (d.logp - _second(d) - value[:, None])
-
-
-VOCAB_STATISTICS: Mapping[str, Statistic] = {
-    "entropy": Statistic(_entropy, _entropy_gradient),
-    "collision": Statistic(_collision, _collision_gradient),
-    "top_prob": Statistic(_top_prob, _top_prob_gradient),
+STATISTICS: Mapping[str, Statistic] = {
+    "vocab:entropy": Statistic(
+        value=lambda d: -(d.p * d.logp).sum(-1),
+        gradient=lambda d, value: -d.p * (d.logp + value[:, None]),
+    ),
+    "vocab:collision": Statistic(
+        value=lambda d: torch.logsumexp(2 * d.logp, -1),
+        gradient=lambda d, value: 2 * ((2 * d.logp - value[:, None]).exp() - d.p),
+    ),
+    "vocab:top_prob": Statistic(
+        value=lambda d: d.p.amax(-1),
+        gradient=lambda d, value: (-value[:, None] * d.p).scatter_add_(1, d.p.argmax(-1, keepdim=True), value[:, None]),
+    ),
+    "joint:kl_ref_policy": Statistic(
+        value=lambda d: (_second(d).exp() * (_second(d) - d.logp)).sum(-1),
+        gradient=lambda d, value: d.p - _second(d).exp(),
+    ),
+    "joint:kl_policy_ref": Statistic(
+        value=lambda d: (d.p * (d.logp - _second(d))).sum(-1),
+        gradient=lambda d, value: d.p * (d.logp - _second(d) - value[:, None]),
+    ),
 }
-"""Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability."""
-
-JOINT_STATISTICS: Mapping[str, Statistic] = {
-    "kl_ref_policy": Statistic(_kl_ref_policy, _kl_ref_policy_gradient),
-    "kl_policy_ref": Statistic(_kl_policy_ref, _kl_policy_ref_gradient),
-}
-"""Of two distributions at the same position: KL(reference || policy), KL(policy || reference), in nats."""
+"""Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability. Of two at the
+same position: KL(reference || policy), KL(policy || reference), in nats."""
 
 
 def token_statistics(
@@ -143,12 +113,10 @@ def token_statistics(
     Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
     the same tokens, head) never does. ``chunk`` is in tokens (half of it is used for joint statistics) and bounds
     memory only. Under autocast the projection runs in autocast's dtype, in the backward too. Raises ``UserError`` for
-    an unknown statistic or a missing ``other``.
+    joint statistics without ``other``.
     """
     names = ["logps", *(f"vocab:{name}" for name in vocab), *(f"joint:{name}" for name in joint)]
-    statistics = [_lookup(name) for name in names[1:]]
-    if joint and other is None:
-        raise UserError(f"{names[-1]} compares two models: pass other=(hidden, head) of the second model")
+    statistics = [STATISTICS[name] for name in names[1:]]
     if chunk < 1:
         raise UserError(f"the chunk of the vocabulary head must hold at least one token, got {chunk}")
     first, second = _Model.of(hidden, head), None if other is None or not joint else _Model.of(*other)
@@ -174,21 +142,13 @@ def statistics_of_logits(
     distributions = Distributions(logp, logp.exp(), second)
     values = {"logps": logp.gather(1, labels[:, None])[:, 0]}
     for name in (*(f"vocab:{key}" for key in vocab), *(f"joint:{key}" for key in joint)):
-        values[name] = _lookup(name).value(distributions)
+        values[name] = STATISTICS[name].value(distributions)
     return values
 
 
 def project(hidden: Float[Tensor, "N d"], head: Head) -> Float[Tensor, "N vocab"]:
     """Logits of a few positions in float32 (float64 for float64 models); scale and soft-cap applied."""
     return _logits(hidden, head.cast(_compute_dtype(hidden, head.weight)))
-
-
-def _lookup(name: str) -> Statistic:
-    family, _, key = name.partition(":")
-    table = VOCAB_STATISTICS if family == "vocab" else JOINT_STATISTICS
-    if key not in table:
-        raise UserError(f"unknown statistic {name!r}; known for {family}: {', '.join(sorted(table))}")
-    return table[key]
 
 
 def _accumulate(dtype: torch.dtype) -> torch.dtype:

@@ -28,25 +28,20 @@ ADAPTER = "default"
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
 
-def require_peft() -> None:
-    """Raises ``UserError`` when peft is not installed."""
-    if find_spec("peft") is None:
-        raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
-
-
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
     Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
     module, for the vocabulary head, and for a model that carries adapters already.
     """
-    require_peft()
+    if find_spec("peft") is None:
+        raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
     from peft import LoraConfig
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
     if has_adapters(model):
         raise UserError("model.lora: the model carries an adapter already; merge it, and give the merged folder")
-    targets = _targets(model, spec)
+    targets = target_names(model, spec)
     transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in targets)
     model.add_adapter(
         LoraConfig(
@@ -80,14 +75,14 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
-        owner = next((path for path in _parents(name) if path in adapted), "")
+        owner = next((path for path in parents(name) if path in adapted), "")
         inner = name.removeprefix(f"{owner}.") if owner else name
-        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(_parents(name)):
+        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(parents(name)):
             continue  # the adapter's own; the scales of 4-bit weights
         base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
         whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
-        if name in packed and _transposed(model.get_submodule(name.rpartition(".")[0])):
-            whole = whole.T.contiguous()
+        if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
+            whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
         if keep:
             state[f"{owner}.{inner.removeprefix(BASE)}" if owner else name] = whole.cpu()
     return state
@@ -131,8 +126,7 @@ class AdapterOff(ScoredLM):
     ) -> TokenStats:
         """Statistics of every response token under the base; the policy's mode and adapters are restored."""
         with torch.no_grad(), eval_mode(self.policy), adapters_disabled(self.policy.model):
-            stats = self.policy(inputs, response_ids, response_mask, requests, other)
-        assert isinstance(stats, TokenStats)
+            stats: TokenStats = self.policy(inputs, response_ids, response_mask, requests, other)
         return stats
 
 
@@ -162,8 +156,11 @@ def _adapted(model: nn.Module) -> "dict[str, LoraLayer]":
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
-    """Full names of the linear modules that get an adapter; the vocabulary head never does."""
+def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Full names of the linear modules that get an adapter; the vocabulary head never does.
+
+    Raises ``UserError`` for a target that names none of them.
+    """
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     allowed = [name for name, module in linear.items() if module is not head]
@@ -175,9 +172,10 @@ def _targets(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
             if not any(_ends_with(name, target) for name in chosen):
                 is_head = any(_ends_with(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
+                short = dict.fromkeys(name.rpartition(".")[2] for name in allowed)
                 raise UserError(
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
-                    f"{', '.join(_short_names(allowed)) or 'none'}"
+                    f"{', '.join(short) or 'none'}"
                 )
     if not chosen:
         raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
@@ -188,12 +186,7 @@ def _ends_with(name: str, target: str) -> bool:
     return f".{name}".endswith(f".{target}")
 
 
-def _short_names(names: list[str]) -> list[str]:
-    """The last parts of the names, each once, in order."""
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
-
-
-def _parents(name: str) -> Iterator[str]:
+def parents(name: str) -> Iterator[str]:
     """Every module path above a tensor's name, the longest first."""
     while "." in name:
         name = name.rpartition(".")[0]
@@ -204,11 +197,6 @@ def _unpacked(weight: nn.Parameter) -> Tensor:
     from peft.utils.integrations import dequantize_bnb_weight
 
     return dequantize_bnb_weight(weight).detach()
-
-
-def _transposed(module: nn.Module) -> bool:
-    """Whether a packed module replaces one that stores its weight transposed."""
-    return bool(getattr(module, "source_cls", None) is Conv1D)
 
 
 def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:

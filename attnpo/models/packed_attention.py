@@ -143,10 +143,6 @@ class _Segment:
     def seen(self) -> int:
         return self.shared + self.count
 
-    @property
-    def entries(self) -> int:
-        return self.count * self.seen
-
 
 def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
     """Segments in groups of like size, those with and without a prefix apart."""
@@ -156,7 +152,7 @@ def _grouped(segments: Sequence[_Segment]) -> list[list[_Segment]]:
         for segment in sorted((s for s in segments if (s.shared > 0) == prefixed), key=lambda s: (-s.seen, -s.count)):
             together = [*group, segment]
             whole = len(together) * max(s.count for s in together) * together[0].seen
-            needed = sum(s.entries for s in together)
+            needed = sum(s.count * s.seen for s in together)
             if group and whole > WASTE * needed and whole - needed > SMALL:
                 groups.append(group)
                 together = [segment]
@@ -208,10 +204,11 @@ class MaskSettings(TypedDict, total=False):
 class Rule:
     """A layer's mask as transformers describes it, made into a tensor only where one is needed.
 
+    Stands where transformers expects a mask function and takes its arguments.
     Built once per forward and kind of layer, and shared by those layers; keeps the masks it made.
     """
 
-    def __init__(self, described: MaskSettings) -> None:
+    def __init__(self, **described: Unpack[MaskSettings]) -> None:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -284,11 +281,6 @@ def attend_as_before(model: PreTrainedModel) -> None:
             backbone.set_attn_implementation(before)
 
 
-def _rule(**described: Unpack[MaskSettings]) -> Rule:
-    """Replaces transformers' mask function: returns the rule instead of a tensor."""
-    return Rule(described)
-
-
 def _attend(
     module: nn.Module,
     query: Tensor,
@@ -340,6 +332,14 @@ def fused_attention(
     )
 
 
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax of scores [n H q k] over the keys; ``sinks`` [H] take part in it as one more score and are dropped."""
+    if sinks is None:
+        return torch.softmax(scores, -1)
+    beside = sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]
+
+
 @dataclass(frozen=True)
 class _Core:
     """Softmax attention [n H q d] of one call; a mask of None is the causal one."""
@@ -353,9 +353,6 @@ class _Core:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         if self.fused:
             return fused_attention(query, key, value, mask, self.scale, self.dropout)
-        return self._plain(query, key, value, mask)
-
-    def _plain(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         count, heads, width = query.shape[0], query.shape[1], query.shape[2]
         groups, seen = key.shape[1], key.shape[2]
         grouped = query.reshape(count, groups, heads // groups * width, query.shape[3])
@@ -367,12 +364,7 @@ class _Core:
             # The least number instead of -inf: rows of left padding see nothing, and must not become NaN.
             least = torch.finfo(scores.dtype).min
             scores = scores.masked_fill(~mask, least) if mask.dtype == torch.bool else scores + mask
-        if self.sinks is None:
-            weights = torch.softmax(scores, -1)
-        else:
-            sinks = self.sinks.to(scores.dtype)[None, :, None, None].expand(count, heads, width, 1)
-            weights = torch.softmax(torch.cat((scores, sinks), -1), -1)[..., :-1]
-        weights = functional.dropout(weights.to(value.dtype), self.dropout)
+        weights = functional.dropout(softmax(scores, self.sinks).to(value.dtype), self.dropout)
         return (weights.view(count, groups, -1, seen) @ value).view(count, heads, width, value.shape[3])
 
 
@@ -388,4 +380,4 @@ _FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: par
 _register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():
     _register(_name, _function)
-    AttentionMaskInterface.register(_name, _rule)
+    AttentionMaskInterface.register(_name, Rule)

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attnpo.models.backbone import Parts, final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
+from attnpo.models.backbone import final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
 from attnpo.models.logps import (
-    JOINT_STATISTICS,
-    VOCAB_STATISTICS,
+    STATISTICS,
     Head,
     project,
     statistics_of_logits,
@@ -25,9 +24,7 @@ from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)
 
-KNOWN_REQUESTS = frozenset(
-    {"logps", "hidden"} | {f"vocab:{key}" for key in VOCAB_STATISTICS} | {f"joint:{key}" for key in JOINT_STATISTICS}
-)
+KNOWN_REQUESTS = frozenset({"logps", "hidden"} | STATISTICS.keys())
 
 
 class ScoredLM(nn.Module):
@@ -75,8 +72,7 @@ class ScoredLM(nn.Module):
         for a request that is not known or lacks ``other``, and for segments that the model cannot follow.
         """
         vocab, joint = _parse(requests, other is not None)
-        rows, columns = response_mask.nonzero(as_tuple=True)
-        keep = (rows, columns)
+        keep = torch.where(response_mask)
         labels, index = response_ids[keep], inputs.predict_index[keep]
         second = None if other is None else (other[0][keep], other[1])
         if self._split is None:
@@ -85,7 +81,11 @@ class ScoredLM(nn.Module):
         if parts is None:
             hidden, values = self._from_logits(inputs, index, labels, vocab, joint, second, "hidden" in requests)
         else:
-            hidden, values = self._from_parts(parts, inputs, index, labels, vocab, joint, second)
+            states = final_hidden(parts.backbone, inputs.input_ids, **self._reads(inputs)).flatten(0, 1)
+            hidden = states.index_select(0, index)
+            values = token_statistics(
+                hidden, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
+            )
         shape = response_mask.shape
         spread = {name: _spread(value, keep, shape) for name, value in values.items()}
         return TokenStats(
@@ -110,22 +110,6 @@ class ScoredLM(nn.Module):
         if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             mask = None
         return {"attention_mask": mask, **positions}
-
-    def _from_parts(
-        self,
-        parts: Parts,
-        inputs: ModelInputs,
-        index: Tensor,
-        labels: Tensor,
-        vocab: list[str],
-        joint: list[str],
-        second: tuple[Tensor, Head] | None,
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        states = final_hidden(parts.backbone, inputs.input_ids, **self._reads(inputs))
-        picked = states.flatten(0, 1).index_select(0, index)
-        return picked, token_statistics(
-            picked, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
-        )
 
     def _from_logits(
         self,
@@ -157,6 +141,6 @@ def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[
     return vocab, joint
 
 
-def _spread(values: Tensor, keep: tuple[Tensor, Tensor], shape: torch.Size) -> Tensor:
+def _spread(values: Tensor, keep: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
     """Values [N ...] of the kept (row, position) put into zeros of response space [rows R ...]; never a view."""
     return values.new_zeros((*shape, *values.shape[1:])).index_put(keep, values)

@@ -21,9 +21,9 @@ from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prompts import Prompt
 from attnpo.machine import as_launched, device_of, environment, require_world, versions
+from attnpo.models.backbone import parameter_count
 from attnpo.models.generate import context_length
 from attnpo.models.layouts import LAYOUTS, Layout, choose
-from attnpo.models.loading import parameter_count
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec

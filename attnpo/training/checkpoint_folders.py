@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
@@ -90,8 +90,8 @@ def read_account(folder: Path) -> Account:
     return account if isinstance(account, dict) else {}
 
 
-def newest(place: Path, names: Iterable[str]) -> tuple[int, Path] | None:
-    """Optimiser step and folder of the newest checkpoint in ``place``, the first of equals; None without any."""
-    steps = [(read_account(place / name).get("step"), place / name) for name in names]
+def newest(place: Path) -> tuple[int, Path] | None:
+    """Optimiser step and folder of the newest checkpoint in ``place``, last/ of equals; None without any."""
+    steps = [(read_account(place / name).get("step"), place / name) for name in ("last", "best")]
     known = [(int(step), folder) for step, folder in steps if step is not None]
     return max(known, key=lambda each: each[0], default=None)

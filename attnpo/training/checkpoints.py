@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import operator
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -135,8 +136,13 @@ class CheckpointFolder(L.Callback):
                 shutil.copyfile(state, new / STATE)
             if export:
                 values = {name: float(value) for name, value in metrics.items()}
-                step = trainer.global_step
-                self.exporter.export(module.policy.model, new, write=trainer.is_global_zero, metrics=values, step=step)
+                self.exporter.export(
+                    module.policy.model,
+                    new,
+                    write=trainer.is_global_zero,
+                    metrics=values,
+                    step=trainer.global_step,
+                )
             if trainer.is_global_zero:
                 write_account(new, {"step": trainer.global_step, **facts, **self.account})
                 rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
@@ -218,12 +224,9 @@ class BestCheckpoint(CheckpointFolder):
         Raises:
             UserError: the monitor was never logged; known from the validation before training on.
         """
-        if trainer.state.fn != "fit":
-            self._check(trainer.callback_metrics)
-            return
-        if self.monitor not in trainer.callback_metrics:
-            raise UserError(self._unknown(trainer.callback_metrics))
-        self._compare(trainer, trainer.callback_metrics)
+        self._check(trainer.callback_metrics)
+        if trainer.state.fn == "fit":
+            self._compare(trainer, trainer.callback_metrics)
 
     def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Tensor | float], state: Path | None = None) -> None:
         value = float(metrics[self.monitor])
@@ -233,20 +236,13 @@ class BestCheckpoint(CheckpointFolder):
 
     def _check(self, names: Iterable[str]) -> None:
         """Refuses the monitor if ``names`` are of a validation that did not log it."""
-        logged = set(names)
-        if self.monitor not in logged and any(name.startswith("val/") for name in logged):
-            raise UserError(self._unknown(logged))
-
-    def _unknown(self, names: Iterable[str]) -> str:
-        listed = ", ".join(sorted(name for name in names if name.startswith("val/")))
-        return f"callbacks.monitor={self.monitor} is not a logged metric; there are: {listed}"
+        logged = sorted(name for name in names if name.startswith("val/"))
+        if logged and self.monitor not in logged:
+            raise UserError(f"callbacks.monitor={self.monitor} is not a logged metric; there are: {', '.join(logged)}")
 
     def _better(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        if self.best is None:
-            return True
-        return value < self.best if self.mode == "min" else value > self.best
+        better = operator.lt if self.mode == "min" else operator.gt
+        return math.isfinite(value) and (self.best is None or better(value, self.best))
 
 
 class LastCheckpoint(CheckpointFolder):
@@ -305,7 +301,7 @@ def unsaved(folder: Path, step: int, problem: Exception) -> str:
     lines = str(problem).strip().splitlines() or [type(problem).__name__]
     place = next(path for path in folder.parents if path.is_dir())
     free = shutil.disk_usage(place).free
-    saved = newest(folder.parent, ("last", "best"))
+    saved = newest(folder.parent)
     stands = "nothing is saved yet" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
     advice = "start again" if saved is None else "go on with resume=auto"
     return (

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from attnpo.models.loading import check_rotary
+from attnpo.models.lora import parents
 from attnpo.schema import UserError
 from attnpo.training.resume_state import Checkpoint
 
@@ -51,7 +52,7 @@ def keep_trained(module: nn.Module, checkpoint: Checkpoint) -> None:
     """
     state = checkpoint["state_dict"]
     frozen = frozen_names(module)
-    for name in [name for name in state if not frozen.isdisjoint(_prefixes(name))]:
+    for name in [name for name in state if not frozen.isdisjoint({name, *parents(name)})]:
         del state[name]
     checkpoint["trained"] = {name: list(value.shape) for name, value in state.items()}
 
@@ -83,9 +84,3 @@ def check_saved(module: nn.Module, checkpoint: Checkpoint) -> None:
             f"resume: the checkpoint's weights do not fit the {len(needed)} trained ones of this model: "
             f"{', '.join(problems)}. Resume with the model and adapter settings of the saved run"
         )
-
-
-def _prefixes(name: str) -> set[str]:
-    """``a.b.c`` gives a, a.b and a.b.c."""
-    parts = name.split(".")
-    return {".".join(parts[: count + 1]) for count in range(len(parts))}

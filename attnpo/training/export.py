@@ -13,37 +13,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.models.loading import DTYPES
-from attnpo.models.lora import has_adapters, merged_state
+from attnpo.models.lora import merged_state
 from attnpo.models.older_readers import open_to_readers
 from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
-
-CARD = "README.md"
-
-
-def full_state(model: torch.nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """The state dict with sharded tensors gathered one by one (a collective: every rank must call it), on the CPU.
-
-    With ``keep`` false each tensor is dropped once gathered and the dict is empty: for ranks that only take part.
-    """
-    state = {}
-    for name, value in model.state_dict().items():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            state[name] = whole.detach().cpu()
-    return state
-
-
-def policy_state(model: PreTrainedModel, *, keep: bool = True) -> dict[str, Tensor]:
-    """``full_state`` under the base model's own names; adapters are merged into the weights they adapt."""
-    if not has_adapters(model):
-        return full_state(model, keep=keep)
-    return merged_state(model, keep=keep)
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -126,7 +103,7 @@ class Exporter:
         ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and ``step`` (optimiser steps
         so far) go into the card.
         """
-        state = policy_state(model, keep=write)
+        state = merged_state(model, keep=write)
         if not write:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +117,7 @@ class Exporter:
             name = str(dtype).removeprefix("torch.")
             facts = cast(Facts, self.facts)  # plain data of a run's inputs
             card = model_card(facts, metrics or {}, step=step, dtype=name, notes=self.notes)
-            (folder / CARD).write_text(card, encoding="utf-8")
+            (folder / "README.md").write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
 
     def _save_tokenizer(self, folder: Path) -> None:

@@ -8,7 +8,7 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from attnpo.training.export import policy_state
+from attnpo.models.lora import merged_state
 
 Value = TypeVar("Value")
 
@@ -38,4 +38,4 @@ class WholePolicy(L.Callback):
         if not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
             return
         assert isinstance(policy, PreTrainedModel)
-        self.state = policy_state(policy, keep=trainer.is_global_zero)
+        self.state = merged_state(policy, keep=trainer.is_global_zero)

@@ -123,7 +123,6 @@ def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, ob
 
     ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
     """
-    check_tracker(settings)
     loggers: list[Logger] = [CSVLogger(save_dir=folder, name=LOGS)]
     if settings.wandb is not None:
         loggers.append(TrackedRun(settings.wandb, folder, config))

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
+from attnpo.models.backbone import parameter_count
 from attnpo.models.described import on_meta
 from attnpo.models.loading import DTYPES
 from attnpo.models.spec import LoraSpec, ModelSpec
-from attnpo.training.model_shape import Shape, adapters_of, parameters_of
+from attnpo.training.model_shape import Shape, adapters_of
 from attnpo.training.optimizer import Optimizer
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -121,7 +122,7 @@ def working_per_token(shape: Shape, compute: int, stream: int) -> int:
 def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> tuple[int, int]:
     """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
     model = on_meta(config)
-    return parameters_of(model), 0 if lora is None else adapters_of(model, lora)
+    return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
 
 
 def estimate_training(
@@ -203,7 +204,10 @@ def estimate_pass(
 
 @dataclass(frozen=True)
 class _Step:
-    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed."""
+    """One micro-batch: the model's shape, bytes per weight and per product, tokens, which blocks are recomputed.
+
+    Embeddings give the residual stream the format of the weights.
+    """
 
     shape: Shape
     weight: int
@@ -224,11 +228,6 @@ class _Step:
         """Bytes of the largest matrix of 4 bits as it is multiplied, under autocast in two formats."""
         size = self.weight + (self.compute if self.copies else 0)
         return size * self.shape.hidden * self.shape.inner if self.quantized else 0
-
-    @property
-    def stream(self) -> int:
-        """Bytes per number of the residual stream: embeddings give it the format of the weights."""
-        return self.weight
 
     @property
     def copies(self) -> bool:
@@ -273,8 +272,7 @@ def _traffic(shape: Shape, weight: int, strategy: str, devices: int, *, trained:
     if strategy != "fsdp":
         size = shape.parameters * weight if trained else shape.adapters * FP32
         return [MemoryRow("gradient buckets", size, "DDP's copy of all gradients")]
-    rest = shape.parameters - shape.blocks
-    gathered = weight * (rest + 2 * shape.block)
+    gathered = weight * (shape.parameters - shape.blocks + 2 * shape.block)
     forward = (*STEP, FORWARD)
     rows = [MemoryRow("gathered weights", gathered, f"embeddings and head, two blocks x {weight} B, whole", forward)]
     if trained:
@@ -286,25 +284,25 @@ def _reference_rows(step: _Step, reference: str | None, sharded: int) -> list[Me
     """The resident copy of a live reference, and the forward of one that reads each batch."""
     rows = []
     if reference in ("live", "first_epoch"):
-        size = step.held
         over = "" if sharded == 1 else f" / {sharded} devices"
-        rows.append(MemoryRow("reference", size // sharded, f"a frozen copy in the format of the weights{over}"))
+        rows.append(MemoryRow("reference", step.held // sharded, f"a frozen copy in the format of the weights{over}"))
     if reference in ("live", "first_epoch", "adapter_off"):
-        size = _forward(step, step.tokens)
-        rows.append(MemoryRow("reference forward", size, f"{step.tokens:,} tokens without gradients", (REFERENCE,)))
+        how = f"{step.tokens:,} tokens without gradients"
+        rows.append(MemoryRow("reference forward", _forward(step, step.tokens), how, (REFERENCE,)))
     return rows
 
 
 def _step_rows(step: _Step) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
-    each = saved_per_token(shape, step.compute, step.stream)
-    outside = (2 * step.stream if step.stream == FP32 else 3 * step.stream) * shape.hidden
+    stream = step.weight
+    each = saved_per_token(shape, step.compute, stream)
+    outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
-    flowing = step.compute * shape.inner + 2 * step.stream * shape.hidden
+    flowing = step.compute * shape.inner + 2 * stream * shape.hidden
     half = BF16 * shape.cast
     whole = shape.layers - step.recomputed
-    kept = whole * each + step.recomputed * step.stream * shape.hidden + outside
+    kept = whole * each + step.recomputed * stream * shape.hidden + outside
     how = f"{tokens:,} tokens x {kept / MIB:.2f} MiB"
     if step.recomputed:
         how += " (checkpointing: the input of each block)" if not whole else f" (of {step.recomputed} blocks the input)"
@@ -347,7 +345,7 @@ def _forward(step: _Step, tokens: int) -> int:
     """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
-    return tokens * working_per_token(shape, step.compute, step.stream) + copy
+    return tokens * working_per_token(shape, step.compute, step.weight) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:

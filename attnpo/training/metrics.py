@@ -24,13 +24,12 @@ class PairMeans(torchmetrics.Metric):
 
     def update(self, values: Mapping[str, Float[Tensor, "pairs"]]) -> None:
         """Adds one micro-batch. The first call fixes the names."""
-        for name in values:
-            if name not in self.names:
-                self.names.append(name)
-                self.add_state(self._state(name), torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-                setattr(self, self._state(name), getattr(self, self._state(name)).to(self.device))
         for name, value in values.items():
             state = self._state(name)
+            if name not in self.names:
+                self.names.append(name)
+                self.add_state(state, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+                setattr(self, state, getattr(self, state).to(self.device))
             setattr(self, state, getattr(self, state) + value.detach().double().sum())
         self.pairs = self.pairs + len(next(iter(values.values())))
 
@@ -92,8 +91,3 @@ def _tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
     if inputs.attention_mask is not None:
         return inputs.attention_mask.sum()
     return inputs.input_ids.new_tensor(inputs.input_ids.numel())
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most GPU memory, in GiB, that tensors of this process took up so far."""
-    return torch.cuda.max_memory_allocated(device) / 2**30

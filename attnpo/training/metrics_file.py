@@ -7,7 +7,6 @@ whole, so that no row is lost with a process.
 import csv
 import io
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from attnpo.files import write_whole
@@ -70,8 +69,7 @@ def _merged(folder: Path) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _write(folder: Path, rows: Iterable[Row]) -> list[Row]:
-    rows = list(rows)
+def _write(folder: Path, rows: list[Row]) -> list[Row]:
     names = sorted({name for row in rows for name in row} - {"step", "epoch"})
     table = io.StringIO(newline="")
     writer = csv.DictWriter(table, ["step", "epoch", *names])

@@ -173,8 +173,7 @@ def _data(data: OriginFacts) -> str:
         return ""
     rows = [("path", data.get("path")), ("subset", data.get("subset")), ("revision", data.get("revision"))]
     text = [_table(("", "value"), [row for row in rows if row[1] is not None])]
-    splits = data.get("splits", {})
-    if splits:
+    if splits := data.get("splits", {}):
         heads = ("split", "rows read", "pairs kept")
         text.append(_table(heads, [(name, one.get("read"), one.get("kept")) for name, one in splits.items()]))
     dropped = {name: one.get("dropped", {}) for name, one in splits.items()}

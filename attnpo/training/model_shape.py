@@ -9,9 +9,10 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from attnpo.models.backbone import layer_stack
+from attnpo.models.backbone import layer_stack, parameter_count
 from attnpo.models.described import backbone_of, on_meta, widest
-from attnpo.models.spec import ALL_LINEAR, LoraSpec
+from attnpo.models.lora import target_names
+from attnpo.models.spec import LoraSpec
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,9 @@ class Shape:
         width = widest(text, "head_dim") or hidden // heads
         inner = widest(text, "intermediate_size") or 4 * hidden
         return cls(
-            parameters=parameters_of(model),
-            blocks=parameters_of(stack),
-            block=max(parameters_of(block) for block in stack),
+            parameters=parameter_count(model),
+            blocks=parameter_count(stack),
+            block=max(map(parameter_count, stack)),
             cast=sum(parameter.numel() for parameter in stack.parameters() if parameter.dim() > 1),
             linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
             largest=max(parameter.numel() for parameter in model.parameters()),
@@ -69,17 +70,7 @@ class Shape:
         )
 
 
-def parameters_of(module: nn.Module) -> int:
-    """The number of parameters, trained or not."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
-    """The number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer it names, not the head."""
-    head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    total = 0
-    for name, part in model.named_modules():
-        named = lora.target_modules == ALL_LINEAR or any(f".{name}".endswith(f".{end}") for end in lora.target_modules)
-        if isinstance(part, nn.Linear | Conv1D) and part is not head and named:
-            total += lora.rank * sum(part.weight.shape)
-    return total
+    """The number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer that gets an adapter."""
+    weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
+    return lora.rank * sum(sum(weight.shape) for weight in weights)

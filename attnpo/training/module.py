@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from attnpo.models.input_gradient import input_gradient
+from attnpo.models.logps import gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
 from attnpo.training.fsdp import shard
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.metrics import PairMeans, pair_values, peak_memory, read_tokens
+from attnpo.training.metrics import PairMeans, pair_values, read_tokens
 from attnpo.training.nonfinite import (
-    PairLosses,
     Scored,
     detached,
     message,
@@ -100,7 +100,7 @@ class PreferenceModule(L.LightningModule):
         self.validation = PairMeans()
         self.sharded = False
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
-        self._losses: list[PairLosses] = []  # of the current validation
+        self._losses: list[tuple[tuple[str, ...], Tensor]] = []  # of the pairs of the current validation
         self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
         self._warned = False  # of a validation loss that is not finite
         self._began = 0.0  # when the current optimiser step began, in seconds
@@ -225,11 +225,9 @@ class PreferenceModule(L.LightningModule):
                 ).items():
                     sums[name] = sums[name] + value if name in sums else value
         torch.clear_autocast_cache()  # in older releases, weights cast under no_grad would pass no gradient later
-        return {name: self._over_ranks(value) for name, value in sums.items()}
-
-    def _over_ranks(self, value: Tensor) -> Tensor:
-        total: Tensor = self.all_gather(value).sum() if self.trainer.world_size > 1 else value  # type: ignore[union-attr]
-        return total
+        if self.trainer.world_size > 1:
+            sums = {name: self.all_gather(value).sum() for name, value in sums.items()}  # type: ignore[union-attr]
+        return sums
 
     def training_step(self, batch: PreferenceBatch, batch_idx: int) -> Tensor:
         """The micro-batch's share of the optimiser step's mean loss.
@@ -253,8 +251,9 @@ class PreferenceModule(L.LightningModule):
         lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
         self.window.reset()
-        norm = torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = gathered(
+            torch.nn.utils.get_total_norm([p.grad.detach() for p in self.policy.parameters() if p.grad is not None])
+        )
         if not bool((values["train/loss"].isfinite() & norm.isfinite()).item()):
             self._stop(norm.item(), lr)
         pairs = self._scored[-1].batch.step_pairs
@@ -292,7 +291,7 @@ class PreferenceModule(L.LightningModule):
         seconds = time.perf_counter() - self._began
         self.log_dict({f"train/{name}_per_s": amount.float() / seconds for name, amount in self._amounts.items()})
         if self.device.type == "cuda":
-            self.log("train/gpu_mem_gib", peak_memory(self.device))
+            self.log("train/gpu_mem_gib", torch.cuda.max_memory_allocated(self.device) / 2**30)
 
     # ------------------------------------------------------------------------------------------------ validation
     def on_validation_epoch_start(self) -> None:
@@ -303,7 +302,7 @@ class PreferenceModule(L.LightningModule):
         """Adds the batch to the validation means."""
         batch, policy, _, output = self.score(batch)
         self.validation.update(pair_values(policy, output, batch))
-        self._losses.append(PairLosses(batch.pair_ids, output.losses * batch.pair_weight))
+        self._losses.append((batch.pair_ids, output.losses * batch.pair_weight))
 
     def on_validation_epoch_end(self) -> None:
         """Logs ``val/*`` over all ranks.
@@ -337,8 +336,7 @@ class PreferenceModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW and its per-step schedule in Lightning's dictionary form."""
         recipe = self.recipe
-        trainable = [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
-        optimizer = recipe.make(trainable)
+        optimizer = recipe.make(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

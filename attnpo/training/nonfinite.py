@@ -3,7 +3,7 @@
 A function reads a tensor's values only when it is called for that: on a GPU every read waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -23,14 +23,6 @@ SHOWN = 8  # pairs named in a message; all of them are in the file
 
 
 @dataclass(frozen=True)
-class PairLosses:
-    """Losses of pairs as they enter a mean, without their graph."""
-
-    pair_ids: tuple[str, ...]
-    losses: Float[Tensor, "pairs"]
-
-
-@dataclass(frozen=True)
 class Scored:
     """One scored micro-batch as it is kept until the optimiser steps: losses and statistics without their graph."""
 
@@ -38,11 +30,6 @@ class Scored:
     policy: TokenStats
     reference: TokenStats | None
     losses: Float[Tensor, "pairs"]
-
-    @property
-    def pair_ids(self) -> tuple[str, ...]:
-        """The pairs' ids."""
-        return self.batch.pair_ids
 
     @classmethod
     def of(
@@ -67,12 +54,12 @@ class NonfiniteStep:
     file: Path | None
 
 
-def nonfinite_pairs(scored: Sequence[PairLosses | Scored]) -> list[str]:
-    """The ids of the pairs whose loss is not finite."""
+def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, "pairs"]]]) -> list[str]:
+    """The ids of the pairs whose loss is not finite; of each batch the ids and the losses are given."""
     return [
         pair_id
-        for item in scored
-        for pair_id, finite in zip(item.pair_ids, item.losses.isfinite().tolist(), strict=True)
+        for pair_ids, losses in scored
+        for pair_id, finite in zip(pair_ids, losses.isfinite().tolist(), strict=True)
         if not finite
     ]
 
@@ -82,13 +69,13 @@ def nonfinite_inputs(scored: Sequence[Scored]) -> list[str]:
 
     Positions under a false response mask do not count.
     """
-    names: dict[str, None] = {}
-    for item in scored:
-        bad = ~item.losses.isfinite()
-        for name, finite in _finite_inputs(item).items():
-            if bool((bad & ~finite).any()):
-                names[name] = None
-    return list(names)
+    names = [
+        name
+        for item in scored
+        for name, finite in _finite_inputs(item).items()
+        if not bool((item.losses.isfinite() | finite).all())
+    ]
+    return list(dict.fromkeys(names))
 
 
 def save_step(
@@ -104,9 +91,9 @@ def save_step(
     that it loads with ``weights_only=True``.
     """
     bad_gradients = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
-    bad_pairs = from_all_ranks(nonfinite_pairs(scored), processes)
+    bad_pairs = from_all_ranks(nonfinite_pairs((item.batch.pair_ids, item.losses) for item in scored), processes)
     bad_inputs = from_all_ranks(nonfinite_inputs(scored), processes)
-    pair_ids = from_all_ranks([pair_id for item in scored for pair_id in item.pair_ids], processes)
+    pair_ids = from_all_ranks([pair_id for item in scored for pair_id in item.batch.pair_ids], processes)
     pairs, inputs = list(chain(*bad_pairs)), list(dict.fromkeys(chain(*bad_inputs)))
     contents = {
         "step": step,
@@ -195,7 +182,7 @@ def check_validation(trainer: L.Trainer) -> None:
 def _what_stands(trainer: L.Trainer) -> str:
     """For a message: which checkpoint stands when weights or validation are not finite, and what to try."""
     module: Any = trainer.lightning_module
-    saved = newest(Path(trainer.default_root_dir), ("last", "best"))
+    saved = newest(Path(trainer.default_root_dir))
     stands = "no checkpoint is saved" if saved is None else f"saved last is step {saved[0]}, in {saved[1]}"
     advice = [f"a smaller optimizer.lr (now {module.recipe.lr:g})", "a smaller trainer.gradient_clip_val"]
     if not str(trainer.precision).startswith("32"):

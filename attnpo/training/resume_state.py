@@ -73,8 +73,7 @@ class Continuation(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Adds random states of all ranks and the metrics (a collective)."""
-        logged = trainer.callback_metrics.items()
-        now = {name: float(value) for name, value in logged if name not in ("step", "epoch")}
+        now = {name: float(value) for name, value in trainer.callback_metrics.items() if name not in ("step", "epoch")}
         typed(checkpoint)[KEY] = {
             "metrics": {**self.metrics, **now},
             "first": self.first,

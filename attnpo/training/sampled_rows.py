@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
-from transformers import GenerationConfig
-
 from attnpo.data.collate import bare_rows
-from attnpo.models.backbone import eval_mode, is_materialised
-from attnpo.models.generate import Request, context_length, own_settings, processors
+from attnpo.models.backbone import is_materialised
+from attnpo.models.generate import Request, context_length, new_tokens
 from attnpo.models.input_gradient import prompt_lengths
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
@@ -61,7 +57,8 @@ class Anchors:
         ]
         responses: list[list[int]] = [[] for _ in requests]
         for room, indices in self._by_room(policy, prompts).items():
-            sampled = self._sample(policy, [requests[index] for index in indices], room)
+            alike = [requests[index] for index in indices]
+            sampled = new_tokens(policy.model, alike, self.sampling, room, self.end_ids, self.pad_id)
             for index, response in zip(indices, sampled, strict=True):
                 responses[index] = response
         rows = replace(bare_rows(list(zip(prompts, responses, strict=True)), padded, self.pad_id), factors=True)
@@ -79,33 +76,6 @@ class Anchors:
             if room > 0:
                 by_room.setdefault(room, []).append(index)
         return by_room
-
-    def _sample(self, policy: ScoredLM, requests: Sequence[Request], room: int) -> list[list[int]]:
-        """The new tokens of each request, the end token included."""
-        width = max(len(request.ids) for request in requests)
-        missing = [width - len(request.ids) for request in requests]
-        ids = [[*[self.pad_id] * gap, *request.ids] for gap, request in zip(missing, requests, strict=True)]
-        mask = [[0] * gap + [1] * (width - gap) for gap in missing]
-        model, device = policy.model, policy.model.device
-        config = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False,  # the draw is ours, as in models.generate
-            num_beams=1,
-            max_new_tokens=room,
-            eos_token_id=sorted(self.end_ids) or None,
-            pad_token_id=self.pad_id,
-        )
-        with torch.no_grad(), eval_mode(policy), own_settings(model, config):
-            output: Tensor = model.generate(  # type: ignore[operator]
-                input_ids=torch.tensor(ids, dtype=torch.long, device=device),
-                attention_mask=torch.tensor(mask, dtype=torch.long, device=device),
-                generation_config=config,
-                logits_processor=processors(requests, self.sampling, width, device),
-            )
-        return [self._until_end(row) for row in output[:, width:].tolist()]
-
-    def _until_end(self, ids: list[int]) -> list[int]:
-        end = next((index for index, token in enumerate(ids) if token in self.end_ids), len(ids))
-        return ids[: end + 1]
 
 
 def prompts_of(batch: PreferenceBatch) -> list[list[int]]:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load, save
 from transformers import PreTrainedModel
 
-from attnpo.models.loading import check_rotary, load_model, load_tokenizer, parameter_count, weights_fingerprint
+from attnpo.models.backbone import parameter_count
+from attnpo.models.loading import check_rotary, load_model, load_tokenizer, weights_fingerprint
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]

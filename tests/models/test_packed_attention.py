@@ -160,13 +160,8 @@ def test_segments_that_do_not_cover_the_row_are_refused() -> None:
 
 def test_a_window_reaches_into_the_prompt_by_positions() -> None:
     window = 3
-    rule = Rule(
-        {
-            "mask_function": lambda b, h, q, k: (k <= q) & (k > q - window),
-            "local_size": window,
-            "allow_is_causal_skip": True,
-        }
-    )
+    sizes: dict[str, int] = {"batch_size": 1, "q_length": 8, "kv_length": 8}
+    rule = Rule(**sizes, mask_function=lambda b, h, q, k: (k <= q) & (k > q - window), local_size=window)
     # A prompt of 4, two chosen tokens, two rejected ones: the rejected see back to the prompt, past the chosen.
     plan = Plan.of(torch.tensor([[0, 6, 0, 0], [6, 2, 0, 4]]), 8)
     assert [bucket.prefixed for bucket in plan.buckets] == [False, True]
@@ -175,7 +170,7 @@ def test_a_window_reaches_into_the_prompt_by_positions() -> None:
     assert plan.buckets[1].keys.tolist() == [[0, 1, 2, 3, 6, 7]]
     assert mask.dtype == torch.float64 and rule.mask(plan, 1, torch.float64, skip=True) is mask
     assert (mask == 0)[0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    causal = Rule({"mask_function": lambda b, h, q, k: k <= q, "local_size": None})
+    causal = Rule(**sizes, mask_function=lambda b, h, q, k: k <= q, local_size=None)
     assert causal.mask(plan, 0, torch.float64, skip=True) is None, "a causal sequence needs no mask"
 
 

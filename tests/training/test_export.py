@@ -22,13 +22,13 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from attnpo.models.lora import add_lora
+from attnpo.models.lora import add_lora, merged_state
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
-from attnpo.training.export import Exporter, full_state
+from attnpo.training.export import Exporter
 from attnpo.training.fsdp import shard
 from attnpo.training.settings import CallbackSettings
 
@@ -292,7 +292,7 @@ def test_a_sharded_policy_is_exported_whole(tokenizer: PreTrainedTokenizerFast, 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         shard(model, init_device_mesh("cpu", (1,)))
-        assert full_state(model, keep=False) == {}
+        assert merged_state(model, keep=False) == {}
         Exporter(tokenizer).export(model, tmp_path / "elsewhere", write=False)
         assert not (tmp_path / "elsewhere").exists()
         Exporter(tokenizer).export(model, tmp_path / "out")
