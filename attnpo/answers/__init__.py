@@ -1,1 +1,1 @@
-"""A model's answers to prompts (``attnpo.generate``)."""
+"""A model's answers to prompts: the command ``python -m attnpo.generate``."""

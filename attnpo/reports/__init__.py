@@ -1,1 +1,1 @@
-"""Finished folders and token weights as tables (``attnpo.report``)."""
+"""Finished folders and token weights as tables: the command ``python -m attnpo.report``."""

@@ -1,4 +1,4 @@
-"""Reports of finished folders: each study's tables again, studies side by side, runs row by row, printed numbers."""
+"""Reports of finished folders: each study's tables again, studies side by side, runs row by row, a paper's numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Values that are not finite: the pairs of a step that hold them, the file that keeps the step, weights, validations.
+"""Values that are not finite, in the pairs of a step (which is kept in a file), the model's weights and validations.
 
 A function reads a tensor's values only when it is called for that: on a GPU every read waits for the device.
 """
