@@ -42,6 +42,11 @@ class ResponseStats:
     uniform: float
     sink: tuple[float, float, float]
 
+    @property
+    def sink_share(self) -> float:
+        """Share of the first three tokens together."""
+        return sum(self.sink)
+
 
 @dataclass(frozen=True)
 class WeightSummary:

@@ -33,7 +33,7 @@ def test_statistics_by_hand() -> None:
     assert (stats.max, stats.mass, stats.tokens, stats.length) == (0.5, 1.0, 4.0, 5.0)
     assert stats.top10_share == 0.5  # a tenth of 4, rounded up, is one token
     assert stats.sink == (0.5, 0.25, 0.125)
-    assert sum(stats.sink) == 0.875
+    assert stats.sink_share == 0.875
 
 
 def test_top_share_counts_a_tenth_rounded_up() -> None:
@@ -62,7 +62,7 @@ def test_factors_and_signed_rows_are_read_by_size() -> None:
 def test_shares_ignore_scale_and_stay_in_bounds(row: list[float], scale: float) -> None:
     weights = torch.tensor(row, dtype=torch.float64)
     one, other = response_statistics(weights), response_statistics(scale * weights)
-    for name in ("effective", "entropy", "top10_share", "sink"):
+    for name in ("effective", "entropy", "top10_share", "sink_share"):
         assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-9, abs=1e-12)
     assert 1 - 1e-9 <= one.effective <= len(row) * (1 + 1e-9)
     assert one.effective <= math.exp(one.entropy) * (1 + 1e-9)  # order 2 below order 1 (Renyi)
