@@ -77,7 +77,7 @@ def test_coverage_lies_within_the_stated_bounds(
 
 
 def test_punctuation_before_a_line_break_is_what_is_lost(shared: Path) -> None:
-    """A tokenizer of Llama-3's kind: full stops merge with the break behind the answer, letters do not."""
+    """A tokenizer of Llama-3's kind: full stops merge with the break after the answer, letters do not."""
     chat = chat_of(shared / "models" / "tokenizers" / "edge_merge_2k", "own")
     (rules,) = (rules for option, rules in judge_options().items() if "testbed" in option.split(", "))
     prompts = JudgePrompts(rules, chat)

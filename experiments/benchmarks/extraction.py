@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--instruction", type=int, default=150, help="tokens before the pair's prompt, always the same")
     parser.add_argument("--prompt", type=int, default=171)
     parser.add_argument("--answers", type=int, nargs=2, default=[272, 238])
-    parser.add_argument("--closing", type=int, default=60, help="tokens behind the second answer, always the same")
+    parser.add_argument("--closing", type=int, default=60, help="tokens after the second answer, always the same")
     parser.add_argument(
         "--budget", type=int, default=16384, help="tokens per forward of our judge (judge.token_budget)"
     )

@@ -77,7 +77,7 @@ def ratio(times: Times, above: str, below: str) -> float | None:
 
 
 def say(line: str) -> None:
-    """Nothing; tells whoever waits how far it is, beside the tables."""
+    """Prints how far it is to the error stream, beside the tables."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -222,7 +222,7 @@ def finish(
     bars: Sequence[Bar],
     more: Mapping[str, Any] | None = None,
 ) -> None:
-    """Nothing; prints the bars and writes the JSON file if one was asked for.
+    """Prints the bars and writes the JSON file if one was asked for.
 
     ``more``: versions of other environments, by their names.
     """
@@ -289,7 +289,7 @@ class Worker:
 
 
 def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Nothing; answers requests from standard input until it ends. What else is printed goes to standard error."""
+    """Answers requests from standard input until it ends. What else is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -6,7 +6,7 @@
 Ours is ``python -m attnpo.fit`` from an empty store: judge pass over all layers and both orders, the reference's
 log-probabilities, one epoch. The second run is another beta on a store that holds both, as every further run of a sweep
 finds it. TRL trains one epoch of DPO with a live reference. Neither saves a model; ours also validates (two pairs),
-before and behind the epoch. Times are those of processes from start to end; what lies behind the imports is shown too.
+before and after the epoch. Times are those of processes from start to end; what comes after the imports is shown too.
 Before anything is timed, both sides must make the same number of tokens of the data, and take as many steps.
 """
 
@@ -136,7 +136,7 @@ class World:
         return seconds
 
     def require_same_work(self) -> None:
-        """Nothing. Raises ``SystemExit`` when TRL trained on other tokens or took another number of steps."""
+        """Raises ``SystemExit`` when TRL trained on other tokens or took another number of steps."""
         ours, theirs = (self.tokens(), self.steps[WARM]), (self.trl["tokens"], self.steps[TRL])
         if ours != theirs:
             raise SystemExit(
@@ -146,7 +146,7 @@ class World:
 
 
 def require_store(what: str, *, found: int, computed: int, empty: bool) -> None:
-    """Nothing. Raises ``SystemExit`` for a run that found weights in an empty store, or computed some of a full one."""
+    """Raises ``SystemExit`` for a run that found weights in an empty store, or computed some of a full one."""
     if found if empty else computed:
         state = "an empty" if empty else "a filled"
         raise SystemExit(f"{what}: {found} pairs' weights came from {state} store and {computed} were computed")
@@ -206,14 +206,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inner = {name: middle(seconds[1:]) for name, seconds in world.inner.items()}  # without the round thrown away
     rows = [[*one, f"{inner[one[0]]:.1f}", f"{inner[one[0]] / inner[base]:.2f}"] for one in times_rows(times, base)]
     of = f"of {base}"
-    print(f"\n{table(('whole run', 'seconds, median (range)', of, 'behind the imports', of), rows)}", flush=True)
+    print(f"\n{table(('whole run', 'seconds, median (range)', of, 'after the imports', of), rows)}", flush=True)
     if world.trl:
         print(f"TRL {world.trl['versions'].get('trl')}, DPOConfig: {world.trl['arguments']}")
     bars = [
         Bar("whole run: ours of TRL's, store empty", COLD_BAR, ratio(times, COLD, TRL), False, missing),
         Bar("whole run: ours of TRL's, store warm", WARM_BAR, ratio(times, WARM, TRL), False, missing),
     ]
-    results = {"seconds": times, "seconds_behind_imports": world.inner, "trl": world.trl}
+    results = {"seconds": times, "seconds_after_imports": world.inner, "trl": world.trl}
     finish("pipeline", options, results, bars, {"trl": world.trl.get("versions")})
     return 0
 

@@ -89,7 +89,7 @@ def peaks(read: Callable[[list[int]], object], lengths: Sequence[int]) -> list[i
 
 
 def main() -> None:
-    """Nothing; prints the table."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--layers", type=int, default=4)

@@ -92,7 +92,7 @@ LLAMA3_8B = Shape(width=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocab=
 
 
 def add_shape(parser: ArgumentParser, *, layers: int) -> None:
-    """Nothing; adds the options of a model's shape."""
+    """Adds the options of a model's shape."""
     default = Shape()
     parser.add_argument("--width", type=int, default=default.width)
     parser.add_argument("--layers", type=int, default=layers)
@@ -247,6 +247,6 @@ def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.dev
 
 
 def settle(device: torch.device) -> None:
-    """Nothing; waits until a GPU has done what it was given."""
+    """Waits until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

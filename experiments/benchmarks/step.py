@@ -200,7 +200,7 @@ def join(
 
 
 def show(found: Measured) -> None:
-    """Nothing; prints the table of one measurement."""
+    """Prints the table of one measurement."""
     rows = []
     for row in times_rows(found.times, NAIVE):
         name = row[0]
@@ -251,14 +251,14 @@ def trl_python(options: Namespace) -> tuple[Path | None, str]:
 
 
 def add_trl(parser: ArgumentParser) -> None:
-    """Nothing; adds the options that say where TRL is."""
+    """Adds the options that say where TRL is."""
     default = ROOT / ".venv-trl" / "bin" / "python"
     parser.add_argument("--trl-python", type=Path, default=default, help="Python of an environment with trl==1.16.0")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
 
 
 def quiet() -> None:
-    """Nothing; no progress bars and no advice of libraries among the tables."""
+    """Turns progress bars and the libraries' advice off, which would stand among the tables."""
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     library.disable_progress_bar()
@@ -304,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe(options: Namespace, found: Measured) -> None:
-    """Nothing; prints what was run on, and TRL's arguments."""
+    """Prints what was run on, and TRL's arguments."""
     pairs = pairs_of(options)
     real = sum(pair.tokens + len(pair.prompt) for pair in pairs)
     padded = padded_tokens([pair.lengths for pair in pairs], options.micro)

@@ -81,7 +81,7 @@ class Ours:
             return [float(self.module.training_step(batch, 0)) for batch in self.batches]
 
     def step(self) -> None:
-        """Nothing; forward and backward over all micro-batches."""
+        """Runs forward and backward over all micro-batches."""
         self.module.on_fit_start()  # starts an empty optimiser step
         for batch in self.batches:
             self.module.training_step(batch, 0).backward()
@@ -123,7 +123,7 @@ class Plain:
             return [float(self._loss(batch)) for batch in self.batches]
 
     def step(self) -> None:
-        """Nothing; forward and backward over all micro-batches."""
+        """Runs forward and backward over all micro-batches."""
         for batch in self.batches:
             self._loss(batch).backward()
 

@@ -179,7 +179,7 @@ Measured = dict[str, tuple[dict[Key, Summary], Counter[str]]]
 
 
 def cells(found: dict[Key, Summary], option: str) -> tuple[str, ...]:
-    """One line of the table under text assembly, behind its names."""
+    """One line of the table under text assembly, after its names."""
     paper = found[option, Assembly.TEXT, AlignMethod.LEVENSHTEIN]
     other = found[option, Assembly.TEXT, AlignMethod.CHARACTERS]
     shares = (percent(paper.complete), percent(paper.enough), percent(paper.mean), percent(paper.pooled, 2))

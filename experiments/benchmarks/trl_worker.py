@@ -28,14 +28,14 @@ TILE = utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
 
 def quiet() -> None:
-    """Nothing; no progress bars, warnings only."""
+    """Turns progress bars and messages below warnings off."""
     disable_progress_bars()
     logging.set_verbosity_warning()
     logging.disable_progress_bar()
 
 
 def fit_tile(model: str) -> None:
-    """Nothing; TRL's buffer for logits is no wider than the model's vocabulary.
+    """Makes TRL's buffer for logits no wider than the model's vocabulary.
 
     TRL's own is 32,768 columns wide, which an 8B model's vocabulary fills and that of a small model does not: unused
     memory that would count against TRL. The same numbers.
@@ -153,7 +153,7 @@ def train(
     seed: int,
     threads: int | None,
 ) -> dict[str, Any]:
-    """One epoch of plain DPO with a live reference: seconds behind the imports, tokens of the data, arguments."""
+    """One epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments."""
     start = time.perf_counter()
     quiet()
     fit_tile(model)
@@ -194,7 +194,7 @@ def train(
 
 
 def main() -> None:
-    """Nothing; serves, trains, or only imports."""
+    """Serves, trains, or only imports, as the first argument says."""
     what, *details = sys.argv[1:]
     if what == "serve":
         steps = Steps()

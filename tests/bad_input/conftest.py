@@ -1,4 +1,4 @@
-"""Fixtures of the bad inputs: a tiny world to break, and ``record`` for the table behind the test run."""
+"""Fixtures of the bad inputs: a tiny world to break, and ``record`` for the table after the test run."""
 
 import os
 from collections.abc import Callable, Iterator

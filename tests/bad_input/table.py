@@ -1,4 +1,4 @@
-"""The table of bad inputs: what each one was answered with, and what it cost. Printed behind the test run.
+"""The table of bad inputs: what each one was answered with, and what it cost. Printed after the test run.
 
 Rows are the values (case, message, lost) of the property "bad input" that a test reports through ``record_property``;
 the fixture ``record`` of this folder does so, and tests elsewhere may. They travel with the reports, also under xdist,
@@ -27,7 +27,7 @@ def table_lines(rows: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Nothing; prints the table of all tests that passed, once."""
+    """Prints the table of all tests that passed, once."""
     rows = [
         (str(value[0]), str(value[1]), str(value[2]))
         for report in terminalreporter.stats.get("passed", [])

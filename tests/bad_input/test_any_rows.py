@@ -124,7 +124,7 @@ def _with_exchanged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 # ------------------------------------------------------------------------------------------------ tokenizers
 
-# Refuses one word, rewrites another, renders the prompt differently behind a third; turns of other roles are plain.
+# Refuses one word, rewrites another, renders the prompt differently after a third; turns of other roles are plain.
 WILFUL = (
     "{% set ns = namespace(seen='') %}{% for m in messages %}{% set ns.seen = ns.seen + m['content'] %}"
     "{% if 'Jinja' in ns.seen %}{{ raise_exception('no Jinja here') }}{% endif %}{% endfor %}"

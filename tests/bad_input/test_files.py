@@ -85,7 +85,7 @@ def test_a_file_in_another_encoding(attempts: Attempts, record: Record) -> None:
     record("a file in UTF-16", message, NOT_STARTED)
 
 
-def test_zero_bytes_behind_the_rows(attempts: Attempts, record: Record) -> None:
+def test_zero_bytes_after_the_rows(attempts: Attempts, record: Record) -> None:
     """What a full disk or a crash leaves at the end of a file."""
     content = b"\n".join([*lines(attempts), b"\0\0\0\0"])
     message = attempts.weigh(world=attempts.content(content)).refused()

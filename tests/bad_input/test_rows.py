@@ -76,7 +76,7 @@ def test_a_pair_the_judge_cannot_read_beside_a_filled_store(attempts: Attempts) 
 
 
 def test_processes_whose_share_the_judge_cannot_read(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second pair is unreadable. Whoever comes behind reports for those who were there before."""
+    """Every second pair is unreadable. Whoever comes after reports for those who were there before."""
     rows = deepcopy(attempts.rows)
     for row in rows[::2]:
         row["chosen"][-1]["content"] = ""

@@ -92,7 +92,7 @@ def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, o
 
 
 def test_an_override_may_be_longer_than_a_file_name(attempts: Attempts) -> None:
-    """A chat template as text: the folder's own behind a long remark."""
+    """A chat template as text: the folder's own after a long remark."""
     own = (attempts.world.model / "chat_template.jinja").read_text(encoding="utf-8")
     template = "{# " + "a remark " * 40 + "#}" + own
     quoted = template.replace("'", "\\'")

@@ -90,7 +90,7 @@ def test_every_golden_record_passes(shared: Path) -> None:
         assert sorted(s.value for s in statuses[f"extraction/{name}"]) == ["ok"] * 20 + ["variant"] * 3, name
     rebuilt = [r.note for r in found if r.name == "extraction/span" and r.status is Status.VARIANT]
     assert all("was checked on the texts it shows" in note for note in rebuilt)
-    # Zero mass behind the sink, twice; two edited completions and weights that do not fit.
+    # Zero mass after the sink, twice; two edited completions and weights that do not fit.
     assert sorted(s.value for s in statuses["extraction/sink_fix"]) == ["ok"] * 8 + ["variant"] * 2
     assert sorted(s.value for s in statuses["extraction/alignment"]) == ["ok"] * 34 + ["variant"] * 3
     assert {record.case for record in found if record.name == "evaluation"} == {"alpaca_eval", "arena_hard", "mt_bench"}

@@ -69,11 +69,11 @@ def changed(composed: DictConfig, *more: str) -> FitConfig:
 
 
 @contextmanager
-def killed(behind: int) -> Iterator[None]:
-    """Runs here die when they would save a step after ``behind``."""
+def killed(last: int) -> Iterator[None]:
+    """Runs here die when they would save a step after ``last``."""
 
     def save(self: CheckpointFolder, trainer: Any, **named: Any) -> None:
-        if trainer.global_step > behind:
+        if trainer.global_step > last:
             raise ZeroDivisionError("killed")
         CheckpointFolder.save(self, trainer, **named)
 

@@ -57,7 +57,7 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], list[dict[str, str]], tuple[str, st
         DIALOGUE,
         ("Red", "Two"),
     ),
-    "prompt as messages, several turns behind it": (
+    "prompt as messages, several turns after it": (
         {"prompt": [asked("Hi")], "chosen": [*DIALOGUE[1:], said("Red")], "rejected": [*DIALOGUE[1:], said("Two")]},
         DIALOGUE,
         ("Red", "Two"),

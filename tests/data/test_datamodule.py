@@ -224,7 +224,7 @@ def of_lengths(name: str, prompt: int, response: int) -> TrainingExample:
 
 
 def test_rows_ahead_that_are_longer_than_any_pair_stand_alone() -> None:
-    """Long prompts with short answers and the reverse: behind a long prompt comes a long answer, 2 x 18 tokens."""
+    """Long prompts with short answers and the reverse: after a long prompt comes a long answer, 2 x 18 tokens."""
     examples = [of_lengths(f"pair{i}", *((9, 1) if i % 2 else (1, 9))) for i in range(6)]
     data = PreferenceDataModule(examples, examples, padded, 0, BatchPlan(6, tokens=20), 0, ahead=("mismatched",))
     first = next(data.train_batches[planned] for planned in data._sampler(0, 1))

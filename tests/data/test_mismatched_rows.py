@@ -1,4 +1,4 @@
-"""Mismatched rows: whose responses stand behind whose prompt, how long they are, when they come."""
+"""Mismatched rows: whose responses follow whose prompt, how long they are, when they come."""
 
 import logging
 

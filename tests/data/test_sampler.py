@@ -237,7 +237,7 @@ class Echo(Dataset[tuple[list[int], int]]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_behind_a_loader(workers: int) -> None:
+def test_in_a_loader(workers: int) -> None:
     plan = counted(11, 2, 2, shuffle=False)
     loader = DataLoader(Echo(), sampler=plan, batch_size=None, num_workers=workers)
     assert len(loader) == 6

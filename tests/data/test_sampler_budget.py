@@ -100,7 +100,7 @@ def test_a_literal_plan_with_a_budget() -> None:
 
 
 def test_a_short_step_of_long_pairs_sets_the_number_for_all() -> None:
-    """Lightning steps behind a fixed number of micro-batches, so no step may have more."""
+    """Lightning steps after a fixed number of micro-batches, so no step may have more."""
     plan = StepBatches(7, 4, ByTokens([1, 1, 1, 1, 9, 9, 9], PADDED, 9), shuffle=False)
     assert (plan.split.accumulation, plan.split.short, len(plan)) == (3, 3, 6)
     assert [batch.indices for batch in plan][3:] == [[4], [5], [6]]

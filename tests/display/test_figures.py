@@ -132,7 +132,7 @@ def test_pieces_fill_lines_and_lose_nothing() -> None:
     assert joined == "a" * (CELLS - 2) + " bc" + "d↵↵e" + "▯" + "w" * (2 * CELLS + 5) + "日" * CELLS + "⇥ " + "␣␣"
     order = [(piece.line, piece.start) for piece in pieces]
     assert order == sorted(order)
-    assert (pieces[1].line, pieces[1].start) == (1, 0)  # " bc" does not fit behind the first token
+    assert (pieces[1].line, pieces[1].start) == (1, 0)  # " bc" does not fit after the first token
 
 
 def test_right_to_left_rows_start_at_the_right_edge(tmp_path: Path) -> None:

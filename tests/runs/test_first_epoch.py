@@ -89,7 +89,7 @@ def test_the_second_epoch_runs_no_reference(fresh: World, tmp_path: Path, monkey
 
     monkeypatch.setattr(run_module.PreferenceModule, "_reference_stats", counted)
     run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
-    # Validation before the first step and behind the first epoch, and the first epoch itself; two rows a pair.
+    # Validation before the first step and after the first epoch, and the first epoch itself; two rows a pair.
     assert sum(rows) == 2 * (VAL + TRAIN + VAL)
 
 

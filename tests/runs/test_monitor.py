@@ -33,7 +33,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 
 def validated(folder: Path, name: str) -> dict[int, float]:
-    """The values of a metric behind each optimiser step."""
+    """The values of a metric after each optimiser step."""
     with (folder / "metrics.csv").open(encoding="utf-8") as lines:
         rows = [(int(row["step"]), row.get(name)) for row in csv.DictReader(lines)]
     return {step: float(value) for step, value in rows if value and step > 0}

@@ -248,7 +248,7 @@ def test_the_exporter_knows_every_end_and_card_facts_are_optional(inputs: Inputs
 
 
 def test_a_whole_run_is_tracked_and_exported(world: World, tmp_path: Path) -> None:
-    """Metrics at the steps of metrics.csv, media behind them, one W&B run, a folder with card and generation config."""
+    """Metrics at the steps of metrics.csv, media after them, one W&B run, a folder with card and generation config."""
     folder = tmp_path / "run"
     result = run(world.config(*TRACKED, "trainer.validate_every=1", "callbacks.export_dtype=bfloat16"), folder)
     (session,) = sessions(folder)

@@ -46,7 +46,7 @@ def test_a_finished_run_gives_its_result_back(world: World, done: tuple[Path, Ru
 def test_a_run_that_was_killed_while_scoring_is_scored_without_training(
     world: World, done: tuple[Path, RunResult], tmp_path: Path
 ) -> None:
-    """The state behind the last step is there, the result is not."""
+    """The state after the last step is there, the result is not."""
     folder, result = done
     copy = tmp_path / "copy"
     copy.mkdir()

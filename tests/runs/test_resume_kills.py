@@ -137,7 +137,7 @@ def test_killed_at_random_moments(runs: Runs, unbroken: float, record_property: 
         name = f"chain{chains}"
         chains += 1
         while True:
-            # Some come at once, before the first save; with a save behind each step, training is slower than unbroken.
+            # Some come at once, before the first save; with a save after each step, training is slower than unbroken.
             delay = unbroken * dice.choice((0.03, 0.8)) * dice.random()
             blow: dict[str, Any] = {"signal": int(signal.SIGKILL), "delay": delay}
             if dice.random() < 0.5:  # saves are short: every other blow waits for one
@@ -178,7 +178,7 @@ def test_a_signal_within_a_step_saves_and_ends(runs: Runs, unbroken: float, name
     assert_same_end(runs, name)
 
 
-def test_a_signal_during_validation_ends_behind_it(runs: Runs, unbroken: float) -> None:
+def test_a_signal_during_validation_ends_after_it(runs: Runs, unbroken: float) -> None:
     done = runs.start("validating", signal=int(signal.SIGTERM), at=[VALIDATING, 5, 7])
     assert done["status"] == 143, runs.said("validating")[-3000:]
     assert read_account(runs.output / "validating" / "last")["step"] == 5

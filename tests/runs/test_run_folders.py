@@ -106,7 +106,7 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(world: World, tmp
     refuse_taken(world.config(*overrides, "resume=auto"), tmp_path / "x")
 
 
-def test_a_run_forked_behind_the_last_step_has_a_whole_folder(world: World, done: Path, tmp_path: Path) -> None:
+def test_a_run_forked_after_the_last_step_has_a_whole_folder(world: World, done: Path, tmp_path: Path) -> None:
     """Its own last/, exported, and the rows of its source."""
     folder = tmp_path / "fork"
     source = contents(done)
@@ -121,7 +121,7 @@ def test_a_run_forked_behind_the_last_step_has_a_whole_folder(world: World, done
 def test_a_run_forked_midway_ends_like_its_source(
     world: World, done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The source was stopped behind its second step; the rows up to there come from it."""
+    """The source was stopped after its second step; the rows up to there come from it."""
     source, folder = tmp_path / "source", tmp_path / "fork"
     with monkeypatch.context() as patch:
         patch.setattr("attnpo.training.checkpoints.LastCheckpoint.save", _until(2))
@@ -175,7 +175,7 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
 
 
 @pytest.mark.slow
-def test_a_sharded_run_killed_behind_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
+def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
     """Nothing gathers the policy when no step is left: it comes from the checkpoint."""
     more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
     command = ["-m", "attnpo.fit", *world.overrides("batch.micro=1", "callbacks.report=false", *more)]

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
-# Llama-3's splitting rule: punctuation takes the line breaks behind it along.
+# Llama-3's splitting rule: punctuation takes the line breaks after it along.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -100,7 +100,7 @@ def mistral_like(corpus: list[str]) -> PreTrainedTokenizerFast:
 
 
 def write_model(kind: str, corpus: list[str], folder: Path) -> None:
-    """Nothing; writes a random two-layer model of class ``kind`` ("llama" or "mistral") with its tokenizer."""
+    """Writes a random two-layer model of class ``kind`` ("llama" or "mistral") with its tokenizer."""
     torch.manual_seed(5)
     if kind == "llama":
         tokenizer = llama3_like(corpus)

@@ -370,7 +370,7 @@ def test_delimiters_keep_every_token(
 
 
 def test_other_delimiters_lose_tokens(shared: Path, pairs: list[PreferencePair], tmp_path: Path) -> None:
-    """What the files avoid: a line break behind the answer, and the other kind of chat's opening."""
+    """What the files avoid: a line break after the answer, and the other kind of chat's opening."""
     own = rules("llama3_8b_base_sft")
     text = Path(own.template_file).read_text(encoding="utf-8")
     (tmp_path / "lines.txt").write_text(text.replace("} [end of answer", "}\n[end of answer"), encoding="utf-8")

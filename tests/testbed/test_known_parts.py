@@ -95,7 +95,7 @@ def test_digits_are_those_of_reading_one_by_one(tokenizer: PreTrainedTokenizerFa
     assert len(seen) > 1, "a model that says one digit only proves little"
 
 
-def test_a_digit_that_hangs_on_the_one_before_is_read_behind_the_models_own(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_digit_that_hangs_on_the_one_before_is_read_after_the_models_own(tokenizer: PreTrainedTokenizerFast) -> None:
     """The model says 1, then always one more than the digit before: every pass settles one more of the five."""
     digits = token_ids(tokenizer, words.PART_SCORES)
 

@@ -121,7 +121,7 @@ def test_ranges_by_hand(formats: Formats) -> None:
 
 
 def test_a_template_that_trims_keeps_ranges_of_the_text_as_given(formats: Formats) -> None:
-    """Three blanks in front and two behind are gone from the ids; ranges still count them."""
+    """Three blanks in front and two after it are gone from the ids; ranges still count them."""
     trimmed, plain = formats("edge_merge"), formats("edge_merge_untrimmed")
     text = " \n Yes it is.\n\t"
     encoded = trimmed.encode(TURNS, text)
@@ -146,7 +146,7 @@ def test_text_of_special_tokens_inside_a_response(formats: Formats) -> None:
 
 
 def test_what_follows_the_end_of_turn_is_cut(formats: Formats) -> None:
-    """ChatML with a real end token: the newline behind it is never generated, so it is not trained on."""
+    """ChatML with a real end token: the newline after it is never generated, so it is not trained on."""
     tokenizer = formats.tokenizer("models/tokenizers/gpt2", fresh=True)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     chat = ChatFormat(tokenizer, FORMATS["gpt2_chatml"][1])

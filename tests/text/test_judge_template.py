@@ -251,7 +251,7 @@ def test_reference_spans_end_early_but_keep_one_token(formats: Formats, rules: J
 def test_where_reference_spans_end(
     formats: Formats, rules: JudgeRules, assembly: Assembly, closing: str | None, drop: int, kept: int
 ) -> None:
-    """Tokens behind the three of "one two three": a newline and "###". The span ends ``drop`` before ``closing``."""
+    """Tokens after the three of "one two three": a newline and "###". The span ends ``drop`` before ``closing``."""
     asked = replace(rules, assembly=assembly, span=SpanMode.REFERENCE, span_closing=closing, span_drop=drop)
     rounds = JudgePrompts(asked, formats("gpt2_plain"))
     for prompt in rounds.build(pair_of("Why?", "one two three", "one")):
@@ -259,7 +259,7 @@ def test_where_reference_spans_end(
 
 
 @pytest.mark.parametrize(("text", "closing"), [("{question} {answer_a} or {answer_b}\n", None), (SMALL, "### Second")])
-def test_reference_spans_need_text_behind_the_answers(
+def test_reference_spans_need_text_after_the_answers(
     formats: Formats, tmp_path: Path, text: str, closing: str | None
 ) -> None:
     path = tmp_path / "t.txt"
@@ -399,12 +399,12 @@ def test_a_template_that_does_not_fit(formats: Formats, rules: JudgeRules) -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("plain", [True, False])
-def test_labels_are_the_tokens_behind_the_prompt(formats: Formats, rules: JudgeRules, name: str, plain: bool) -> None:
+def test_labels_are_the_tokens_after_the_prompt(formats: Formats, rules: JudgeRules, name: str, plain: bool) -> None:
     chat = formats(name)
     found = JudgePrompts(replace(rules, chat=plain), chat).label_ids
     assert [chat.tokenizer.decode([index]).strip() for index in found] == ["A", "B"]
     words = chat.tokenizer.convert_ids_to_tokens(list(found))
-    # Behind a special token Mistral's vocabulary opens a word; behind a colon it does not.
+    # After a special token Mistral's vocabulary opens a word; after a colon it does not.
     assert words == (["▁A", "▁B"] if name == "mistral" and plain else ["A", "B"])
 
 

@@ -11,7 +11,7 @@ import pytest
 
 
 def keep_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing; gives W&B a home below ``folder``, without an account and without settings from outside."""
+    """Gives W&B a home below ``folder``, without an account and without settings from outside."""
     for name in ("WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
         monkeypatch.setenv(name, str(folder / "home"))
     for name in ("WANDB_MODE", "WANDB_RUN_ID", "WANDB_API_KEY", "WANDB_PROJECT"):
