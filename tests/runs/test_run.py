@@ -99,6 +99,14 @@ def test_before_the_first_step_the_loss_is_ln_2(first: tuple[World, Path, RunRes
 # ------------------------------------------------------------------------------------------------ what is found again
 
 
+def test_an_objective_with_anchors_gets_them_sampled_in_a_run(world: World, tmp_path: Path) -> None:
+    """``objective=tidpo`` asks for an answer of the policy to each prompt, and for a term that reads it."""
+    run(world.config(*QUICK, "objective=tidpo", "weights=gradient", "reference=live"), tmp_path / "run")
+    triplets = losses(tmp_path / "run", "train/rewards/triplet")
+    assert len(triplets) == 3 and any(term > 0 for term in triplets)
+    assert any(share < 1 for share in losses(tmp_path / "run", "train/rewards/triplet_unmeasured"))
+
+
 def test_stored_weights_train_like_fresh_ones_without_a_judge(
     first: tuple[World, Path, RunResult], tmp_path: Path
 ) -> None:
