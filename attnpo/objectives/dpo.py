@@ -7,13 +7,16 @@ from torch import Tensor
 
 from attnpo.objectives.base import Reduction, log_ratios, logps_of, reduce, split_pairs
 from attnpo.objectives.terms import (
+    ANCHOR_STATISTIC,
     LossType,
     Sft,
+    anchor_needs,
     batch_nll,
     check_beta,
     check_not_negative,
     idle_sft,
     margin_loss,
+    with_anchor,
     with_sft,
 )
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
@@ -46,7 +49,8 @@ def dpo_loss(
 class DPO:
     """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
 
-    ``loss_type`` is what the margin costs; ``sft_coef`` adds the chosen responses' negative log-likelihood.
+    ``loss_type`` is what the margin costs; ``sft_coef`` adds the chosen responses' negative log-likelihood,
+    ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
     """
 
     beta: float = 0.1
@@ -54,12 +58,16 @@ class DPO:
     loss_type: LossType = LossType.SIGMOID
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
-
-    requires = frozenset({"reference"})
+    anchor: float = 0.0
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
-        check_not_negative(sft_coef=self.sft_coef)
+        check_not_negative(sft_coef=self.sft_coef, anchor=self.anchor)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The reference, and its KL from the policy at each token for an anchor."""
+        return anchor_needs(self.anchor) | {"reference"}
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
@@ -67,7 +75,7 @@ class DPO:
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses and rewards ``beta S(d)`` of the batch."""
-        return dpo_loss(
+        output = dpo_loss(
             policy.logps,
             logps_of(reference),
             batch.main.response_mask,
@@ -77,3 +85,6 @@ class DPO:
             batch_nll(policy, batch, self.sft_coef, self.sft),
             self.sft_coef,
         )
+        if not self.anchor:
+            return output
+        return with_anchor(output, policy.joint[ANCHOR_STATISTIC], batch.main.response_mask, self.anchor)

@@ -1,6 +1,7 @@
-"""The terms that objectives share: losses of a pair's margin, odds, the SFT term, and checks of their keys."""
+"""The terms that objectives share: losses of a margin, odds, the SFT term, the anchor, and checks of their keys."""
 
 import math
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -8,8 +9,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.objectives.base import Reduction, reduce
-from attnpo.schema import PreferenceBatch, TokenStats, UserError
+from attnpo.objectives.base import Reduction, reduce, split_pairs
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 
 # --------------------------------------------------------------------------------------------- losses of a margin
 
@@ -127,6 +128,53 @@ def with_sft(
 def idle_sft(coef: float) -> dict[str, str]:
     """The key of the SFT term's form with the reason why it has no effect; empty if it has one."""
     return {} if coef else {"sft": "the SFT term's coefficient is 0"}
+
+
+# --------------------------------------------------------------------------------------------- anchor
+
+ANCHOR_STATISTIC = "kl_policy_ref"
+
+
+class AnchorOn(Enum):
+    """What share of its KL to the reference a token pays.
+
+    ALL: the whole of it. LOW: what its weight lacks of a uniform one, ``max(0, 1 - n a_t)`` for a distribution a over n
+    tokens and ``max(0, 1 - w_t)`` for factors, so that tokens the objective leaves free are held in its place.
+    """
+
+    ALL = "all"
+    LOW = "low"
+
+
+def low_shares(rows: RowGroup) -> Float[Tensor, "rows R"]:
+    """``AnchorOn.LOW``'s share of each token."""
+    weights = rows.token_weights["reward"]
+    if not rows.factors:
+        weights = weights * rows.response_mask.sum(-1, keepdim=True).to(weights.dtype)
+    return (1 - weights).clamp(min=0)
+
+
+def with_anchor(
+    output: ObjectiveOutput,
+    position_kl: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    coef: float,
+    shares: Float[Tensor, "rows R"] | None = None,
+) -> ObjectiveOutput:
+    """``output`` with ``coef (K_w + K_l) / 2`` added to each pair's loss, ``K = sum_t h_t KL_t``.
+
+    ``position_kl`` is KL(policy || reference) over the whole vocabulary at each token, in nats, and carries gradient;
+    ``shares`` h is 1 where it is None. The extras hold the loss without the term, and the term without ``coef``.
+    """
+    chosen, rejected = split_pairs(reduce(position_kl, shares, mask, Reduction.SUM))
+    term = (chosen + rejected) / 2
+    extras = {"losses/preference": output.losses.detach(), **output.extras, "losses/anchor": term.detach()}
+    return replace(output, losses=output.losses + coef * term, extras=extras)
+
+
+def anchor_needs(coef: float) -> frozenset[str]:
+    """What an objective requires for its anchor."""
+    return frozenset({f"joint:{ANCHOR_STATISTIC}"} if coef else ())
 
 
 # --------------------------------------------------------------------------------------------- checks

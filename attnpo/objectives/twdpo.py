@@ -16,13 +16,18 @@ from attnpo.objectives.base import (
     weighted_sum,
 )
 from attnpo.objectives.terms import (
+    ANCHOR_STATISTIC,
+    AnchorOn,
     LossType,
     Sft,
+    anchor_needs,
     batch_nll,
     check_beta,
     check_not_negative,
     idle_sft,
+    low_shares,
     margin_loss,
+    with_anchor,
     with_sft,
 )
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
@@ -61,7 +66,8 @@ class TwDPO(LengthScaled):
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
     train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights
-    1/|y| on every response token give DPO exactly. ``loss_type`` and the SFT term as in DPO.
+    1/|y| on every response token give DPO exactly. ``loss_type``, the SFT term and ``anchor`` as in DPO;
+    ``anchor_on`` says which tokens it holds.
     """
 
     beta: float = 0.1
@@ -69,20 +75,26 @@ class TwDPO(LengthScaled):
     loss_type: LossType = LossType.SIGMOID
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
-
-    requires = frozenset({"reference", "token_weights"})
+    anchor: float = 0.0
+    anchor_on: AnchorOn = AnchorOn.ALL
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
-        check_not_negative(sft_coef=self.sft_coef)
+        check_not_negative(sft_coef=self.sft_coef, anchor=self.anchor)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The reference, token weights, and for an anchor the KL from policy to reference at each token."""
+        return anchor_needs(self.anchor) | {"reference", "token_weights"}
 
     def unread(self) -> dict[str, str]:
         """Keys without effect as the others stand, with the reason."""
-        return idle_sft(self.sft_coef) | super().unread()
+        anchor = {} if self.anchor else {"anchor_on": "objective.anchor is 0"}
+        return idle_sft(self.sft_coef) | anchor | super().unread()
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
-        return twdpo_loss(
+        output = twdpo_loss(
             policy.logps,
             logps_of(reference),
             *self.weighted(batch.main),
@@ -92,3 +104,8 @@ class TwDPO(LengthScaled):
             batch_nll(policy, batch, self.sft_coef, self.sft),
             self.sft_coef,
         )
+        if not self.anchor:
+            return output
+        rows = batch.main
+        shares = low_shares(rows) if self.anchor_on is AnchorOn.LOW else None
+        return with_anchor(output, policy.joint[ANCHOR_STATISTIC], rows.response_mask, self.anchor, shares)

@@ -34,6 +34,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("twdpo", {"beta": 2.0, "length_scale": False}),
     ("twdpo", {"beta": 0.2, "length_from": "train", "loss_type": "hinge"}),
     ("twdpo", {"beta": 0.2, "loss_type": "robust", "label_smoothing": 0.2, "sft_coef": 0.3, "sft": "sum"}),
+    ("dpo", {"anchor": 0.05}),
+    ("twdpo", {"anchor": 0.05, "anchor_on": "low", "sft_coef": 0.3}),
     ("ipo", {"reduction": "sum"}),
     ("cpo", {"sft": "sum", "loss_type": "hinge"}),
     ("cpo", {"sft": "mean", "label_smoothing": 0.1}),

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from attnpo.objectives.rrhf import rrhf_loss
 from attnpo.objectives.simpo import simpo_loss
 from attnpo.objectives.slic_hf import slic_hf_loss
 from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
-from attnpo.objectives.terms import Sft, chosen_nll
+from attnpo.objectives.terms import Sft, chosen_nll, low_shares, with_anchor
 from attnpo.objectives.tidpo import Triplet, tidpo_loss, triplet_term
 from attnpo.objectives.twdpo import twdpo_loss
-from attnpo.schema import ObjectiveOutput
+from attnpo.schema import ObjectiveOutput, RowGroup
 
 DOCS = Path(__file__).parents[2] / "docs" / "objectives.md"
 
@@ -40,6 +41,8 @@ MASK = torch.tensor([[True, True], [True, False]])
 WEIGHTS = double([0.75, 0.25], [1.0, 9.0])  # sum a p = -1.25 and -4, sum a d = 0.5 and -2
 LENGTHS = double([2.0, 3.0])[0]  # |y| sum a p = -2.5 and -12, |y| sum a d = 1 and -6
 KL = double([0.1, 0.2], [0.5, math.nan])  # K = 0.3 and 0.5
+ROWS = RowGroup(torch.zeros(2, 2, dtype=torch.long), MASK, {"reward": WEIGHTS}, LENGTHS, None)
+LOW = low_shares(ROWS)  # n a = 1.5 and 0.5, and 1: shares 0 and 0.5, and 0
 NLL = chosen_nll(P, MASK, Sft.SUM)  # 3
 TRIPLET = Triplet(double([0.25])[0], torch.ones(1, dtype=torch.bool))
 
@@ -55,6 +58,8 @@ def log_odds(mean: float) -> float:
 CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = [
     (lambda: dpo_loss(P, R, MASK, 0.4), -lsig(0.4 * 3), (0.4, -0.8)),
     (lambda: dpo_loss(P, R, MASK, 0.4, nll=NLL, sft_coef=0.5), -lsig(0.4 * 3) + 1.5, (0.4, -0.8)),
+    (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1), -lsig(0.4 * 3) + 0.1 * 0.4, (0.4, -0.8)),
+    (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1, LOW), -lsig(0.4 * 3) + 0.1 * 0.05, (0.4, -0.8)),
     (lambda: twdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4), -lsig(0.4 * 7), (0.4, -2.4)),
     (lambda: twdpo_loss(P, R, WEIGHTS, MASK, None, 0.4), -lsig(0.4 * 2.5), (0.2, -0.8)),
     (lambda: ipo_loss(P, R, WEIGHTS, MASK, None, 0.4), (2.5 - 1.25) ** 2, (0.2, -0.8)),
@@ -91,6 +96,10 @@ def test_a_formula_by_hand(formula: Callable[[], ObjectiveOutput], loss: float, 
     out = formula()
     assert out.losses.item() == pytest.approx(loss, rel=1e-12)
     assert (out.chosen_rewards.item(), out.rejected_rewards.item()) == pytest.approx(rewards)
+
+
+def test_factors_are_shares_of_uniform_as_they_are() -> None:
+    assert low_shares(replace(ROWS, factors=True)).tolist() == [[0.25, 0.75], [0.0, 0.0]]
 
 
 def test_a_triplet_by_hand() -> None:

@@ -218,6 +218,7 @@ OUTSIDE: list[tuple[str, str, Any]] = [
     *(("dpo", "beta", bad) for bad in (math.nan, math.inf)),
     *((option, "label_smoothing", bad) for option in ("dpo", "twdpo", "cpo", "rdpo", "simpo") for bad in (0.5, -0.1)),
     *((option, "sft_coef", -1.0) for option in ("dpo", "twdpo", "cpo", "rrhf", "slic_hf")),
+    *((option, "anchor", -1.0) for option in ("dpo", "twdpo")),
     ("simpo", "sft_weight", -0.1),
     ("simpo", "gamma_beta_ratio", -0.5),
     ("orpo", "lam", 0.0),

@@ -21,6 +21,8 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.tdpo import TDPO1, TDPO2
+from attnpo.objectives.terms import AnchorOn
+from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
 from attnpo.training.fsdp import shard
 from attnpo.training.module import PreferenceModule, frozen
@@ -28,8 +30,13 @@ from attnpo.training.optimizer import Optimizer
 from tests.training.tiny import VOCAB, make_data, make_examples
 
 Fit = Callable[..., list[dict[str, float]]]
-BETA, ALPHA = 0.3, 0.4
-OBJECTIVES: dict[str, PreferenceObjective] = {"tdpo1": TDPO1(BETA), "tdpo2": TDPO2(BETA, ALPHA)}
+BETA, ALPHA, ANCHOR = 0.3, 0.4, 0.2
+OBJECTIVES: dict[str, PreferenceObjective] = {
+    "tdpo1": TDPO1(BETA),
+    "tdpo2": TDPO2(BETA, ALPHA),
+    "anchored": TwDPO(beta=BETA, anchor=ANCHOR),
+    "anchored low": TwDPO(beta=BETA, anchor=ANCHOR, anchor_on=AnchorOn.LOW),
+}
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -90,7 +97,7 @@ def naive_loss(
     """The mean loss over the pairs, every response alone and from its whole logits."""
     losses = []
     for example in examples:
-        sums, kls = [], []
+        sums, kls, pulls = [], [], []
         for side, weights, length in zip(example.sides, example.weights, example.lengths, strict=True):
             ids = torch.tensor([[*side.prompt_ids, *side.response_ids]])
             start = len(side.prompt_ids)
@@ -100,11 +107,16 @@ def naive_loss(
             picked = (p - q).gather(1, ids[0, start:, None])[:, 0]
             sums.append(((weights * length).to(p.dtype) * picked).sum())
             kls.append((q.exp() * (q - p)).sum())
+            held = (1 - weights * len(weights)).clamp(min=0) if name == "anchored low" else torch.ones(len(weights))
+            pulls.append((held.to(p.dtype) * (p.exp() * (p - q)).sum(-1)).sum())
+        margin, pull = sums[0] - sums[1], torch.zeros(())
         if name == "tdpo1":
-            margin = sums[0] - sums[1] - (kls[1] - kls[0])
+            margin = margin - (kls[1] - kls[0])
+        elif name == "tdpo2":
+            margin = margin - ALPHA * (kls[1] - kls[0].detach())
         else:
-            margin = sums[0] - sums[1] - ALPHA * (kls[1] - kls[0].detach())
-        losses.append(-F.logsigmoid(BETA * margin))
+            pull = ANCHOR * (pulls[0] + pulls[1]) / 2
+        losses.append(-F.logsigmoid(BETA * margin) + pull)
     return torch.stack(losses).mean()
 
 
