@@ -120,6 +120,31 @@ class Mixture(_Pure):
 
 
 @dataclass(frozen=True)
+class Smeared(_Pure):
+    """Every weight spread over its token and those before it, each ``decay`` times the next: credit to what led there.
+
+    The total is kept; decay 0 is the row itself. Away from the start a weight moves decay / (1 - decay) tokens back on
+    average.
+    """
+
+    decay: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise UserError(f"transform Smeared: decay must lie in [0, 1), got {self.decay}")
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The smeared row."""
+        places = torch.arange(1, row.weights.numel() + 1, dtype=torch.float64)
+        shares = row.weights.double() * (1 - self.decay) / (1 - self.decay**places)  # what each leaves on its own token
+        carried, smeared = 0.0, []
+        for share in reversed(shares.tolist()):
+            carried = share + self.decay * carried
+            smeared.append(carried)
+        return torch.tensor(smeared[::-1], dtype=row.weights.dtype)
+
+
+@dataclass(frozen=True)
 class Sharpness(_Pure):
     """``w ** tau`` at the same total: tau 0 is uniform on the support, 1 the row itself, above 1 sharper."""
 

@@ -14,6 +14,7 @@ from attnpo.weights.transforms import (
     PositionProfile,
     Sharpness,
     Shuffled,
+    Smeared,
     TailCut,
     TokenProfile,
     UniformOnSupport,
@@ -46,6 +47,7 @@ TRANSFORMS: list[WeightTransform] = [
     Inverse(),
     Mixture(0.3),
     Sharpness(2.0),
+    Smeared(0.7),
     OneSide("rejected"),
     CrossPair(),
     PositionProfile(),
@@ -73,6 +75,13 @@ def test_shuffled_keeps_the_values_and_depends_on_seed_pair_and_side_alone() -> 
     assert torch.equal(first, Shuffled(1)(row(values)))
     others = [Shuffled(2)(row(values)), Shuffled(1)(row(values, pair="q")), Shuffled(1)(row(values, side="rejected"))]
     assert any(not torch.equal(first, other) for other in others)
+
+
+def test_smeared_weights_lie_on_their_token_and_those_before() -> None:
+    # Decay 1/2: the third token leaves 4/7, the one before gets 2/7 and the first 1/7; the first keeps what it has.
+    assert Smeared(0.5)(row([0.3, 0.0, 0.7])).tolist() == pytest.approx([0.4, 0.2, 0.4])
+    assert Smeared(0.0)(row([0.3, 0.0, 0.7])).tolist() == pytest.approx([0.3, 0.0, 0.7])
+    assert Smeared(0.5)(row([])).shape == (0,)
 
 
 def test_inverse_hands_the_values_out_the_other_way_round() -> None:
@@ -161,6 +170,7 @@ def test_settings_out_of_range_are_refused() -> None:
     for make in (
         lambda: Mixture(1.5),
         lambda: Sharpness(-1.0),
+        lambda: Smeared(1.0),
         lambda: OneSide("left"),
         lambda: TailCut(2.0),
         lambda: PositionProfile(0),
