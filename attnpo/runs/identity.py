@@ -43,7 +43,10 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
 # What only reference spans read.
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
-LATER = {"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True}
+LATER = {
+    **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
+    **{"objective.anchor": 0.0, "objective.anchor_on": "all"},
+}
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (

@@ -55,7 +55,7 @@ def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp
     parts = {line.partition(":")[0]: line for line in lines[3:]}
     assert parts["objective"] == (
         "objective: TwDPO beta=0.1 length_scale=true length_from=source label_smoothing=0.0 loss_type=sigmoid "
-        "sft_coef=0.0 sft=mean"
+        "sft_coef=0.0 sft=mean anchor=0.0 anchor_on=all"
     )
     assert "postprocess.sink_tokens=1" in parts["weights"] and "labels=[A,B]" in parts["judge"]
     assert parts["run"].startswith("run: name='two words' output=outputs ") and "seed=0" in parts["run"]
