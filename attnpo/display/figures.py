@@ -1,5 +1,6 @@
 """Figures of runs and studies: frontier, layer curve, training curves, and the look they share."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -187,6 +188,56 @@ def layer_curve(
         axes.axhline(value, color=colour, linewidth=1.3, linestyle=style, label=f"{name} ({value:.3g})")
     axes.set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
     legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, max(1, len(lines))))
+    figure.tight_layout()
+    return save(figure, path)
+
+
+# ------------------------------------------------------------------------------------------------ gains
+
+
+@dataclass(frozen=True)
+class GainPoint:
+    """A difference to the control at a place on the scale, with its interval; ``equal``: both reach the KL level."""
+
+    place: Number
+    gain: Number
+    low: Number = math.nan
+    high: Number = math.nan
+    equal: bool = True
+
+
+def gains(
+    lines: Mapping[str, Sequence[GainPoint]],
+    path: Path | str,
+    *,
+    xlabel: str,
+    ylabel: str = "difference",
+    title: str = "",
+) -> Path:
+    """Draws differences to a control over a scale, a line per arm with its intervals; returns the PNG's path.
+
+    Arms stand a little beside each other at every place; points that are not at an equal KL are hollow, and those that
+    are not finite left out.
+    """
+    kept = {name: [one for one in line if math.isfinite(one.gain)] for name, line in lines.items()}
+    places = sorted({float(one.place) for line in kept.values() for one in line})
+    figure = new_figure(7.6, 4.6)
+    axes = figure.add_subplot()
+    panel(axes, title, xlabel, ylabel)
+    gap = min((after - before for before, after in itertools.pairwise(places)), default=1.0)
+    axes.axhline(0.0, color=INK, linewidth=0.9, linestyle=":")
+    for number, (name, line) in enumerate(kept.items()):
+        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        aside = gap * 0.06 * (number - (len(kept) - 1) / 2)
+        at = [one.place + aside for one in line]
+        axes.plot(at, [one.gain for one in line], color=colour, linewidth=1.3, marker=marker, markersize=6, label=name)
+        for place, one in zip(at, line, strict=True):
+            if math.isfinite(one.low) and math.isfinite(one.high):
+                axes.plot([place, place], [one.low, one.high], color=colour, linewidth=1.6, alpha=0.4)
+            if not one.equal:
+                axes.plot([place], [one.gain], marker, markersize=6, color=colour, markerfacecolor="white")
+    axes.set_xticks(places)
+    legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     return save(figure, path)
 

@@ -14,6 +14,8 @@ from attnpo.objectives.terms import (
     batch_nll,
     check_beta,
     check_not_negative,
+    check_positive,
+    clipped,
     idle_sft,
     margin_loss,
     with_anchor,
@@ -31,14 +33,15 @@ def dpo_loss(
     loss_type: LossType = LossType.SIGMOID,
     nll: Float[Tensor, "pairs"] | None = None,
     sft_coef: float = 1.0,
+    clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
     """The DPO loss of each pair: ``-log sigmoid(beta (S(d_w) - S(d_l)))``, ``+ sft_coef nll`` where given.
 
     d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
-    ``label_smoothing`` say what the margin costs (``margin_loss``). Source: Rafailov et al. 2023, Eq. 7 (arXiv
-    2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
+    ``label_smoothing`` say what the margin costs (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
+    Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
     """
-    ratios = log_ratios(policy_logps, reference_logps, mask)
+    ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))
     preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
     losses, extras = with_sft(preference, nll, sft_coef)
@@ -49,8 +52,8 @@ def dpo_loss(
 class DPO:
     """``-log sigmoid(beta (S(d_w) - S(d_l)))`` with d the per-token log-ratio and S the sum over the response.
 
-    ``loss_type`` is what the margin costs; ``sft_coef`` adds the chosen responses' negative log-likelihood,
-    ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
+    ``loss_type`` is what the margin costs; ``clip_ratio`` bounds d (``clipped``); ``sft_coef`` adds the chosen
+    responses' negative log-likelihood, ``anchor`` times the KL(policy || reference) at their tokens (``with_anchor``).
     """
 
     beta: float = 0.1
@@ -58,11 +61,14 @@ class DPO:
     loss_type: LossType = LossType.SIGMOID
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
+    clip_ratio: float | None = None
     anchor: float = 0.0
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(sft_coef=self.sft_coef, anchor=self.anchor)
+        if self.clip_ratio is not None:
+            check_positive(clip_ratio=self.clip_ratio)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -84,6 +90,7 @@ class DPO:
             self.loss_type,
             batch_nll(policy, batch, self.sft_coef, self.sft),
             self.sft_coef,
+            self.clip_ratio,
         )
         if not self.anchor:
             return output

@@ -130,6 +130,17 @@ def idle_sft(coef: float) -> dict[str, str]:
     return {} if coef else {"sft": "the SFT term's coefficient is 0"}
 
 
+# --------------------------------------------------------------------------------------------- bounded pushes
+
+
+def clipped(ratios: Float[Tensor, "rows R"], clip: float | None) -> Float[Tensor, "rows R"]:
+    """Log-ratios held within ``clip`` nats on both sides of 0: a token further out is not pushed on; None leaves all.
+
+    A two-sided clip of the token's log-ratio, as in HALOs' humanline objectives (with -1 and 1.5 there).
+    """
+    return ratios if clip is None else ratios.clamp(-clip, clip)
+
+
 # --------------------------------------------------------------------------------------------- anchor
 
 ANCHOR_STATISTIC = "kl_policy_ref"

@@ -24,6 +24,8 @@ from attnpo.objectives.terms import (
     batch_nll,
     check_beta,
     check_not_negative,
+    check_positive,
+    clipped,
     idle_sft,
     low_shares,
     margin_loss,
@@ -44,15 +46,17 @@ def twdpo_loss(
     loss_type: LossType = LossType.SIGMOID,
     nll: Float[Tensor, "pairs"] | None = None,
     sft_coef: float = 1.0,
+    clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
     """The TwDPO loss of each pair: ``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)``.
 
     d is the log-ratio of a token in nats, a (``weights``) a distribution over the response, |y| (``lengths``) its
-    tokens as the judge counts them. Without ``lengths`` |y| is left out; with an ``nll``, ``sft_coef nll`` is added.
+    tokens as the judge counts them. Without ``lengths`` |y| is left out; with an ``nll``, ``sft_coef nll`` is added;
+    ``clip_ratio`` bounds d (``clipped``).
     Rewards are ``beta |y| sum_t a_t d_t``; the extras hold the unweighted ones, ``beta S(d)``. Source: paper Eq. twdpo,
     without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
     """
-    ratios = log_ratios(policy_logps, reference_logps, mask)
+    ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
     preference = margin_loss(chosen - rejected, loss_type, label_smoothing)
     losses, extras = with_sft(preference, nll, sft_coef)
@@ -65,8 +69,8 @@ class TwDPO(LengthScaled):
     """``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)`` (paper Eq. twdpo).
 
     ``length_scale: false`` drops |y| (the paper's length-normalised ablation, run with beta 2.0). ``length_from:
-    train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights
-    1/|y| on every response token give DPO exactly. ``loss_type``, the SFT term and ``anchor`` as in DPO;
+    train`` counts the training tokens instead of the source's, for judges with another tokenizer. Uniform weights 1/|y|
+    on every response token give DPO exactly. ``loss_type``, the SFT term, ``clip_ratio`` and ``anchor`` as in DPO;
     ``anchor_on`` says which tokens it holds.
     """
 
@@ -75,12 +79,15 @@ class TwDPO(LengthScaled):
     loss_type: LossType = LossType.SIGMOID
     sft_coef: float = 0.0
     sft: Sft = Sft.MEAN
+    clip_ratio: float | None = None
     anchor: float = 0.0
     anchor_on: AnchorOn = AnchorOn.ALL
 
     def __post_init__(self) -> None:
         check_beta(self.beta, self.label_smoothing, self.loss_type)
         check_not_negative(sft_coef=self.sft_coef, anchor=self.anchor)
+        if self.clip_ratio is not None:
+            check_positive(clip_ratio=self.clip_ratio)
 
     @property
     def requires(self) -> frozenset[str]:
@@ -103,6 +110,7 @@ class TwDPO(LengthScaled):
             self.loss_type,
             batch_nll(policy, batch, self.sft_coef, self.sft),
             self.sft_coef,
+            self.clip_ratio,
         )
         if not self.anchor:
             return output

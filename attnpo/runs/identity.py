@@ -45,15 +45,15 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
     **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
-    **{"objective.anchor": 0.0, "objective.anchor_on": "all"},
+    **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
     *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
     *("analysis/freedom.py", "analysis/intervals.py", "studies/faithfulness.py", "studies/faithfulness_pages.py"),
-    *("studies/footnotes.py", "studies/frontier.py", "studies/ranking.py", "studies/report.py"),
-    *("studies/selection.py", "studies/tables.py"),
+    *("studies/footnotes.py", "studies/frontier.py", "studies/predictions.py", "studies/ranking.py"),
+    *("studies/report.py", "studies/selection.py", "studies/tables.py"),
 )
 
 

@@ -74,7 +74,7 @@ def compose_arms(cfg: FitConfig, study: Study) -> dict[tuple[str, str], Composed
     return {
         (world, name): arm_config(cfg, study, overrides, world)
         for world in study.worlds or [ONLY]
-        for name, overrides in study.arms_with(cfg.truth is not None).items()
+        for name, overrides in study.arms_in(world, cfg.truth is not None).items()
     }
 
 

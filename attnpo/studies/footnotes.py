@@ -1,11 +1,20 @@
 """What a reader must know of a study beside its numbers: warnings above the table, footnotes below it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 from attnpo.runs.result import RunResult
 from attnpo.studies.arms import key_of
-from attnpo.studies.selection import all_seeds, gather, has_truth, label_of, lacking_seeds
-from attnpo.studies.study import Arm, Outcome, Point, last_line
+from attnpo.studies.selection import (
+    PointResults,
+    all_seeds,
+    best_by_arm,
+    gather,
+    has_truth,
+    label_of,
+    lacking_seeds,
+)
+from attnpo.studies.study import Arm, Grid, Outcome, Point, last_line, short
 
 NO_CONTROL = (
     "WARNING: no control that keeps sharpness and destroys placement (transform=shuffled): a lead does not show its "
@@ -31,7 +40,19 @@ def warnings(outcome: Outcome) -> list[str]:
             out.append(f"WARNING: the control {study.control} has no results{where}: no arm is compared{where}")
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
+    predictions = study.predictions
+    if predictions is not None:
+        other = sorted({point.seed for point, _ in outcome.points} - set(predictions.seeds))
+        out += [f"WARNING: {unregistered(other)}"] if other else []
     return [*out, *outcome.warnings, *_poor_judges(outcome)]
+
+
+def unregistered(seeds: list[int]) -> str:
+    """What is to be said of results on seeds that a study's predictions were not fixed for."""
+    return (
+        f"seeds {', '.join(map(str, seeds))} are not among those the predictions were fixed for: what stands here is "
+        "exploration, no evidence"
+    )
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
@@ -50,7 +71,9 @@ def footnotes(outcome: Outcome) -> list[str]:
         how_chosen(outcome),
         *_grids(outcome),
         *_no_candidates(outcome),
-        f"digest of world, grid and arms, fixed before the runs: {outcome.digest}",
+        *_at_edges(outcome),
+        f"digest of world, grid{', arms and predictions' if outcome.study.predictions else ' and arms'}, fixed before "
+        f"the runs: {outcome.digest}",
     ]
     if len(seeds) == 1:
         known = has_truth(gather(outcome.points))
@@ -102,6 +125,33 @@ def _no_candidates(outcome: Outcome) -> Iterator[str]:
     ]
     if parts:
         yield f"of the grid, but no candidates, since they lack seeds: {', '.join(parts)}"
+
+
+def _at_edges(outcome: Outcome) -> Iterator[str]:
+    """The chosen points that lie on the edge of their grid: a longer one might have a better point."""
+    parts = [
+        f"{f'{world}: ' if world else ''}{name} ({', '.join(edges)})"
+        for world in outcome.worlds
+        for name, point in best_by_arm(outcome, world).items()
+        if (edges := on_edge(point, (point.arm.grid or outcome.study.grid)))
+    ]
+    if parts:
+        yield f"on the edge of its grid, so that a longer one might have a better point: {', '.join(parts)}"
+
+
+def on_edge(point: PointResults, grid: Grid) -> list[str]:
+    """The axes, of at least three values, on which a point has the first or the last one, as "beta 0.03"."""
+    ordered = {key: sorted(map(float, values)) for key, values in grid.axes.items() if _numbers(values)}
+    given = dict(value.split("=", 1) for value in point.values)
+    return [
+        f"{short(key)} {given[key]}"
+        for key, values in ordered.items()
+        if len(values) > 2 and float(given[key]) in (values[0], values[-1])
+    ]
+
+
+def _numbers(values: Sequence[object]) -> TypeGuard[Sequence[float]]:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
 
 
 def _judges(outcome: Outcome) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attnpo.display.figures import FrontierPoint, LayerPoint, frontier, layer_curve
+from attnpo.display.figures import FrontierPoint, GainPoint, LayerPoint, frontier, gains, layer_curve
 from attnpo.display.output import markdown, print_sections, tables_json, terminal
 from attnpo.display.page import Image, Paragraph, Section, TableBlock, report_page
 from attnpo.display.tables import Cell, table_csv
@@ -17,10 +17,11 @@ from attnpo.runs.report import REPORT, _table, numbers
 from attnpo.runs.result import RunResult
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
+from attnpo.studies.predictions import predictions_section
 from attnpo.studies.ranking import ranking_table
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
-from attnpo.studies.study import Outcome
-from attnpo.studies.tables import DIGITS, Row, level_tables, main_table
+from attnpo.studies.study import Outcome, WorldAxis
+from attnpo.studies.tables import DIGITS, Row, at_levels, level_tables, main_table, summary_level
 from attnpo.training.loggers import TrackedRun
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,34 @@ def study_figures(outcome: Outcome) -> list[Image]:
     """
     if not has_truth(gather(outcome.points)):
         return []
-    return [image for world in outcome.worlds for image in _world_figures(outcome, world)]
+    over_worlds = [] if outcome.study.world_axis is None else [_gain_figure(outcome, outcome.study.world_axis)]
+    return [*over_worlds, *(image for world in outcome.worlds for image in _world_figures(outcome, world))]
+
+
+def _gain_figure(outcome: Outcome, axis: WorldAxis) -> Image:
+    """Every arm's difference to the control of the same world at one KL level, over the scale of the worlds."""
+    level = summary_level(outcome.study)
+    found = {world: at_levels(outcome, world) for world in axis.at}
+    lines = {
+        arm: [
+            GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.equal)
+            for world, place in sorted(axis.at.items(), key=lambda item: item[1])
+            if (at := found[world].get((arm, level))) is not None and at.versus is not None
+        ]
+        for arm in axis.arms
+    }
+    path = gains(
+        lines,
+        outcome.folder / "gains.png",
+        xlabel=axis.label,
+        ylabel=f"reward less that of {outcome.study.control}, at KL {level:g}",
+        title=f"{outcome.study.name}: {axis.title or f'gain over {axis.label}'}",
+    )
+    return Image(
+        path,
+        f"difference of true reward to {outcome.study.control} at KL {level:g} over {axis.label}, 95 % intervals; "
+        "hollow: an arm's path ends before this KL",
+    )
 
 
 def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
@@ -175,7 +203,13 @@ def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
     arms = arms_section(outcome)
-    sections = [arms, *ranking_table(outcome), *level_tables(outcome), *analysis_sections(outcome)]
+    sections = [
+        arms,
+        *ranking_table(outcome),
+        *level_tables(outcome),
+        *predictions_section(outcome),
+        *analysis_sections(outcome),
+    ]
     console = terminal()
     print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))

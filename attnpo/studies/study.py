@@ -96,6 +96,57 @@ def _word(value: object) -> str:
 
 
 @dataclass(frozen=True)
+class WorldAxis:
+    """Worlds on a scale: ``at`` gives each its place, ``label`` what is counted, ``arms`` whose gains are drawn."""
+
+    label: str
+    at: dict[str, float]
+    arms: tuple[str, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One prediction: at KL ``level`` the test rewards of ``above`` sum to more than those of ``below``.
+
+    Both list as many (world, arm); one of each is a difference of two arms, two of each a difference of differences.
+    ``about`` names the explanation it follows from, ``says`` is the prediction in words.
+    """
+
+    about: str
+    says: str
+    above: tuple[tuple[str, str], ...]
+    below: tuple[tuple[str, str], ...]
+    level: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.above or len(self.above) != len(self.below):
+            raise UserError(
+                "study.predictions: expected as many (world, arm) in above as in below, got "
+                f"{len(self.above)} and {len(self.below)}"
+            )
+        if not self.level > 0:
+            raise UserError(f"study.predictions: expected a KL level above 0, got {self.level}")
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What was expected of a study on ``seeds`` before it ran on any of them, and the ``rule`` that decides."""
+
+    seeds: tuple[int, ...]
+    rule: str
+    claims: dict[str, Claim]
+
+    def record(self) -> dict[str, object]:
+        """The predictions as they are kept beside a study's results, and digested."""
+        claims = {
+            name: {**vars(claim), "above": [*map(list, claim.above)], "below": [*map(list, claim.below)]}
+            for name, claim in self.claims.items()
+        }
+        return {"seeds": list(self.seeds), "rule": self.rule, "claims": claims}
+
+
+@dataclass(frozen=True)
 class Study:
     """A study by its arms.
 
@@ -104,11 +155,13 @@ class Study:
     depth; those that coincide on a shallow model are merged and logged). ``control`` is the arm the others are compared
     with; null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.
     ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass and a
-    comparison of that world's own. ``analyses`` are measured once per world and seed. ``seeds`` are counted from the
-    run's seed. ``kl_limit`` bounds the KL to the base of the point that represents an arm; ``kl_levels`` are those at
-    which rewards are compared. ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point.
-    ``restart`` gives a repeated command a fresh folder instead of its finished points. ``ranking`` adds a table of all
-    arms with the average of their ranks.
+    comparison of that world's own; an arm named in ``only_in`` runs in the worlds listed there alone. ``world_axis``
+    puts worlds on a scale, over which gains are drawn. ``predictions`` are what was expected before the runs.
+    ``analyses`` are measured once per world and seed. ``seeds`` are counted from the run's seed. ``kl_limit`` bounds
+    the KL to the base of the point that represents an arm; ``kl_levels`` are those at which rewards are compared.
+    ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point. ``restart`` gives a repeated
+    command a fresh folder instead of its finished points. ``ranking`` adds a table of all arms with the average of
+    their ranks.
     """
 
     name: str
@@ -126,6 +179,9 @@ class Study:
     truth_arms: dict[str, list[str]] = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
     worlds: dict[str, list[str]] = field(default_factory=dict)
+    only_in: dict[str, list[str]] = field(default_factory=dict)
+    world_axis: WorldAxis | None = None
+    predictions: Predictions | None = None
     analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
     kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
     ranking: bool = False
@@ -153,12 +209,42 @@ class Study:
         unknown = [name for name in self.grids if name not in every]
         if unknown:
             yield f"study.grids has {', '.join(unknown)}, which is no arm; arms are {', '.join(every)}"
+        yield from self._lost_worlds(every)
         given = Counter(str(layer).strip().lower() for layer in self.layers)
         repeated = [layer for layer, count in given.items() if count > 1]
         if repeated:
             yield f"study.layers has {', '.join(repeated)} more than once; give each layer once"
         if any(not level > 0 for level in self.kl_levels) or not self.kl_limit > 0:
             yield "study.kl_limit and study.kl_levels must be above 0"
+
+    def _lost_worlds(self, every: Mapping[str, list[str]]) -> Iterator[str]:
+        """What is wrong with names of arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
+        worlds = self.worlds or {ONLY: []}
+        for name, chosen in self.only_in.items():
+            if name not in every or not chosen or any(world not in self.worlds for world in chosen):
+                yield f"study.only_in.{name}: expected an arm and some of its worlds {', '.join(worlds)}, got {chosen}"
+            if name == self.control:
+                yield f"study.only_in has the control {name}, which every world needs"
+        axis = self.world_axis
+        if axis is not None:
+            unknown = [world for world in axis.at if world not in worlds] + [
+                arm for arm in axis.arms if arm not in every
+            ]
+            if unknown:
+                yield f"study.world_axis has {', '.join(unknown)}, which is no world or no arm of the study"
+        for name, claim in self.predictions.claims.items() if self.predictions else []:
+            for world, arm in (*claim.above, *claim.below):
+                known = bool(self.layers) or (arm in every and self.runs_in(arm, world))
+                if world not in worlds or not known:
+                    yield f"study.predictions.claims.{name}: arm {arm} does not run in world {world or 'of the study'}"
+
+    def runs_in(self, arm: str, world: str) -> bool:
+        """Whether an arm of ``arms`` or ``truth_arms`` runs in a world."""
+        return arm not in self.only_in or world in self.only_in[arm]
+
+    def arms_in(self, world: str, truth: bool) -> dict[str, list[str]]:
+        """The arms of a world, in a setting with a known truth or without one."""
+        return {name: found for name, found in self.arms_with(truth).items() if self.runs_in(name, world)}
 
     def arms_with(self, truth: bool) -> dict[str, list[str]]:
         """The arms of a setting with a known truth or without one."""
@@ -205,7 +291,7 @@ def expand_arms(study: Study, num_layers: int, *, truth: bool = False, world: st
     ``truth``: whether the setting has a known truth.
     """
     arms: list[Arm] = []
-    for name, overrides in study.arms_with(truth).items():
+    for name, overrides in study.arms_in(world, truth).items():
         grid = study.grid_of(name)
         if not study.layers or name != study.layer_arm:
             arms.append(Arm(name, tuple(overrides), None, world, grid))
@@ -243,6 +329,7 @@ def grid_record(study: Study, arms: Mapping[str, Mapping[str, object]], world: o
         "grid": study.grid.record(),
         **({"grids": own} if own else {}),
         "arms": dict(arms),
+        **({"predictions": study.predictions.record()} if study.predictions else {}),
         "kl_limit": study.kl_limit,
         "kl_levels": list(study.kl_levels),
         "world": world,

@@ -20,7 +20,7 @@ from attnpo.studies.selection import (
     seeds_mark,
     verdict,
 )
-from attnpo.studies.study import Outcome
+from attnpo.studies.study import Outcome, Study
 
 TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
@@ -242,17 +242,23 @@ def _reward(place: AtKL, level: float) -> str:
     return f"{place.reward:.3f}{'' if place.reached else ENDS}{'' if place.kl == level else f' ({place.kl:.2f})'}"
 
 
+def summary_level(study: Study) -> float:
+    """The KL level at which worlds are compared."""
+    return SUMMARY_LEVEL if SUMMARY_LEVEL in study.kl_levels else study.kl_levels[len(study.kl_levels) // 2]
+
+
 def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
     """Arms by worlds: the difference to the control at one KL level, with what its interval says."""
-    study = outcome.study
-    level = SUMMARY_LEVEL if SUMMARY_LEVEL in study.kl_levels else study.kl_levels[len(study.kl_levels) // 2]
+    study, level = outcome.study, summary_level(outcome.study)
     results = {world: by_arm(outcome, world) for world in outcome.worlds}
     rows: list[Row] = []
     for name in dict.fromkeys(arm.name for arm in outcome.arms if arm.name != study.control):
         row: Row = {"arm": name}
         for world in outcome.worlds:
             at = chosen[world].get((name, level))
-            if at is None or at.versus is None:
+            if name not in results[world]:
+                row[world] = ""
+            elif at is None or at.versus is None:
                 row[world] = NONE if results[world].get(name) else str(lost_row(outcome, name, world)["point"])
             else:
                 row[world] = f"{at.difference} {verdict(at.versus) if at.equal else NOT_EQUAL}"

@@ -5,7 +5,7 @@ row of one response to a row of the same length; those that are *fitted* first s
 Randomness depends on (seed, pair id, side) alone, so that a row is the same in every run and every order.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, runtime_checkable
@@ -309,6 +309,55 @@ class TokenProfile:
         if self.places is not None:
             new = new * self.places(row)
         return _same_total(new, row.weights)
+
+
+@dataclass(frozen=True)
+class Branched:
+    """Moves every weight to where the answer could have gone on otherwise: credit to the choice, not to its outcome.
+
+    A token's weight goes to the one of its own place and the ``reach`` places before it whose word was least settled:
+    where the entropy of the word that follows the word before, counted over the training responses, is highest (the
+    nearest of equals). Places after words that training never shows have no entropy, and move only where nothing has.
+    """
+
+    reach: int = 4
+    entropies: dict[int, float] = field(default_factory=dict, repr=False)
+
+    needs_fit: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.reach < 1:
+            raise UserError(f"transform Branched: reach must be at least 1, got {self.reach}")
+
+    def fit(self, rows: Iterable[WeightRow]) -> "Branched":
+        """A copy with the entropy, in nats, of what follows each token id; START stands before a response."""
+        follows: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for row in rows:
+            ids = row.token_ids.tolist()
+            for before, word in zip([START, *ids], ids, strict=False):
+                follows[before][word] += 1
+        if not follows:
+            raise UserError("transform Branched has no training row to be fitted on")
+        return replace(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
+
+    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+        """The row with its weights moved; the total is kept."""
+        _require_fit(bool(self.entropies), self)
+        ids = row.token_ids.tolist()
+        open_to = [self.entropies.get(before, 0.0) for before in [START, *ids][: len(ids)]]
+        new = torch.zeros_like(row.weights)
+        for place, weight in enumerate(row.weights.tolist()):
+            near = range(place, max(-1, place - self.reach - 1), -1)
+            new[max(near, key=lambda at: open_to[at])] += weight
+        return new
+
+
+START = -1  # what stands before the first token of a response
+
+
+def _entropy(counts: Counter[int]) -> float:
+    shares = torch.tensor(list(counts.values()), dtype=torch.float64)
+    return float(torch.special.entr(shares / shares.sum()).sum())
 
 
 def _normal(weights: Float[Tensor, "k"]) -> Float[Tensor, "k"]:

@@ -58,6 +58,8 @@ def log_odds(mean: float) -> float:
 CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = [
     (lambda: dpo_loss(P, R, MASK, 0.4), -lsig(0.4 * 3), (0.4, -0.8)),
     (lambda: dpo_loss(P, R, MASK, 0.4, nll=NLL, sft_coef=0.5), -lsig(0.4 * 3) + 1.5, (0.4, -0.8)),
+    (lambda: dpo_loss(P, R, MASK, 0.4, clip_ratio=1.0), -lsig(0.4 * 2), (0.4, -0.4)),
+    (lambda: twdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4, clip_ratio=0.4), -lsig(0.4 * 2), (0.32, -0.48)),
     (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1), -lsig(0.4 * 3) + 0.1 * 0.4, (0.4, -0.8)),
     (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1, LOW), -lsig(0.4 * 3) + 0.1 * 0.05, (0.4, -0.8)),
     (lambda: twdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4), -lsig(0.4 * 7), (0.4, -2.4)),
@@ -96,6 +98,13 @@ def test_a_formula_by_hand(formula: Callable[[], ObjectiveOutput], loss: float, 
     out = formula()
     assert out.losses.item() == pytest.approx(loss, rel=1e-12)
     assert (out.chosen_rewards.item(), out.rejected_rewards.item()) == pytest.approx(rewards)
+
+
+def test_a_token_beyond_the_clip_is_not_pushed_on() -> None:
+    """The log-ratios are 0.5, 0.5 and -2: held within 1, the rejected token alone gets no gradient."""
+    logps = torch.nan_to_num(P).requires_grad_()
+    dpo_loss(logps, torch.nan_to_num(R, posinf=0.0), MASK, 0.4, clip_ratio=1.0).losses.sum().backward()
+    assert logps.grad is not None and (logps.grad != 0).tolist() == [[True, True], [False, False]]
 
 
 def test_factors_are_shares_of_uniform_as_they_are() -> None:

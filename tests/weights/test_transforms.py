@@ -1,5 +1,6 @@
 """What each control keeps and destroys, on rows with known values."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from attnpo.schema import UserError
 from attnpo.weights.transforms import (
+    Branched,
     CrossPair,
     Inverse,
     Mixture,
@@ -53,6 +55,7 @@ TRANSFORMS: list[WeightTransform] = [
     PositionProfile(),
     TokenProfile(),
     TokenProfile(position=True),
+    Branched(2),
 ]
 
 
@@ -75,6 +78,20 @@ def test_shuffled_keeps_the_values_and_depends_on_seed_pair_and_side_alone() -> 
     assert torch.equal(first, Shuffled(1)(row(values)))
     others = [Shuffled(2)(row(values)), Shuffled(1)(row(values, pair="q")), Shuffled(1)(row(values, side="rejected"))]
     assert any(not torch.equal(first, other) for other in others)
+
+
+def test_branched_weights_lie_on_the_least_settled_word_within_reach() -> None:
+    """After 1 come 2 and 3 alike (ln 2), after 2 and 3 always 4, and 1 begins: the choice is the second word."""
+    made = Branched(reach=1).fit([row([0.2, 0.3, 0.5], [1, 2, 4]), row([0.2, 0.3, 0.5], [1, 3, 4], "q")])
+    assert isinstance(made, Branched)
+    assert made.entropies == pytest.approx({-1: 0.0, 1: math.log(2), 2: 0.0, 3: 0.0})
+    assert made(row([0.2, 0.3, 0.5], [1, 2, 4])).tolist() == pytest.approx([0.2, 0.8, 0.0])
+    assert Branched(2, made.entropies)(row([0.1, 0.2, 0.3, 0.4], [1, 3, 4, 9])).tolist() == pytest.approx(
+        [0.1, 0.9, 0.0, 0.0]
+    ), "two places back, no farther"
+    assert made(row([0.4, 0.6], [8, 9])).tolist() == pytest.approx([0.4, 0.6]), "words never seen keep their weights"
+    with pytest.raises(UserError, match="no training row"):
+        Branched().fit([row([])])
 
 
 def test_smeared_weights_lie_on_their_token_and_those_before() -> None:
@@ -171,6 +188,7 @@ def test_settings_out_of_range_are_refused() -> None:
         lambda: Mixture(1.5),
         lambda: Sharpness(-1.0),
         lambda: Smeared(1.0),
+        lambda: Branched(0),
         lambda: OneSide("left"),
         lambda: TailCut(2.0),
         lambda: PositionProfile(0),

@@ -1,0 +1,178 @@
+"""Predictions beside their outcomes, on results made by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnpo.analysis.intervals import Interval
+from attnpo.display.figures import GainPoint, gains
+from attnpo.display.page import Paragraph, TableBlock
+from attnpo.schema import UserError
+from attnpo.studies.footnotes import footnotes, on_edge, warnings
+from attnpo.studies.predictions import decide, predictions_section
+from attnpo.studies.report import write_study_report
+from attnpo.studies.selection import gather
+from attnpo.studies.study import (
+    Arm,
+    Claim,
+    Grid,
+    Outcome,
+    Point,
+    Predictions,
+    Study,
+    WorldAxis,
+    expand_arms,
+    grid_record,
+    make_points,
+)
+from attnpo.studies.tables import level_tables
+from tests.studies.test_tables import result, typed
+
+VALUES = ("objective.beta=1.0",)
+ARMS: dict[str, list[str]] = {"uniform": [], "attention": [], "shuffled": []}
+BASE_REWARDS = [-0.5, -0.5]
+
+
+def claim(above: list[tuple[str, str]], below: list[tuple[str, str]], level: float = 0.5) -> Claim:
+    return Claim("a", "in words", tuple(above), tuple(below), level)
+
+
+STUDY = Study(
+    "s",
+    ARMS,
+    grid=Grid(beta=(0.1, 1.0)),
+    worlds={"calm": [], "noisy": []},
+    only_in={"shuffled": ["noisy"]},
+    kl_levels=(0.5,),
+    world_axis=WorldAxis("noise", {"calm": 0.0, "noisy": 0.5}, ("attention", "shuffled")),
+    predictions=Predictions(
+        (0, 1),
+        "The rule.",
+        {
+            "hit": claim([("noisy", "attention")], [("noisy", "uniform")]),
+            "miss": claim([("calm", "attention")], [("calm", "uniform")]),
+            "open": claim([("noisy", "shuffled")], [("noisy", "uniform")]),
+            "more": claim([("noisy", "attention"), ("calm", "uniform")], [("noisy", "uniform"), ("calm", "attention")]),
+            "far": claim([("noisy", "attention")], [("noisy", "uniform")], level=2.0),
+        },
+    ),
+)
+
+
+def points(rewards: dict[tuple[str, str], list[float]], seeds: tuple[int, ...] = (0, 1)) -> list[tuple[Point, Any]]:
+    """One run per arm, world and seed at KL 0.75, with the test rewards given by (world, arm)."""
+    made = []
+    for (world, arm), values in rewards.items():
+        for seed in seeds:
+            one = result(validation=0.5, kl=0.75, test=[value + seed / 8 for value in values])
+            one["truth"]["base_rewards"] = {"test": BASE_REWARDS, "validation": [-0.5]}
+            made.append((Point(Arm(arm, (), None, world), VALUES, seed), one))
+    return made
+
+
+REWARDS = {
+    ("calm", "uniform"): [0.5, 0.5],
+    ("calm", "attention"): [0.25, 0.25],
+    ("noisy", "uniform"): [0.25, 0.25],
+    ("noisy", "attention"): [0.5, 0.5],
+    ("noisy", "shuffled"): [0.0, 0.5],
+}
+
+
+def outcome(folder: Path = Path("out"), study: Study = STUDY, **more: Any) -> Outcome:
+    found = points(REWARDS, **more)
+    return Outcome(study, list(dict.fromkeys(p.arm for p, _ in found)), typed(found), [], {}, folder, 1.0)
+
+
+def test_hits_misses_and_open_ones_are_shown_alike() -> None:
+    (section,) = predictions_section(outcome())
+    table, note = section.blocks
+    assert isinstance(table, TableBlock) and isinstance(note, Paragraph)
+    decided = dict(zip(STUDY.predictions.claims, (row["outcome"] for row in table.rows), strict=True))  # type: ignore
+    assert decided == {"hit": "hit", "miss": "MISS", "open": "open", "more": "hit", "far": "not at equal KL"}
+    assert "The rule. Of 5 predictions 2 hit, 1 missed, 2 stay open" in note.text
+    # The base at -0.5, the points at KL 0.75: on the path at 0.5, twice the share of a quarter more or less.
+    share = (0.5 / 0.75) ** 0.5
+    assert str(table.rows[3]["difference"]).startswith(f"{share * 0.5:+.3f} ")  # type: ignore[call-overload,index]
+
+
+def test_results_on_other_seeds_are_called_exploration() -> None:
+    assert any("seeds 7 are not among those" in line for line in warnings(outcome(seeds=(0, 7))))
+    assert not any("not among those" in line for line in warnings(outcome()))
+    (section,) = predictions_section(outcome(seeds=(0,)))
+    assert "seeds 1 of them are still to be run" in section.blocks[-1].text  # type: ignore[union-attr]
+
+
+def test_a_changed_prediction_changes_the_digest() -> None:
+    """Of the record, which stands under every table, and which knows of predictions."""
+    record = grid_record(STUDY, {}, None)
+    assert STUDY.predictions is not None
+    moved = {**STUDY.predictions.claims, "hit": claim([("noisy", "uniform")], [("noisy", "attention")])}
+    assert grid_record(replace(STUDY, predictions=replace(STUDY.predictions, claims=moved)), {}, None) != record
+    assert "predictions" not in grid_record(replace(STUDY, predictions=None), {}, None)
+    assert any("grid, arms and predictions, fixed before" in line for line in footnotes(outcome()))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "word"), [(0.1, 0.5, "hit"), (-0.5, -0.1, "MISS"), (-0.1, 0.5, "open"), (0.0, 0.5, "open")]
+)
+def test_the_interval_alone_decides(low: float, high: float, word: str) -> None:
+    assert decide(Interval(0.2, low, high, 0.95, "by hand", 2, 2)) == word
+    assert decide(None) == "open"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"only_in": {"attention": ["stormy"]}},
+            r"only_in\.attention: expected an arm and some of its worlds calm, noisy",
+        ),
+        ({"only_in": {"uniform": ["calm"]}}, "only_in has the control uniform"),
+        ({"world_axis": WorldAxis("x", {"stormy": 1.0}, ("attention",))}, "world_axis has stormy"),
+        ({"only_in": {"attention": ["noisy"]}}, r"claims\.miss: arm attention does not run in world calm"),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        replace(STUDY, **change)
+    with pytest.raises(UserError, match="as many"):
+        claim([("calm", "attention")], [])
+
+
+def test_an_arm_runs_in_its_worlds_alone() -> None:
+    arms = [arm for world in STUDY.worlds for arm in expand_arms(STUDY, 2, world=world)]
+    assert [arm.label for arm in arms] == [
+        "calm: uniform",
+        "calm: attention",
+        "noisy: uniform",
+        "noisy: attention",
+        "noisy: shuffled",
+    ]
+    assert len(make_points(STUDY, arms, [0])) == 10
+    summary = level_tables(outcome())[1].blocks[0]
+    assert isinstance(summary, TableBlock)
+    assert summary.rows[1]["calm"] == "" and "no clear" in str(summary.rows[1]["noisy"])  # type: ignore[call-overload,index]
+
+
+def test_a_chosen_point_on_the_edge_of_its_grid_is_named() -> None:
+    grid = Grid(lr=(5e-5, 1e-4), beta=(0.1, 0.3, 1.0), keys={"objective.sft": ("mean", "sum", "batch")})
+    made = {
+        beta: gather([(Point(Arm("a", ()), ("optimizer.lr=5e-05", f"objective.beta={beta}"), 0), one)])[0]
+        for beta, ((_, one),) in ((b, typed([(Point(Arm("a", ()), (), 0), result())])) for b in ("0.1", "0.3", "1.0"))
+    }
+    assert {beta: on_edge(point, grid) for beta, point in made.items()} == {
+        "0.1": ["beta 0.1"],
+        "0.3": [],
+        "1.0": ["beta 1.0"],
+    }
+    assert on_edge(made["0.1"], replace(grid, beta=(0.1, 0.3))) == [], "two values are all edge"
+
+
+def test_the_gains_are_drawn_over_the_scale_of_the_worlds(tmp_path: Path) -> None:
+    assert "gains.png" in write_study_report(outcome(tmp_path), [])
+    assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
+    nothing = gains({"a": [GainPoint(0.0, float("nan"))]}, tmp_path / "none.png", xlabel="x")
+    assert nothing.stat().st_size > 0
