@@ -11,13 +11,13 @@ from attnpo.config import CONFIG_DIR, groups, load
 from attnpo.schema import UserError
 from attnpo.studies.arms import arm_config
 from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.study import Study, expand_arms
+from attnpo.studies.study import ONLY, Arm, Study, expand_arms
 
 EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "quickstart")]
 SETTINGS = groups()["setting"]
 PAPER = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 DEPTH = {"testbed": 4, **dict.fromkeys(PAPER, 32)}
-TESTBED_ONLY = ("regimes",)  # its worlds are the testbed's knobs
+TESTBED_ONLY = ("regimes", "why")  # their worlds are the testbed's knobs
 NAMED = (
     *("layer_sweep", "weight_sources", "attention_sink", "length_norm", "cross_model", "beta_sweep", "controls"),
     "main_results",
@@ -52,10 +52,15 @@ def on(*settings: str) -> list[tuple[str, str]]:
     return [(e, s) for s in settings for e in EXPERIMENTS if s == "testbed" or e not in TESTBED_ONLY]
 
 
-def points(study: Study, setting: str) -> tuple[int, set[int]]:
-    """The arms of one world, and the numbers of grid points they have."""
+def arms_of(study: Study, setting: str) -> dict[str, list[Arm]]:
+    """The arms of each world; the only one of a study without worlds is "" """
     truth = composed(study.name, setting).truth is not None
-    arms = expand_arms(study, DEPTH[setting], truth=truth)
+    return {world: expand_arms(study, DEPTH[setting], truth=truth, world=world) for world in study.worlds or [ONLY]}
+
+
+def points(study: Study, setting: str) -> tuple[int, set[int]]:
+    """The arms of all worlds, and the numbers of grid points they have."""
+    arms = [arm for found in arms_of(study, setting).values() for arm in found]
     return len(arms), {len((arm.grid or study.grid).overrides()) for arm in arms}
 
 
@@ -82,10 +87,12 @@ def test_every_arm_is_a_sound_run(setting: str) -> None:
     seen: set[tuple[str, ...]] = set()
     for experiment, _ in on(setting) if setting in ("testbed", PAPER[0]) else [(name, setting) for name in OF_MODELS]:
         cfg, study = composed(experiment, setting), study_of(experiment, setting)
-        arms = expand_arms(study, DEPTH[setting], truth=cfg.truth is not None)
-        for world in study.worlds or [""]:
+        known: set[str] = set()
+        for world, arms in arms_of(study, setting).items():
             # Worlds and arms set different keys (below), so every world once and every arm once are enough.
-            for arm in arms if world == next(iter(study.worlds), "") else arms[:1]:
+            new = [arm for arm in arms if arm.name not in known] or arms[:1]
+            known |= {arm.name for arm in arms}
+            for arm in new:
                 given = (*study.shared, *study.worlds.get(world, ()), *arm.overrides)
                 if given in seen:
                     continue
@@ -184,8 +191,11 @@ def test_the_header_counts_the_runs(experiment: str) -> None:
     study, text = study_of(experiment, "testbed"), header(experiment)
     arms, (grid,) = points(study, "testbed")
     worlds = len(study.worlds) or 1
-    product = f"{arms} arms x {grid} grid points" + (f" x {worlds} worlds" if study.worlds else "")
-    assert re.search(rf"Cost on the testbed: [^.]*\b{product} = {arms * grid * worlds} runs per seed", text)
+    if study.only_in:
+        product = f"{arms} arms of {worlds} worlds x {grid} grid points"
+    else:
+        product = f"{arms // worlds} arms x {grid} grid points" + (f" x {worlds} worlds" if study.worlds else "")
+    assert re.search(rf"Cost on the testbed: [^.]*\b{product} = {arms * grid} runs per seed", text)
     if experiment not in TESTBED_ONLY:
         arms, (grid,) = points(study_of(experiment, PAPER[0]), PAPER[0])
         assert f"{arms} arms x {grid} grid points = {arms * grid} runs per seed" in text.partition("a paper setting")[2]
@@ -255,18 +265,46 @@ def test_headers_hold_the_printed_numbers(experiment: str, shared: Path) -> None
         assert scores in header(experiment), row
 
 
+# ------------------------------------------------------------------------------------------------ why
+
+
+def test_the_explanations_are_separated_where_they_can_be() -> None:
+    """Every arm's steps are as many as any other's, sharp weights have a grid shifted down, predictions cover all."""
+    cfg, study = composed("why", "testbed"), study_of("why", "testbed")
+    assert study.predictions is not None and cfg.seed == study.predictions.seeds[0]
+    assert {claim.about[0] for claim in study.predictions.claims.values()} == set("abcde")
+    steps, noise = set(), {}
+    for name in study.worlds:
+        made = arm_config(cfg, study, ["weights=uniform"], name).config
+        steps.add(made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs)
+        noise[name] = made.prepare.pairs.label_noise
+        robust = arm_config(cfg, study, study.arms["robust DPO"], name).config
+        assert robust.objective.label_smoothing == noise[name], "it is told the true rate"
+    assert steps == {96}
+    assert study.world_axis is not None and {name: noise[name] for name in study.world_axis.at} == study.world_axis.at
+    assert [place for place in study.world_axis.at.values()] == [0.0, 0.1, 0.2, 0.3, 0.4]
+    flat, sharp = study.grid.beta, study.grid_of("attention").beta
+    assert len(flat) == len(sharp) and all(low < high for low, high in zip(sharp, flat, strict=True))
+    for name, arm in study.arms_with(truth=True).items():
+        source = next(item for item in arm if item.startswith("weights="))
+        mixed = any(item.startswith("transform=mixture") for item in arm)
+        own = study.grid_of(name).beta
+        assert own == (sharp if source != "weights=uniform" and not mixed else flat) or name == "IPO", name
+
+
 # ------------------------------------------------------------------------------------------------ regimes
 
 
 def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
     """Steps of a run: 96 with all pairs, 72 with 96; nothing that an arm sets is set by a world."""
     cfg, study = composed("regimes", "testbed"), study_of("regimes", "testbed")
-    assert cfg.seed >= 10
+    assert cfg.seed == study.predictions.seeds[0] == 20
     own = {item.partition("=")[0] for arm in study.arms.values() for item in arm}
     steps = {}
     for name, overrides in study.worlds.items():
         keys = {item.partition("=")[0] for item in overrides}
         assert bool(keys) == (name != "plain") and not keys & own
+        assert (keys == {"prepare.pairs.label_noise"}) == (name == "clean")
         made = arm_config(cfg, study, ["weights=uniform"], name).config
         steps[name] = made.trainer.max_epochs * made.prepare.pairs.train // made.batch.pairs
         assert made.seed == cfg.seed
