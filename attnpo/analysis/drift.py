@@ -4,6 +4,7 @@ Arithmetic alone: the numbers of each response come from ``runs.drift``. Classes
 arm; to compare arms, look at the decisive tokens, which are the same for all.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,11 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
     flags = [one.decisive for one in responses if one.decisive is not None]
     places = [(np.arange(len(one.kl)) + 0.5) / max(1, len(one.kl)) for one in responses]
     rows = [one.kl for one in responses]
-    out: dict[str, Json] = {"responses": len(responses), "tokens": int(kl.size), "kl": _rounded(kl.sum() / len(rows))}
+    out: dict[str, Json] = {
+        "responses": len(responses),
+        "tokens": int(kl.size),
+        "kl": _over(float(kl.sum()), len(rows)),
+    }
     known = len(weights) == len(responses)
     classes = weight_classes(np.concatenate(weights), ends) if known else {END: ends, OTHER: ~ends}
     out["classes"] = shares(kl, classes)
@@ -79,13 +84,11 @@ def weight_classes(weights: Row, ends: Flags) -> dict[str, Flags]:
 
 def shares(kl: Row, classes: Mapping[str, Flags]) -> dict[str, Json]:
     """Of each class its share of the tokens and of the KL, and its KL per token; None where that is not defined."""
+    every, total = float(kl.size), float(kl.sum())
+    counts = {name: (float(flags.sum()), float(kl[flags].sum())) for name, flags in classes.items()}
     return {
-        name: {
-            "tokens": _rounded(_over(flags.sum(), kl.size)),
-            "kl": _rounded(_over(kl[flags].sum(), kl.sum())),
-            "kl_per_token": _rounded(_over(kl[flags].sum(), flags.sum())),
-        }
-        for name, flags in classes.items()
+        name: {"tokens": _over(tokens, every), "kl": _over(moved, total), "kl_per_token": _over(moved, tokens)}
+        for name, (tokens, moved) in counts.items()
     }
 
 
@@ -117,10 +120,10 @@ def _means(groups: Freedom, name: str) -> dict[str, Json]:
     return {str(one.number): _rounded(one.kl[name].mean) for one in groups.deciles}
 
 
-def _over(top: float, under: float) -> float:
-    return top / under if under > 0 else np.nan
+def _over(top: float, under: float) -> float | None:
+    return _rounded(top / under) if under > 0 else None
 
 
 def _rounded(value: float) -> float | None:
     """A number as result.json holds it; None for one that is not finite."""
-    return round(float(value), 6) if np.isfinite(value) else None
+    return round(value, 6) if math.isfinite(value) else None

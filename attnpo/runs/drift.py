@@ -35,7 +35,7 @@ from attnpo.weights.capture import ensure_captured
 
 log = logging.getLogger(__name__)
 
-TOKENS_PER_FORWARD = 8192  # padded; hidden states of both models are held at once
+TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
 
 

@@ -50,8 +50,11 @@ class RunResult:
 
     def input(self, split: str, name: str) -> float:
         """A number of a split's account by its dotted ``name``; NaN where it is missing."""
-        value = dict(flat(self.split(split))).get(name)
-        return float(value) if isinstance(value, int | float) else math.nan
+        return _number(self.split(split), name, ".")
+
+    def moved(self, name: str) -> float:
+        """A number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
+        return _number(self.drift, name, "/")
 
     @property
     def judge(self) -> dict[str, Json]:
@@ -105,3 +108,9 @@ class RunResult:
         if not isinstance(data, dict):
             raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
         return cls.from_json(data)
+
+
+def _number(node: Mapping[str, Json], name: str, between: str) -> float:
+    """The number at ``name``, its keys joined by ``between``; NaN where it is missing."""
+    value = dict(flat(node, between)).get(name)
+    return float(value) if isinstance(value, int | float) else math.nan
