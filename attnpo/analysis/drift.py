@@ -53,7 +53,7 @@ def by_token(responses: Sequence[Moved]) -> dict[str, Json]:
     out: dict[str, Json] = {
         "responses": len(responses),
         "tokens": int(kl.size),
-        "kl": _over(float(kl.sum()), len(rows)),
+        "kl": _over(float(kl.sum()), float(len(rows))),
     }
     known = len(weights) == len(responses)
     classes = weight_classes(np.concatenate(weights), ends) if known else {END: ends, OTHER: ~ends}

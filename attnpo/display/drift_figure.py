@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from attnpo.display.figures import COLOURS, MARKERS, legend, new_figure, panel, save
+from attnpo.display.figures import COLOURS, MARKERS, Number, legend, new_figure, panel, save
 
-Lines = Mapping[str, Mapping[str, float]]
+Lines = Mapping[str, Mapping[str, Number]]
 """By name of a line its values by the number of their group."""
 
 

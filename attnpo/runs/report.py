@@ -140,7 +140,7 @@ def drift_section(result: RunResult, folder: Path) -> Section:
     )
 
 
-def _below(every: Mapping[str, float], opening: str) -> Iterator[tuple[str, float]]:
+def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
     """The entries whose name begins with ``opening``, by the rest of it."""
     return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
