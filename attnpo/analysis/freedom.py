@@ -139,13 +139,22 @@ def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row
         UserError: a model has no plain linear head to compare with.
         ValueError: the rows have no model inputs.
     """
+    return rows_of(group, both(policy, base, group)[0])
+
+
+def both(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[TokenStats, TokenStats]:
+    """Statistics of policy and base on the rows, without gradients; the policy's with "kl_policy_ref".
+
+    Raises:
+        UserError: a model has no plain linear head to compare with.
+        ValueError: the rows have no model inputs.
+    """
     if group.inputs is None:
         raise ValueError("the rows have no model inputs")
     read = (group.inputs, group.response_ids, group.response_mask)
     with torch.no_grad():
-        hidden = base(*read, frozenset({"hidden"})).hidden
-        stats = policy(*read, frozenset({"joint:kl_policy_ref"}), (hidden, base.head()))
-    return rows_of(group, stats)
+        of_base = base(*read, frozenset({"hidden"}))
+        return policy(*read, frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head())), of_base
 
 
 def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:

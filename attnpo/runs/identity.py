@@ -29,7 +29,7 @@ OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_ep
 # What lies at these paths is compared instead.
 PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
-BESIDE = ("truth", "callbacks", "trainer.validate_every")
+BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
 # What of it decides which policy is the best.
 MONITOR, MODE = "callbacks.monitor", "callbacks.mode"
 KEPT = (MONITOR, MODE)
@@ -39,7 +39,7 @@ LAYERS = "weights.layers"
 # Nodes that touch neither the pairs nor their weights; any other may. Of the objective only its class is looked at,
 # which must read weights.
 APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study", "grid", "grids", "seeds", "truth",
-         "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
+         "drift", "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
 # What only reference spans read.
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
@@ -51,7 +51,7 @@ LATER = {
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
     *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
-    *("analysis/freedom.py", "analysis/intervals.py", "studies/faithfulness.py", "studies/faithfulness_pages.py"),
+    *("analysis/intervals.py", "studies/drift_table.py", "studies/faithfulness.py", "studies/faithfulness_pages.py"),
     *("studies/footnotes.py", "studies/frontier.py", "studies/predictions.py", "studies/ranking.py"),
     *("studies/report.py", "studies/selection.py", "studies/tables.py"),
 )

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet
@@ -80,7 +80,7 @@ def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExampl
     examples = {
         split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
     }
-    return weighed, examples
+    return replace(weighed, transforms=transforms), examples
 
 
 # ------------------------------------------------------------------------------------------------ memory

@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
+from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
 from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
@@ -35,7 +36,7 @@ from attnpo.weights.base import OnlineSource
 log = logging.getLogger(__name__)
 
 
-CURVES, REPORT = "curves.png", "report.html"
+CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
 
 
 def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
@@ -75,6 +76,8 @@ def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettin
             [split, *(scores.numbers[name] for name in names)] for split, scores in result.truth.items()
         ]
         blocks.append(Section("Against the truth, on held-out prompts", [TableBlock(["prompts", *names], table)]))
+    if result.drift:
+        blocks.append(drift_section(result, folder))
     blocks.append(
         Section(
             "Inputs",
@@ -105,6 +108,41 @@ def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettin
     )
     write_whole(folder / REPORT, report_page(folder.name, blocks))
     log.info("report: %s", folder / REPORT)
+
+
+PARTS = {"answers": "sampled answers", "pairs": "validation pairs"}
+KL = {"tokens": "share of tokens", "kl": "share of KL", "kl_per_token": "KL per token"}
+
+
+def drift_section(result: RunResult, folder: Path) -> Section:
+    """Where the policy moved: KL by class of token, the figure ``drift.png``, which is drawn here, and the rest."""
+    every = dict(numbers(result.drift))
+    parts = {part: words for part, words in PARTS.items() if part in result.drift}
+    paths = [name.split("/") for name in every]
+    kinds = dict.fromkeys((path[1], path[2]) for path in paths if path[1:2] in (["classes"], ["truth"]))
+    rows: list[list[Cell]] = [
+        [kind.replace("_", " "), *(every.get(f"{part}/{group}/{kind}/{key}") for part in parts for key in KL)]
+        for group, kind in kinds
+    ]
+    deciles, places = (
+        {words: line for part, words in parts.items() if (line := dict(_below(every, f"{part}/{by}/kl/")))}
+        for by in ("deciles", "position")
+    )
+    totals = {f"KL per response, {words}": every.get(f"{part}/kl") for part, words in parts.items()}
+    rest = {name.replace("/", ": "): value for name, value in every.items() if name.partition("/")[0] not in parts}
+    return Section(
+        "Where the policy moved",
+        [
+            TableBlock(["class", *(f"{words}: {key}" for words in parts.values() for key in KL.values())], rows),
+            Image(drift_figure(deciles, places, folder / DRIFT), "KL to the base per token"),
+            KeyValues({**totals, **rest}),
+        ],
+    )
+
+
+def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str, float | int]]:
+    """The entries whose name begins with ``opening``, by the rest of it."""
+    return ((name.removeprefix(opening), value) for name, value in every.items() if name.startswith(opening))
 
 
 Table = tuple[list[str], list[list[Any]]]

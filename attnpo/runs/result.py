@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from attnpo.files import Json, flat
@@ -30,7 +30,8 @@ class RunResult:
 
     ``seconds``: of the training ("train") and of the whole run ("all"). ``metrics``: the last logged values.
     ``inputs``: what became of the inputs, by split and part (``runs.input_summary``). ``truth``: scores by split, None
-    in settings without a known truth.
+    in settings without a known truth. ``drift``: where the policy moved from its base (``runs.drift``); empty where
+    that was not measured.
     """
 
     seed: int
@@ -40,6 +41,7 @@ class RunResult:
     inputs: dict[str, Json]
     versions: dict[str, str]
     truth: dict[str, Scores] | None
+    drift: dict[str, Json] = field(default_factory=dict)
 
     def split(self, name: str) -> dict[str, Json]:
         """What became of a split's pairs; empty where it is not said."""
@@ -48,8 +50,11 @@ class RunResult:
 
     def input(self, split: str, name: str) -> float:
         """A number of a split's account by its dotted ``name``; NaN where it is missing."""
-        value = dict(flat(self.split(split))).get(name)
-        return float(value) if isinstance(value, int | float) else math.nan
+        return _number(self.split(split), name, ".")
+
+    def moved(self, name: str) -> float:
+        """A number of ``drift`` by its path (``answers/kl``); NaN where it is missing."""
+        return _number(self.drift, name, "/")
 
     @property
     def judge(self) -> dict[str, Json]:
@@ -91,7 +96,8 @@ class RunResult:
                 }
             seconds, metrics, inputs = (dict(data[name]) for name in ("seconds", "metrics", "inputs"))
             versions = dict(data.get("versions", {}))
-            return cls(int(data.get("seed", 0)), int(data["steps"]), seconds, metrics, inputs, versions, truth)
+            drift = dict(data.get("drift", {}))
+            return cls(int(data.get("seed", 0)), int(data["steps"]), seconds, metrics, inputs, versions, truth, drift)
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"it is no result of a run: {problem!r}") from problem
 
@@ -102,3 +108,9 @@ class RunResult:
         if not isinstance(data, dict):
             raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
         return cls.from_json(data)
+
+
+def _number(node: Mapping[str, Json], name: str, between: str) -> float:
+    """The number at ``name``, its keys joined by ``between``; NaN where it is missing."""
+    value = dict(flat(node, between)).get(name)
+    return float(value) if isinstance(value, int | float) else math.nan

@@ -28,7 +28,7 @@ RESULT = "result.json"
 CONFIG = "config.yaml"
 CHECKPOINTS = ("best", "last")
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
-PAGES = ("generations.jsonl", "curves.png", "report.html")
+PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html")
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 

@@ -28,6 +28,7 @@ from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import make_context
+from attnpo.runs.drift import measure_drift
 from attnpo.runs.folders import make_folder
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.input_summary import example_statistics, log_inputs
@@ -60,7 +61,7 @@ from attnpo.runs.resume import (
 )
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import require_parts
-from attnpo.schema import Sampling
+from attnpo.schema import Message, PreferencePair, Sampling
 from attnpo.training.gather import WholePolicy
 from attnpo.training.loggers import check_tracker, open_loggers
 from attnpo.training.metrics_file import merge_metrics
@@ -270,11 +271,12 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
             keep_last(folder, resume)
         trained.policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
         attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
-        statistics, truth = example_statistics(inputs), score_truth(inputs, trained)
+        statistics, (truth, sampled) = example_statistics(inputs), score_truth(inputs, trained)
+        drift = measure_drift(inputs, trained.policy, sampled)
         if callbacks.samples:
             write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
         seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
-        result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth)
+        result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
         if callbacks.report:
@@ -284,26 +286,35 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     return result
 
 
-def score_truth(inputs: Inputs, trained: Trained) -> dict[str, Scores] | None:
-    """Scores against a known truth on validation and test prompts, or None in settings that have none."""
+def score_truth(inputs: Inputs, trained: Trained) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
+    """Scores against a known truth on validation and test prompts, and the answers to the test prompts.
+
+    Of each prompt the policy's answer, as if chosen, and the base's. None and no answers in settings without a truth.
+    """
     scorer = inputs.context.cfg.truth
     if scorer is None:
-        return None
+        return None, []
     policy = frozen(trained.policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores: dict[str, Scores] = {}
+    sampled: list[PreferencePair] = []
     for split in ("validation", "test"):
         key = (replace(inputs.context.model, lora=None, compile=None), scorer, split)
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
-        score = scorer.score(policy, base, tokenizer, split=split, base_answers=_base_answers[key])
+        rivals = _base_answers[key]
+        score = scorer.score(policy, base, tokenizer, split=split, base_answers=rivals)
         rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
         scores[split] = Scores(score.scalars(), rewards, of_base)
+        sampled = [
+            PreferencePair.make([Message(role="user", content=prompt)], answer, rival)
+            for prompt, answer, rival in zip(score.prompts, score.answers, rivals.texts, strict=True)
+        ]
     log.info(
         "truth, held-out prompts: reward %.3f (base %.3f), win rate %.3f, KL %.2f",
         *(scores["test"].numbers[name] for name in ("reward", "base_reward", "win_rate", "kl")),
     )
-    return scores
+    return scores, sampled
 
 
 # The base answers the same prompts alike at every point of a study: sampled once per process.

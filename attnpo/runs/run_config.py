@@ -12,6 +12,7 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.settings import (
     LAYOUTS,
     AutoLayer,
+    DriftSettings,
     Judge,
     OtherJudge,
     PairReader,
@@ -78,6 +79,7 @@ class RunConfig(Root):
     lock_timeout: float = field(default=TIMEOUT, metadata=BOOKKEEPING)
     prepare: Preparer | None = None
     truth: Truth | None = None
+    drift: DriftSettings | None = None
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -137,6 +139,8 @@ class RunConfig(Root):
             found |= {"judge.revision": own, "judge.chat_template": own}
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
             found["model.revision"] = "the model is a folder on this machine"
+        if self.drift is not None and self.truth is None:
+            found["drift.answers"] = "no answers are sampled without a truth"
         if "objective" not in chosen:
             found |= self._unread_objective()
         if "callbacks" not in chosen:

@@ -3,6 +3,7 @@
 Light: read before anything heavy is loaded.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +14,7 @@ from attnpo.data.base import PairSet
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import DTYPES, ModelSpec
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
-from attnpo.schema import BOOKKEEPING, Generator, Kind, Sampling, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, Generator, Kind, PreferencePair, Sampling, UserError, check_choice, check_least
 from attnpo.testbed.prepare import Prepared, PreparedJudge
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.judge_template import JudgeRules
@@ -160,6 +161,28 @@ class Truth(Protocol):
 
     def base_answers(self, *arguments: Any, **named: Any) -> Any:
         """The base's answers to the prompts of a split, to be sampled once for several scores."""
+
+    def decisive(self, pair: PreferencePair, side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token, given by its characters of the response, decides the true reward."""
+
+    def is_flipped(self, pair: PreferencePair) -> bool:
+        """Whether the rejected response is truly the better one."""
+
+
+@dataclass(frozen=True)
+class DriftSettings:
+    """On how much it is measured where the policy moved (config node ``drift``); first in the order of ids or prompts.
+
+    ``pairs``: validation pairs, for the KL by token. ``train_pairs``: training pairs, for the ranking accuracy.
+    ``answers``: answers sampled from the policy, for the KL by token; none where no ``truth`` samples them.
+    """
+
+    pairs: int = 64
+    train_pairs: int = 256
+    answers: int = 96
+
+    def __post_init__(self) -> None:
+        check_least("drift", 1, **vars(self))
 
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:

@@ -26,6 +26,7 @@ from attnpo.weights.capture import (
     weights_key,
 )
 from attnpo.weights.layers import Row, layer_column, rows_in_words
+from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Weighed:
 
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
     is the store's key of the captured rows. ``verdicts`` and ``answers`` are the account of the judge's verdicts and of
-    the answers about parts, where such were read.
+    the answers about parts, where such were read. ``transforms`` are the run's, fitted on its training pairs.
     """
 
     source: WeightSource
@@ -53,6 +54,7 @@ class Weighed:
     depth: int
     key: dict[str, object]
     answers: AnswerStatistics | None = None
+    transforms: tuple[WeightTransform, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from attnpo.files import changed, clean, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
 from attnpo.runs.result import RunResult
+from attnpo.studies.drift_table import drift_table
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.predictions import predictions_section
@@ -203,13 +204,8 @@ def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
     arms = arms_section(outcome)
-    sections = [
-        arms,
-        *ranking_table(outcome),
-        *level_tables(outcome),
-        *predictions_section(outcome),
-        *analysis_sections(outcome),
-    ]
+    tables = [*ranking_table(outcome), *level_tables(outcome), *predictions_section(outcome), *drift_table(outcome)]
+    sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
     print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))
@@ -266,6 +262,7 @@ def _run_row(point: PointResults, seed: int, result: RunResult) -> Row:
             for name, value in scores.numbers.items()
         },
         **{name: value for name, value in result.metrics.items() if name.startswith("val/")},
+        **{f"drift/{name}": value for name, value in numbers(result.drift)},
         "pairs": pairs if isinstance(pairs, int) else None,
         "steps": result.steps,
         "seconds": result.seconds["all"],

@@ -47,6 +47,10 @@ class PointResults:
         """The mean over seeds of a last logged metric; NaN where it is missing."""
         return float(np.mean([result.metrics.get(name, math.nan) for result in self.results]))
 
+    def drift(self, name: str) -> float:
+        """The mean over seeds of a number of ``RunResult.drift`` by its path; NaN where it is missing."""
+        return float(np.mean([result.moved(name) for result in self.results]))
+
     def input(self, name: str) -> float:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, UserError
 from attnpo.testbed.grammar import Grammar
 
 
@@ -71,6 +71,13 @@ def decisive(pair: PreferencePair, side: str, places: Sequence[tuple[int, int]],
     """
     spans = grammar.importance(pair.response(side), _topic(pair, grammar))
     return [any(start < stop and begin < end for begin, stop in spans) for start, end in places]
+
+
+def is_flipped(pair: PreferencePair, grammar: Grammar) -> bool:
+    """Whether the rejected response is truly the better one. UserError as for ``decisive``."""
+    topic = _topic(pair, grammar)
+    chosen, rejected = (grammar.true_reward(pair.response(side), topic).reward for side in SIDES)
+    return chosen < rejected
 
 
 def _topic(pair: PreferencePair, grammar: Grammar) -> str:

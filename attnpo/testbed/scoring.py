@@ -13,6 +13,7 @@ from attnpo.testbed.grammar import Grammar, Prompt, Scored
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+    from attnpo.schema import PreferencePair
     from attnpo.testbed.sampling import Answers
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,18 @@ class TruthScorer:
             prompts=tuple(prompt.text for prompt in prompts),
             answers=answers.texts,
         )
+
+    def decisive(self, pair: "PreferencePair", side: str, places: Sequence[tuple[int, int]]) -> list[bool]:
+        """Whether each token of a response decides its true reward; ``importance.decisive``."""
+        from attnpo.testbed.importance import decisive  # brings torch
+
+        return decisive(pair, side, places, self.grammar)
+
+    def is_flipped(self, pair: "PreferencePair") -> bool:
+        """Whether the rejected response is truly the better one."""
+        from attnpo.testbed.importance import is_flipped  # brings torch
+
+        return is_flipped(pair, self.grammar)
 
     def _repeated(self, split: str) -> list[Prompt]:
         return [prompt for prompt in self.prompt_set(split) for _ in range(self.samples_per_prompt)]

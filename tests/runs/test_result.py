@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ WHOLE = RunResult(
     },
     versions={"torch": "2"},
     truth={"test": Scores({"reward": 0.25, "kl": 1.5}, [0.0, 0.5], [-1.0, 0.0]), "validation": Scores({}, [])},
+    drift={"answers": {"kl": 1.5, "classes": {"weighted": {"kl": None}}}, "seconds": 1},
 )
 
 
@@ -38,6 +40,13 @@ def test_numbers_of_the_inputs_are_found_by_name() -> None:
     assert (WHOLE.input("train", "pairs"), WHOLE.input("train", "tokens.chosen.p50")) == (8, 21)
     assert math.isnan(WHOLE.input("train", "tokens.rejected.p50")) and math.isnan(WHOLE.input("test", "pairs"))
     assert WHOLE.judge_warning == "it tells nothing" and WHOLE.input("judge", "agreement") == 0.5
+
+
+def test_where_the_policy_moved_is_found_by_path_and_older_results_do_not_say() -> None:
+    assert (WHOLE.moved("answers/kl"), WHOLE.moved("seconds")) == (1.5, 1)
+    assert math.isnan(WHOLE.moved("answers/classes/weighted/kl")) and math.isnan(WHOLE.moved("pairs/kl"))
+    older = {name: value for name, value in WHOLE.to_json().items() if name != "drift"}
+    assert RunResult.read(json.dumps(older)) == replace(WHOLE, drift={})
 
 
 PARTS = {"steps": 1, "seconds": {}, "metrics": {}, "inputs": {}, "truth": None}

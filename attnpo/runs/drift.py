@@ -1,0 +1,235 @@
+"""Where a run's policy moved from its base, measured after training (config node ``drift``).
+
+On validation pairs, on training pairs (ranking alone) and, where a truth samples answers, on those: the policy's answer
+to a prompt beside the base's, as a pair that is weighed as the training pairs are. Nothing goes into the store.
+"""
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
+from attnpo.analysis.freedom import both
+from attnpo.data.collate import TrainingExample, bare_rows, collate
+from attnpo.data.prepare import encode_pairs, prepare_examples
+from attnpo.machine import device_of
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
+from attnpo.runs.inputs import Inputs
+from attnpo.runs.models import autocast, load_reference
+from attnpo.runs.settings import DriftSettings
+from attnpo.runs.weighing import capture_method
+from attnpo.schema import SIDES, EncodedResponse, Json, Kind, PairWeights, PreferencePair, RowGroup, UserError
+from attnpo.weights.base import OnlineSource
+from attnpo.weights.cache import Store
+from attnpo.weights.capture import ensure_captured
+
+log = logging.getLogger(__name__)
+
+TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
+EXAMPLES_AT_ONCE = 256
+
+
+def measure_drift(inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
+    """Where the policy moved, as ``RunResult.drift`` holds it; empty where it is not asked for or cannot be measured.
+
+    ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
+    """
+    settings = inputs.context.cfg.drift
+    if settings is None:
+        return {}
+    began = time.perf_counter()
+    try:
+        measured = _measured(inputs, policy, sampled[: settings.answers], settings)
+    except UserError as problem:  # a run that is trained is not lost for it
+        log.warning("warning: where the policy moved is not measured: %s", problem)
+        return {}
+    seconds = time.perf_counter() - began
+    log.info("where the policy moved: measured in %.1f s", seconds)
+    return {**measured, "seconds": round(seconds, 2)}
+
+
+def _measured(
+    inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair], settings: DriftSettings
+) -> dict[str, Json]:
+    context = inputs.context
+    models = _Models(inputs, policy, load_reference(context, policy))
+    pairs = {split: {pair.pair_id: pair for pair in found.pairs} for split, found in inputs.pairs.items()}
+    ordered = {split: sorted(made.examples, key=lambda one: one.pair_id) for split, made in inputs.examples.items()}
+    val = _both_sides(models, ordered["val"][: settings.pairs], pairs["val"])
+    train = _both_sides(models, ordered["train"][: settings.train_pairs], pairs["train"])
+    out: dict[str, Json] = {"pairs": by_token([*val.chosen, *val.rejected])}
+    displacement: dict[str, Json] = {
+        f"{split}_{side}": mean_gain(getattr(found, side))
+        for split, found in (("train", train), ("validation", val))
+        for side in SIDES
+    }
+    accuracy: dict[str, Json] = {
+        "train": ranking_accuracy(train.chosen, train.rejected),
+        "validation": ranking_accuracy(val.chosen, val.rejected),
+    }
+    if context.cfg.truth is not None:
+        flipped = [context.cfg.truth.is_flipped(pairs["train"][pair_id]) for pair_id in train.pair_ids]
+        for name, wanted in (("train_clean", False), ("train_flipped", True)):
+            kept = [place for place, one in enumerate(flipped) if one is wanted]
+            accuracy[name] = ranking_accuracy([train.chosen[i] for i in kept], [train.rejected[i] for i in kept])
+    if sampled:
+        answers = _both_sides(models, _weighed(inputs, sampled), {pair.pair_id: pair for pair in sampled})
+        out["answers"] = by_token(answers.chosen)
+        displacement["base_answers"] = mean_gain(answers.rejected)
+    out |= {"ranking_accuracy": accuracy, "displacement": displacement}
+    beta = getattr(context.cfg.objective, "beta", None)
+    if beta is not None and not isinstance(inputs.weighed.source, OnlineSource):
+        factors = np.concatenate(list(_factors(inputs, inputs.examples["train"].examples)) or [np.zeros(0)])
+        out["effective_beta"] = quantiles(float(beta) * factors)
+    return out
+
+
+# ------------------------------------------------------------------------------------------------ the models' numbers
+
+
+@dataclass(frozen=True)
+class _Models:
+    """Policy and base, with what says how their numbers are read."""
+
+    inputs: Inputs
+    policy: ScoredLM
+    base: ScoredLM
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """What happened to the responses of pairs, in their order."""
+
+    pair_ids: list[str]
+    chosen: list[Moved]
+    rejected: list[Moved]
+
+
+def _both_sides(models: _Models, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair]) -> _Sides:
+    """How far the policy moved at each token of the examples' responses. UserError for a model without a plain head."""
+    inputs, truth = models.inputs, models.inputs.context.cfg.truth
+    scored = _scored(models, [side for example in examples for side in example.sides])
+    moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
+    for number, example in enumerate(examples):
+        for place, side in enumerate(SIDES):
+            kl, gain = scored[2 * number + place]
+            offsets = example.sides[place].offsets
+            decisive = None if truth is None else truth.decisive(pairs[example.pair_id], side, offsets)
+            moved[side].append(
+                Moved(
+                    kl,
+                    gain,
+                    np.array([start >= end for start, end in offsets], dtype=bool),
+                    _relative(inputs, example, place),
+                    None if decisive is None else np.array(decisive, dtype=bool),
+                )
+            )
+    return _Sides([example.pair_id for example in examples], moved["chosen"], moved["rejected"])
+
+
+def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
+    """Of each response the KL at its tokens and the gain in log-probability, in the order given."""
+    cfg, pad_id = models.inputs.context.cfg, int(models.inputs.context.tokenizer.pad_token_id or 0)
+    device = device_of(cfg.trainer.accelerator)
+    for model in (models.policy, models.base):
+        model.eval().to(device)
+    lengths = [len(side.prompt_ids) + len(side.response_ids) for side in sides]
+    order = sorted(range(len(sides)), key=lambda place: lengths[place])
+    found: dict[int, tuple[Row, float]] = {}
+    while order:
+        size = len(order)
+        while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
+            size -= 1
+        chunk, order = order[:size], order[size:]
+        group = _on(bare_rows([(sides[i].prompt_ids, sides[i].response_ids) for i in chunk], padded, pad_id), device)
+        with autocast(cfg):
+            policy, base = both(models.policy, models.base, group)
+        gains = (policy.logps.double() - base.logps.double()).sum(-1).tolist()  # exactly 0 off the response
+        kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
+        for row, i in enumerate(chunk):
+            found[i] = kl[row][mask[row]].numpy(), gains[row]
+    return [found[i] for i in range(len(sides))]
+
+
+def _on(group: RowGroup, device: torch.device) -> RowGroup:
+    """The rows on ``device``, as far as models read them."""
+    return replace(
+        group,
+        response_ids=group.response_ids.to(device),
+        response_mask=group.response_mask.to(device),
+        inputs=None if group.inputs is None else group.inputs.to(device),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ weights
+
+
+def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | None:
+    """A response's weights relative to uniform (|y| w; factors as they are); None where training computes them."""
+    source = inputs.weighed.source
+    if isinstance(source, OnlineSource) or not example.weights[place].numel():
+        return None
+    weights = example.weights[place].double().numpy()
+    return weights if source.kind is Kind.FACTOR else weights * example.lengths[place]
+
+
+def _weighed(inputs: Inputs, sampled: Sequence[PreferencePair]) -> list[TrainingExample]:
+    """The sampled answers as examples, weighed as the training pairs are; nothing is stored.
+
+    Without weights where the source asks a generator, which takes too long, and where the judge cannot be shown a pair.
+    """
+    context, weighed = inputs.context, inputs.weighed
+    source, cfg = weighed.source, inputs.context.cfg
+    encoded = encode_pairs(sampled, context.chat, cfg.lengths)
+    captured: dict[str, PairWeights] = {}
+    bare = {
+        pair.pair_id: TrainingExample(
+            pair.pair_id, sides["chosen"], sides["rejected"], (torch.zeros(0), torch.zeros(0)), (0.0, 0.0), (0.0, 0.0)
+        )
+        for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
+    }
+    if "generator" in source.requires:
+        return list(bare.values())
+    method = capture_method(context, source)
+    with tempfile.TemporaryDirectory() as folder:
+        if method is not None:
+            store, rows = Store(Path(folder)), source.wanted()
+            tools = lambda: replace(method.tools(), verdict=False)  # noqa: E731
+            captured, _ = ensure_captured(encoded.pairs, source, rows, store, {}, tools)
+        made = prepare_examples(encoded, source, captured, cfg.align, weighed.layers, weighed.transforms)
+    known = {example.pair_id: example for example in made.examples}
+    return [known.get(pair_id, _unweighed(example)) for pair_id, example in bare.items()]
+
+
+def _unweighed(example: TrainingExample) -> TrainingExample:
+    """The example with weights of 0."""
+    chosen, rejected = (torch.zeros(len(side.response_ids)) for side in example.sides)
+    return replace(example, weights=(chosen, rejected))
+
+
+def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:
+    """What multiplies beta at each response token of the examples, as the objective has it."""
+    for start in range(0, len(examples), EXAMPLES_AT_ONCE):
+        chunk = examples[start : start + EXAMPLES_AT_ONCE]
+        rows = collate(chunk, padded, 0, len(chunk)).main
+        rows = replace(rows, factors=inputs.weighed.source.kind is Kind.FACTOR)
+        yield _token_factors(inputs.context.cfg.objective, rows)[rows.response_mask].double().numpy()
+
+
+def _token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
+    if "token_weights" not in objective.requires:
+        return torch.ones_like(rows.token_weights["reward"])
+    if not isinstance(objective, LengthScaled):
+        return mean_factors(rows)
+    weights, _, lengths = objective.weighted(rows)
+    return weights if lengths is None else weights * lengths.unsqueeze(-1)

@@ -1,0 +1,146 @@
+"""Where a run's policy moved, through whole runs on a tiny world: with and without a truth, and where nothing moved."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from attnpo.config import load
+from attnpo.data.prepare import TrainingExample
+from attnpo.models.scored import ScoredLM
+from attnpo.runs import drift
+from attnpo.runs import run as runs
+from attnpo.runs.drift import measure_drift
+from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.runs.models import load_policy
+from attnpo.runs.result import RunResult
+from attnpo.runs.run import run
+from attnpo.schema import PreferencePair, UserError
+from tests.runs.worlds import World, build_world
+
+DRIFT = "drift={_target_:attnpo.runs.settings.DriftSettings,pairs:4,train_pairs:8,answers:5}"
+TRUTH = (
+    "truth={_target_:attnpo.testbed.scoring.TruthScorer,prompts:6,max_new_tokens:12,"
+    "grammar:{_target_:attnpo.testbed.grammar.Grammar,min_clauses:1,max_clauses:2}}"
+)
+RUN = ("callbacks=none", "optimizer.lr=0.01", "objective.beta=0.5", DRIFT)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[list[PreferencePair]]:
+    """The sampled answers of every run that follows."""
+    seen: list[list[PreferencePair]] = []
+
+    def measured(inputs: Inputs, policy: ScoredLM, sampled: list[PreferencePair]) -> object:
+        seen.append(sampled)
+        return measure_drift(inputs, policy, sampled)
+
+    monkeypatch.setattr(runs, "measure_drift", measured)
+    return seen
+
+
+def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled = kept(monkeypatch)
+    stored = sorted(path.name for path in world.store.rglob("*"))
+    result = run(world.config(*RUN, TRUTH, "callbacks.report=true", "callbacks.heat_maps=0"), tmp_path / "run")
+    found = result.drift
+    assert RunResult.read((tmp_path / "run" / "result.json").read_text()) == result
+    assert (found["pairs"]["responses"], found["answers"]["responses"]) == (8, 5)
+    assert found["pairs"]["kl"] > 0 and set(found["ranking_accuracy"]) == {
+        "train", "validation", "train_clean", "train_flipped"
+    }  # fmt: skip
+    assert found["ranking_accuracy"]["train_flipped"] is None, "no label of this world is wrong"
+    assert found["ranking_accuracy"]["train_clean"] == found["ranking_accuracy"]["train"]
+    assert set(found["displacement"]) == {
+        *(f"{split}_{side}" for split in ("train", "validation") for side in ("chosen", "rejected")), "base_answers"
+    }  # fmt: skip
+    for part in ("pairs", "answers"):
+        assert sum(one["tokens"] for one in found[part]["truth"].values()) == pytest.approx(1, abs=1e-5)
+        assert set(found[part]["classes"]) == {"end_of_turn", "no_weight", "below_uniform", "weighted"}
+        assert result.moved(f"{part}/deciles/weight/10") > 1 > result.moved(f"{part}/deciles/weight/1")
+    assert 0 < result.moved("effective_beta/p50") < result.moved("effective_beta/max")
+    assert len(sampled[0]) == 6 and sampled[0][0].chosen != sampled[0][0].rejected
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Where the policy moved" in page and "below uniform" in page
+    assert (tmp_path / "run" / "drift.png").read_bytes().startswith(b"\x89PNG")
+    tables = {path.parent.name for path in world.store.rglob("key.json")}
+    assert stored == [] and len(tables) <= 2, "answers are weighed beside the store"
+
+
+def test_the_kl_on_answers_is_that_of_the_scorer(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ways to it: log-probabilities of whole rows in double precision, and hidden states against both heads."""
+    everyone = DRIFT.replace("answers:5", "answers:6")
+    result = run(world.config("callbacks=none", "optimizer.lr=0.01", everyone, TRUTH), tmp_path / "run")
+    assert result.moved("answers/kl") == pytest.approx(result.truth["test"].numbers["kl"], rel=1e-4)
+
+
+def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) -> None:
+    cfg = world.config(*RUN)
+    assert cfg.unread()["drift.answers"] == "no answers are sampled without a truth"
+    result = run(cfg, tmp_path / "run")
+    assert set(result.drift) == {"pairs", "ranking_accuracy", "displacement", "effective_beta", "seconds"}
+    assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
+    assert "truth" not in result.drift["pairs"]
+    assert run(world.config("callbacks=none"), tmp_path / "off").drift == {}
+
+
+@pytest.fixture
+def inputs(world: World) -> Inputs:
+    return make_inputs(world.config(*RUN))
+
+
+def test_a_policy_that_was_not_trained_has_not_moved(inputs: Inputs) -> None:
+    found = measure_drift(inputs, load_policy(inputs.context), [])
+    assert found["pairs"]["kl"] == 0 and set(found["displacement"].values()) == {0.0}
+    assert found["ranking_accuracy"] == {"train": 0.5, "validation": 0.5}
+
+
+def test_what_cannot_be_measured_loses_no_run(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(model: ScoredLM) -> None:
+        raise UserError("no plain head")
+
+    monkeypatch.setattr(ScoredLM, "head", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert measure_drift(inputs, load_policy(inputs.context), []) == {}
+    assert caplog.messages[-1] == "warning: where the policy moved is not measured: no plain head"
+
+
+def beta_of(world: World, *overrides: str) -> tuple[dict[str, float], list[TrainingExample]]:
+    inputs = make_inputs(world.config("callbacks=none", DRIFT, *overrides))
+    found = measure_drift(inputs, load_policy(inputs.context), [])
+    return found["effective_beta"], inputs.examples["train"].examples
+
+
+def test_the_beta_of_a_token_is_what_the_objective_multiplies_it_by(world: World) -> None:
+    plain, _ = beta_of(world, "objective=dpo", "weights=uniform", "objective.beta=0.3")
+    assert list(plain.values()) == pytest.approx([0.3] * 4)
+    scaled, examples = beta_of(world, "objective=twdpo", "weights=attention", "objective.beta=0.3")
+    rows = [(row, length) for one in examples for row, length in zip(one.weights, one.lengths, strict=True)]
+    assert scaled["max"] == pytest.approx(max(0.3 * length * float(row.max()) for row, length in rows), rel=1e-5)
+    shares, _ = beta_of(
+        world, "objective=twdpo", "weights=attention", "objective.beta=0.3", "objective.length_scale=false"
+    )
+    assert shares["max"] == pytest.approx(max(0.3 * float(row.max()) for row, _ in rows), rel=1e-5)
+
+
+def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
+    inputs: Inputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = inputs.pairs["val"].pairs[0]
+    empty = PreferencePair.make(pair.prompt, "", pair.rejected)
+    found = drift._weighed(inputs, [pair, empty])
+    assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id]
+    assert bool(found[0].weights[0].any()) and not bool(found[1].weights[0].any())
+    assert len(found[1].weights[0]) == len(found[1].chosen.response_ids) == 1, "the end of the turn alone"
+
+
+@pytest.mark.parametrize("key", ["pairs", "train_pairs", "answers"])
+def test_counts_are_at_least_one(key: str) -> None:
+    with pytest.raises(UserError, match=rf"drift\.{key} must be at least 1, got 0"):
+        load("fit", ["setting=testbed", f"drift.{key}=0"])
