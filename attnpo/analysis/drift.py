@@ -100,7 +100,7 @@ def ranking_accuracy(chosen: Sequence[Moved], rejected: Sequence[Moved]) -> floa
     if not chosen:
         return None
     ahead = [one.gain - other.gain for one, other in zip(chosen, rejected, strict=True)]
-    return float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead]))
+    return _rounded(float(np.mean([0.5 + 0.5 * np.sign(gap) for gap in ahead])))
 
 
 def mean_gain(responses: Sequence[Moved]) -> float | None:

@@ -63,15 +63,15 @@ def _measured(
 ) -> dict[str, Json]:
     context = inputs.context
     models = _Models(inputs, policy, load_reference(context, policy))
-    pairs = {split: {pair.pair_id: pair for pair in found.pairs} for split, found in inputs.pairs.items()}
+    pairs = {split: {pair.pair_id: pair for pair in read.pairs} for split, read in inputs.pairs.items()}
     ordered = {split: sorted(made.examples, key=lambda one: one.pair_id) for split, made in inputs.examples.items()}
     val = _both_sides(models, ordered["val"][: settings.pairs], pairs["val"])
-    train = _both_sides(models, ordered["train"][: settings.train_pairs], pairs["train"])
+    train = _both_sides(models, ordered["train"][: settings.train_pairs], None)
     out: dict[str, Json] = {"pairs": by_token([*val.chosen, *val.rejected])}
     displacement: dict[str, Json] = {
-        f"{split}_{side}": mean_gain(getattr(found, side))
-        for split, found in (("train", train), ("validation", val))
-        for side in SIDES
+        f"{split}_{side}": mean_gain(moved)
+        for split, sides in (("train", train), ("validation", val))
+        for side, moved in zip(SIDES, (sides.chosen, sides.rejected), strict=True)
     }
     accuracy: dict[str, Json] = {
         "train": ranking_accuracy(train.chosen, train.rejected),
@@ -115,8 +115,13 @@ class _Sides:
     rejected: list[Moved]
 
 
-def _both_sides(models: _Models, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair]) -> _Sides:
-    """How far the policy moved at each token of the examples' responses. UserError for a model without a plain head."""
+def _both_sides(
+    models: _Models, examples: Sequence[TrainingExample], pairs: Mapping[str, PreferencePair] | None
+) -> _Sides:
+    """How far the policy moved at each token of the examples' responses. UserError for a model without a plain head.
+
+    ``pairs``: theirs, where it is of interest which tokens are decisive.
+    """
     inputs, truth = models.inputs, models.inputs.context.cfg.truth
     scored = _scored(models, [side for example in examples for side in example.sides])
     moved: dict[str, list[Moved]] = {side: [] for side in SIDES}
@@ -124,14 +129,14 @@ def _both_sides(models: _Models, examples: Sequence[TrainingExample], pairs: Map
         for place, side in enumerate(SIDES):
             kl, gain = scored[2 * number + place]
             offsets = example.sides[place].offsets
-            decisive = None if truth is None else truth.decisive(pairs[example.pair_id], side, offsets)
+            known = None if truth is None or pairs is None else truth.decisive(pairs[example.pair_id], side, offsets)
             moved[side].append(
                 Moved(
                     kl,
                     gain,
                     np.array([start >= end for start, end in offsets], dtype=bool),
                     _relative(inputs, example, place),
-                    None if decisive is None else np.array(decisive, dtype=bool),
+                    None if known is None else np.array(known, dtype=bool),
                 )
             )
     return _Sides([example.pair_id for example in examples], moved["chosen"], moved["rejected"])
@@ -145,7 +150,7 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         model.eval().to(device)
     lengths = [len(side.prompt_ids) + len(side.response_ids) for side in sides]
     order = sorted(range(len(sides)), key=lambda place: lengths[place])
-    found: dict[int, tuple[Row, float]] = {}
+    numbers: dict[int, tuple[Row, float]] = {}
     while order:
         size = len(order)
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
@@ -157,8 +162,8 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         gains = (policy.logps.double() - base.logps.double()).sum(-1).tolist()  # exactly 0 off the response
         kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
         for row, i in enumerate(chunk):
-            found[i] = kl[row][mask[row]].numpy(), gains[row]
-    return [found[i] for i in range(len(sides))]
+            numbers[i] = kl[row][mask[row]].numpy(), gains[row]
+    return [numbers[i] for i in range(len(sides))]
 
 
 def _on(group: RowGroup, device: torch.device) -> RowGroup:
@@ -186,35 +191,40 @@ def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | Non
 def _weighed(inputs: Inputs, sampled: Sequence[PreferencePair]) -> list[TrainingExample]:
     """The sampled answers as examples, weighed as the training pairs are; nothing is stored.
 
-    Without weights where the source asks a generator, which takes too long, and where the judge cannot be shown a pair.
+    Without weights where the source asks a generator, which takes too long; with weights of 0 where a pair gets none.
     """
     context, weighed = inputs.context, inputs.weighed
-    source, cfg = weighed.source, inputs.context.cfg
-    encoded = encode_pairs(sampled, context.chat, cfg.lengths)
-    captured: dict[str, PairWeights] = {}
-    bare = {
-        pair.pair_id: TrainingExample(
-            pair.pair_id, sides["chosen"], sides["rejected"], (torch.zeros(0), torch.zeros(0)), (0.0, 0.0), (0.0, 0.0)
+    encoded = encode_pairs(sampled, context.chat, context.cfg.lengths)
+    known: dict[str, TrainingExample] = {}
+    silent = "generator" in weighed.source.requires
+    if not silent:
+        align, source = context.cfg.align, weighed.source
+        captured = _captured(inputs, encoded.pairs)
+        made = prepare_examples(encoded, source, captured, align, weighed.layers, weighed.transforms)
+        known = {example.pair_id: example for example in made.examples}
+    examples = []
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        chosen, rejected = (torch.zeros(0 if silent else len(sides[side].response_ids)) for side in SIDES)
+        bare = TrainingExample(
+            pair.pair_id, sides["chosen"], sides["rejected"], (chosen, rejected), (0.0, 0.0), (0.0, 0.0)
         )
-        for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
-    }
-    if "generator" in source.requires:
-        return list(bare.values())
-    method = capture_method(context, source)
+        examples.append(known.get(pair.pair_id, bare))
+    return examples
+
+
+def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
+    """What the run's source captures for other pairs, through a store that is thrown away; empty if it asks nobody."""
+    source = inputs.weighed.source
+    method = capture_method(inputs.context, source)
+    if method is None:
+        return {}
+    make_tools = method.tools
     with tempfile.TemporaryDirectory() as folder:
-        if method is not None:
-            store, rows = Store(Path(folder)), source.wanted()
-            tools = lambda: replace(method.tools(), verdict=False)  # noqa: E731
-            captured, _ = ensure_captured(encoded.pairs, source, rows, store, {}, tools)
-        made = prepare_examples(encoded, source, captured, cfg.align, weighed.layers, weighed.transforms)
-    known = {example.pair_id: example for example in made.examples}
-    return [known.get(pair_id, _unweighed(example)) for pair_id, example in bare.items()]
-
-
-def _unweighed(example: TrainingExample) -> TrainingExample:
-    """The example with weights of 0."""
-    chosen, rejected = (torch.zeros(len(side.response_ids)) for side in example.sides)
-    return replace(example, weights=(chosen, rejected))
+        store = Store(Path(folder))
+        captured, _ = ensure_captured(
+            pairs, source, source.wanted(), store, {}, lambda: replace(make_tools(), verdict=False)
+        )
+    return captured
 
 
 def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:

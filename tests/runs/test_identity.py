@@ -77,6 +77,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
+        ("runs/report.py", "display/drift_figure.py"),
         ("runs/report.py", "display/figures.py"),
         ("runs/report.py", "display/heat.py"),
         ("runs/report.py", "display/heatmap.py"),
