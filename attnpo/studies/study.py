@@ -236,7 +236,8 @@ class Study:
             for world, arm in (*claim.above, *claim.below):
                 known = bool(self.layers) or (arm in every and self.runs_in(arm, world))
                 if world not in worlds or not known:
-                    yield f"study.predictions.claims.{name}: arm {arm} does not run in world {world or 'of the study'}"
+                    where = f" in world {world}" if world else ""
+                    yield f"study.predictions.claims.{name}: arm {arm} does not run{where}; study.predictions=null has none"
 
     def runs_in(self, arm: str, world: str) -> bool:
         """Whether an arm of ``arms`` or ``truth_arms`` runs in a world."""

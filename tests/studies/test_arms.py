@@ -48,7 +48,17 @@ def test_the_arms_of_a_shipped_study_are_different_runs(name: str) -> None:
     """In the first of its worlds; what the others set is set by no arm (tests/test_experiments.py)."""
     cfg = composed(f"experiment={name}", "setting=testbed")
     whole: Study = cfg.study
-    study = replace(whole, worlds=dict(list(whole.worlds.items())[:1]))
+    first = dict(list(whole.worlds.items())[:1])
+    left = [arm for arm, worlds in whole.only_in.items() if not first.keys() & set(worlds)]
+    study = replace(
+        whole,
+        worlds=first,
+        arms={arm: overrides for arm, overrides in whole.arms.items() if arm not in left},
+        only_in={},
+        world_axis=None,
+        predictions=None,
+        grids={arm: grid for arm, grid in whole.grids.items() if arm not in left},
+    )
     arms, made = expanded(cfg, study)
     check_user(cfg, study)
     check_distinct(study, arms, made, dict.fromkeys(made, DEPTH))

@@ -81,12 +81,12 @@ def test_only_methods_that_ask_more_of_their_reference_hold_one() -> None:
     assert held == refused == {"TDPO", "TI-DPO", "KTO"}
 
 
-def test_on_the_testbed_every_method_has_six_points_and_the_same_learning_rates() -> None:
+def test_on_the_testbed_every_method_has_eight_points_and_the_same_learning_rates() -> None:
     study = study_on("testbed")
     grids = {name: study.grid_of(name) for name in study.arms}
-    assert {len(grid.overrides()) for grid in grids.values()} == {6}
-    assert {grid.lr for grid in grids.values()} == {(5e-5, 1e-4)}
-    per_token = [name for name, grid in grids.items() if grid.beta == (2.6, 7.8, 26.0)]
+    assert {len(grid.overrides()) for grid in grids.values()} == {8}
+    assert {grid.lr for grid in grids.values()} == {(2.5e-5, 5e-5)}
+    per_token = [name for name, grid in grids.items() if grid.beta == (0.26, 0.78, 2.6, 7.8)]
     assert per_token == ["IPO", "SimPO"]
     others = [name for name, grid in grids.items() if not grid.beta]
     assert [(name, [*grids[name].keys]) for name in others] == [
@@ -159,7 +159,7 @@ def test_a_grid_given_as_the_message_says_reaches_its_arm_alone() -> None:
     study: Study = cfg.study
     check_user(cfg, study)
     assert study.grid_of("ORPO").keys == {"objective.lam": (0.3,)}
-    assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (5e-5, 1e-4))
+    assert (study.grid_of("R-DPO").lr, study.grid_of("DPO").lr) == ((1e-3,), (2.5e-5, 5e-5))
     assert of_points(cfg) == ["experiment=main_results"]
 
 

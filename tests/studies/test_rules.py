@@ -51,7 +51,9 @@ def test_an_override_that_fits_no_arm_is_an_error(world: World) -> None:
 
 def test_what_the_arms_choose_cannot_be_overridden(world: World) -> None:
     cfg = world.config(STUDY, "weights=uniform")
-    with pytest.raises(UserError, match=r"study quickstart chooses weights .* weights=uniform would be lost"):
+    with pytest.raises(
+        UserError, match=r"study quickstart chooses transform, weights .* weights=uniform would be lost"
+    ):
         check_user(cfg, cfg.study)
 
 
