@@ -52,14 +52,8 @@ LATER = {
 SHOWING = (
     *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
     *("analysis/intervals.py", "studies/faithfulness.py", "studies/faithfulness_pages.py"),
-    *(
-        "studies/drift_table.py",
-        "studies/footnotes.py",
-        "studies/frontier.py",
-        "studies/ranking.py",
-        "studies/report.py",
-    ),
-    *("studies/selection.py", "studies/tables.py"),
+    *("studies/footnotes.py", "studies/frontier.py", "studies/ranking.py", "studies/report.py"),
+    *("studies/drift_table.py", "studies/selection.py", "studies/tables.py"),
 )
 
 
