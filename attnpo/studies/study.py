@@ -237,7 +237,10 @@ class Study:
                 known = bool(self.layers) or (arm in every and self.runs_in(arm, world))
                 if world not in worlds or not known:
                     where = f" in world {world}" if world else ""
-                    yield f"study.predictions.claims.{name}: arm {arm} does not run{where}; study.predictions=null has none"
+                    yield (
+                        f"study.predictions.claims.{name}: arm {arm} does not run{where}; study.predictions=null leaves "
+                        "the predictions out"
+                    )
 
     def runs_in(self, arm: str, world: str) -> bool:
         """Whether an arm of ``arms`` or ``truth_arms`` runs in a world."""

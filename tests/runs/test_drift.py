@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnpo.config import load
 from attnpo.data.prepare import TrainingExample
@@ -138,6 +139,35 @@ def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
     assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id]
     assert bool(found[0].weights[0].any()) and not bool(found[1].weights[0].any())
     assert len(found[1].weights[0]) == len(found[1].chosen.response_ids) == 1, "the end of the turn alone"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "classes"),
+    [
+        (["transform=shuffled"], 4),
+        (["transform=cross_pair"], 4),
+        (["transform=token_profile"], 4),
+        (["weights.heads=[1]"], 4),
+        (["weights=true_importance", "weights.grammar=${truth.grammar}"], 4),
+        (["weights=gradient", "objective=tidpo"], 2),  # weights that training computes: the end of the turn, the rest
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)
+def test_sampled_answers_are_weighed_as_the_pairs_are(world: World, overrides: list[str], classes: int) -> None:
+    inputs = make_inputs(world.config(*RUN, TRUTH, *overrides))
+    files = {path: path.stat().st_mtime_ns for path in world.store.rglob("*")}
+    found = measure_drift(inputs, load_policy(inputs.context), inputs.pairs["val"].pairs)
+    assert [len(found[part]["classes"]) for part in ("pairs", "answers")] == [classes, classes]
+    assert ("effective_beta" in found) is (classes == 4)
+    assert {path: path.stat().st_mtime_ns for path in world.store.rglob("*")} == files
+
+
+def test_pairs_weighed_once_more_get_the_weights_they_have(inputs: Inputs) -> None:
+    again = drift._weighed(inputs, inputs.pairs["val"].pairs)
+    for one, other in zip(again, inputs.examples["val"].examples, strict=True):
+        assert one.pair_id == other.pair_id and one.lengths == other.lengths
+        for new, old in zip(one.weights, other.weights, strict=True):
+            torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("key", ["pairs", "train_pairs", "answers"])
