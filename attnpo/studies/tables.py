@@ -156,7 +156,6 @@ def base_row(point: PointResults) -> Row:
 NONE = "-"
 ENDS = "<"  # after a value: no point of the arm goes as far as the level
 NOT_EQUAL = "not at equal KL"
-SUMMARY_LEVEL = 1.0  # nats: where worlds are compared, if the study has this level
 
 
 def level_tables(outcome: Outcome) -> list[Section]:
@@ -244,7 +243,8 @@ def _reward(place: AtKL, level: float) -> str:
 
 def summary_level(study: Study) -> float:
     """The KL level at which worlds are compared."""
-    return SUMMARY_LEVEL if SUMMARY_LEVEL in study.kl_levels else study.kl_levels[len(study.kl_levels) // 2]
+    levels = study.kl_levels
+    return study.compare_at if study.compare_at in levels else levels[len(levels) // 2]
 
 
 def _worlds_table(outcome: Outcome, chosen: dict[str, dict[tuple[str, float], AtLevel]]) -> Section:
