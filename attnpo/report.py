@@ -14,10 +14,12 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
   weights           statistics of the weights a run would train with
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run
+  gains FOLDER ...  what is known before training against the gain over uniform weights
   FOLDER ...        studies or runs, by what the folders hold"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
-python -m attnpo.report study outputs/layer_sweep-testbed"""
+python -m attnpo.report study outputs/layer_sweep-testbed
+python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1"""
 
 
 def main(cfg: "ReportConfig") -> int:
