@@ -1,1 +1,1 @@
-"""Measurements: statistics of weights, faithfulness, freedom, intervals."""
+"""Measurements: statistics of weights, faithfulness, freedom, intervals, prediction."""

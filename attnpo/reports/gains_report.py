@@ -192,8 +192,8 @@ def explained(harvest: Harvest, level: float) -> list[str]:
         "left out: the correlation of these predictions with the gain, below 0 for a number that tells nothing, "
         "since leaving out high gains lowers the prediction",
         "predicts: its interval excludes 0, and its signs are right more often than one sign for all. orders: its "
-        f"interval within worlds excludes 0. {len(KNOWN)} numbers are tried, so by chance alone "
-        f"{0.05 * len(KNOWN):.1f} intervals exclude 0",
+        f"interval within worlds excludes 0. {len(KNOWN)} numbers are tried, so by chance alone up "
+        f"to {0.05 * len(KNOWN):.1f} intervals exclude 0",
         f"{AGREEMENT}: the judge's, both orders averaged, over training and validation pairs. 1 minus it is the label "
         "noise as it can be estimated, which mixes the judge's errors with wrong labels; it has the same correlation "
         "with the other sign",
