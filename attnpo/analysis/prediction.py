@@ -101,13 +101,13 @@ def clustered(nested: Sequence[Sequence[Rows]], statistic: Callable[[Rows], floa
 def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
     """Predicts every world from a line fitted to the ranks of all others, by least squares, in the named numbers.
 
-    None where fewer than three worlds have them.
+    None where fewer than three worlds have them, or one of them never varies.
     """
     cases = [case for case in cases if case.has(*names)]
     worlds = np.array([case.world for case in cases])
-    if len(set(worlds)) < WORLDS_TO_FIT:
-        return None
     columns, gains = [_column(cases, name) for name in names], _gains(cases)
+    if len(set(worlds)) < WORLDS_TO_FIT or any(np.ptp(column) == 0 for column in columns):
+        return None
     ranks, signs = np.zeros(len(cases)), np.zeros(len(cases), dtype=bool)
     for world in dict.fromkeys(worlds):
         out = worlds == world
@@ -130,7 +130,7 @@ def _predict(
         for here in (~out, out)
     )  # centred, so that a number which is the same in all others has no slope
     line, *_ = np.linalg.lstsq(known, _places(others, others), rcond=None)
-    ranks = asked @ line
+    ranks = np.round(asked @ line, 9)  # equal predictions stay equal: what differs by rounding would have an order
     ordered = np.sort(others)
     return ranks, np.interp(ranks, _places(others, ordered), ordered) > 0
 

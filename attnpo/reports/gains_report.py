@@ -82,7 +82,7 @@ def known_table(told: Mapping[str, Told], cases: Sequence[Case], best: Sequence[
     """What was known before training, a row per number, and the two that go with the gain most as one."""
     rows = [_row(name, told[name]) for name in KNOWN]
     if len(best) == 2:
-        rows.append({"number": " with ".join(best), **_outside(held_out(cases, *best))})
+        rows.append({"number": " + ".join(best), **_outside(held_out(cases, *best))})
     return _table("known", "Known before training, against the gain", rows)
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from attnpo.analysis import prediction
 from attnpo.analysis.prediction import Case, clustered, held_out, over_worlds, within_groups
 
 
@@ -52,6 +53,28 @@ def test_many_runs_of_a_world_are_no_more_worlds() -> None:
     assert over.mean == pytest.approx(0.4, abs=0.05) and over.low < 0 < over.high
 
 
+@pytest.mark.parametrize(("noise", "least", "most"), [(None, 0.0, 0.1), (0.3, 0.9, 1.0)])
+def test_over_twelve_worlds_chance_is_seldom_found_and_a_strong_relation_mostly(
+    monkeypatch: pytest.MonkeyPatch, noise: float | None, least: float, most: float
+) -> None:
+    """The share of studies whose interval excludes 0: gains of worlds by chance, or a number of theirs plus noise."""
+    monkeypatch.setattr(prediction, "DRAWS", 200)
+    random = np.random.default_rng(5)
+    hits = []
+    for _ in range(30):
+        cases = []
+        for world in range(12):
+            number = random.normal()
+            level = random.normal() if noise is None else number + noise * random.normal()
+            cases += [
+                Case(f"w{world}", seed, f"{world} {seed}", level + 0.4 * random.normal(), {"number": number})
+                for seed in range(5)
+                for _ in range(3)
+            ]
+        hits.append(over_worlds(cases, "number").excludes_zero)
+    assert least <= np.mean(hits) <= most
+
+
 def test_one_world_has_no_interval_and_cannot_be_left_out() -> None:
     cases = cases_of(1, noise=0.1)
     over, within = over_worlds(cases, "signal"), within_groups(cases, "signal")
@@ -65,7 +88,7 @@ def test_a_number_that_nobody_has_or_that_never_varies_is_nan() -> None:
     cases = cases_of(4, noise=0.1)
     for name in ("same", "unknown"):
         over = over_worlds(cases, name)
-        assert math.isnan(over.mean) and math.isnan(over.low)
+        assert math.isnan(over.mean) and math.isnan(over.low) and held_out(cases, name) is None
     assert over_worlds(cases, "unknown").prompts == 0 and within_groups([], "signal").seeds == 0
 
 
@@ -78,7 +101,7 @@ def test_a_constant_number_predicts_the_middle_of_the_others() -> None:
         for seed, gain in enumerate(row)
     ]
     held = held_out(cases, "number")
-    assert held is not None and held.majority == pytest.approx(2 / 3)
+    assert held is not None and held.majority == pytest.approx(2 / 3) and math.isfinite(held.correlation)
     # c is called positive like a and b, which is wrong; a and b see c far below, on a line that they extend: right
     assert held.right == pytest.approx(2 / 3) and not held.beats_majority
 

@@ -259,7 +259,7 @@ def test_a_planted_number_predicts_and_a_random_one_does_not(
     assert (accuracy["cases"], accuracy["worlds"]) == ("48", "8")
     assert float(accuracy["sign right"]) > 0.85 > float(accuracy["majority"]) and float(accuracy["left out"]) > 0.8
     assert share["correlation, 95 %"].startswith(("0.", "-0.")) and accuracy["within a world, 95 %"] == ""
-    assert any(name.startswith("agreement with labels with ") for name in rows)
+    assert any(name.startswith("agreement with labels + ") for name in rows)
     assert (folder / "gains.png").is_file()
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert page.count("<figure") == 1 and "planted: w 3, seed 2" in page
