@@ -13,11 +13,12 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
 
   weights           statistics of the weights a run would train with
   study FOLDER ...  the tables of finished studies again, and several side by side
-  run FOLDER ...    one row per finished run
-  FOLDER ...        studies or runs, by what the folders hold"""
+  run FOLDER ...    one row per finished run; FOLDER ... alone goes by what the folders hold
+  gains FOLDER ...  what is known before training against the gain over uniform weights"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
-python -m attnpo.report study outputs/layer_sweep-testbed"""
+python -m attnpo.report study outputs/layer_sweep-testbed
+python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1"""
 
 
 def main(cfg: "ReportConfig") -> int:

@@ -1,1 +1,1 @@
-"""Measurements: statistics of weights, faithfulness, freedom, drift, intervals."""
+"""Measurements: statistics of weights, faithfulness, freedom, drift, intervals, prediction."""

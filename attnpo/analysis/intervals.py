@@ -95,7 +95,7 @@ def hierarchical_bootstrap(
     if seeds == 1 and width == 1:
         return Interval(mean, math.nan, math.nan, level, "no interval: one seed, one prompt", 1, 1)
     means = _resampled_means(scores, draws, seed, prompts)
-    tail = _tail(level, _freedom(scores)) if expand else (1 - level) / 2
+    tail = widened_tail(level, _freedom(scores)) if expand else (1 - level) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return Interval(mean, float(low), float(high), level, _method(seeds, width, expand), seeds, width)
 
@@ -162,7 +162,7 @@ def _freedom(scores: Scores) -> int:
     return max(1, math.floor(1 / sum((part / total) ** 2 / freedom for part, freedom in parts) + 1e-9))
 
 
-def _tail(level: float, freedom: int) -> float:
+def widened_tail(level: float, freedom: int) -> float:
     """The share cut off at each end so that percentiles over few units reach as far as a t interval does."""
     reach = math.sqrt((freedom + 1) / freedom) * t_quantile((1 + level) / 2, freedom)
     return NormalDist().cdf(-reach)

@@ -7,7 +7,7 @@ from pathlib import Path
 from attnpo.console import world_size
 from attnpo.locks import locked
 from attnpo.reports.output import check_free, report_folder
-from attnpo.reports.report_config import WEIGHTS, ReportConfig, files, kind_of, mark_of
+from attnpo.reports.report_config import GAINS, WEIGHTS, ReportConfig, files, kind_of, mark_of
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,10 @@ def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
         from attnpo.reports.weight_report import weight_report
 
         weight_report(cfg, folder)
+    elif kind == GAINS:
+        from attnpo.reports.gains_report import gains_report
+
+        gains_report([Path(name).expanduser() for name in cfg.what[1:]], cfg.level, folder, mark_of(cfg))
     else:
         from attnpo.reports.folder_report import folder_report
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from attnpo.schema import UserError, digest
 from attnpo.studies.fit_config import FitConfig
 
-WEIGHTS, STUDY, RUN = "weights", "study", "run"
-KINDS = (WEIGHTS, STUDY, RUN)
+WEIGHTS, STUDY, RUN, GAINS = "weights", "study", "run", "gains"
+KINDS = (WEIGHTS, STUDY, RUN, GAINS)
 MARK = "report.json"
 # Parts of the config that move no number of a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
@@ -35,6 +35,7 @@ class ReportConfig(FitConfig):
     min_count: int = 100
     top: int = 10
     heat_maps: int = 2
+    level: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -47,6 +48,8 @@ class ReportConfig(FitConfig):
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
         if self.min_count < 1 or self.top < 1 or self.heat_maps < 0:
             raise UserError("min_count and top must be at least 1, heat_maps at least 0")
+        if not self.level > 0:
+            raise UserError(f"level: expected a KL above 0, got {self.level}")
         for path in files(self.printed):
             if not path.is_file():
                 raise UserError(f"printed={path}: expected a CSV file, there is none")
@@ -55,19 +58,23 @@ class ReportConfig(FitConfig):
         """Keys without effect as the others stand, with the reason."""
         if not self.what:
             return {}
-        if kind_of(self.what) != WEIGHTS:
-            names = [item.name for item in fields(self) if item.init and item.name not in OF_FOLDERS]
-            return dict.fromkeys(names, "finished folders are read as they are")
-        return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing")}
+        kind = kind_of(self.what)
+        gains = (
+            {"printed": "report gains compares with no paper"} if kind == GAINS else {"level": "report gains reads it"}
+        )
+        if kind != WEIGHTS:
+            names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, "level")]
+            return {**dict.fromkeys(names, "finished folders are read as they are"), **gains}
+        return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **gains}
 
 
 def kind_of(what: Sequence[str]) -> str:
     """The kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked for."""
     first = what[0] if what else None
-    if first is None or (first in (STUDY, RUN) and len(what) == 1):
+    if first is None or (first in (STUDY, RUN, GAINS) and len(what) == 1):
         raise UserError(
-            f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...` "
-            "or folders of finished studies or runs; see --help"
+            f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
+            "`gains FOLDER ...` or folders of finished studies or runs; see --help"
         )
     return first if first in KINDS else ""
 
