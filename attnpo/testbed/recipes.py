@@ -31,9 +31,12 @@ class BaseRecipe:
     that are damaged in the reviews to be judged or scored; a judge that never saw a slip is right on .99 of the
     pairs without broken clauses and on .87 of the others. `merges` None gives one token per word, a number a
     byte-level BPE with so many merges (500: most words are one token); it needs more steps.
-    With `easy_length` below 1 the reviews of the first block start at that share of the grammar's length and reach all
-    of it when its easy part ends: words are learnt on short reviews, which cost less. `answer_tokens` is the limit of
-    the answers that the base is measured on, and of those it generates by default.
+
+    With `easy_length` below 1 the first block's reviews have that share of the grammar's length during the first half
+    of the easy part and grow to full length in its second half, in as many more rows as they are shorter; fillers are
+    left out first. A judge of reviews of 28 clauses, of which six judge, is still at chance after 250 steps at growing
+    length with fillers, and right on nearly every pair after 100 steps on 3 or 4 clauses without. `answer_tokens`
+    limits the answers that the base is measured on and those that it generates by default.
     """
 
     layers: int = 4
@@ -73,7 +76,6 @@ class BaseRecipe:
             raise ValueError(f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}")
         if self.merges is not None and self.merges < 0:
             raise ValueError(f"base.merges must be at least 0, or null for one token per word, got {self.merges}")
-
         if not 0.0 < self.easy_length <= 1.0:
             raise ValueError(f"base.easy_length is a share and must lie in (0, 1], got {self.easy_length}")
 
