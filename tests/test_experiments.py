@@ -1,6 +1,7 @@
 """Experiments on every setting: each arm is a sound run, headers count right, controls are there, grids are fair."""
 
 import csv
+import random
 import re
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,9 @@ EXPERIMENTS = [name for name in groups()["experiment"] if name not in ("none", "
 SETTINGS = groups()["setting"]
 PAPER = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 DEPTH = {"testbed": 4, **dict.fromkeys(PAPER, 32)}
-TESTBED_ONLY = ("regimes", "why")  # their worlds are the testbed's knobs
+TESTBED_ONLY = ("regimes", "why", "long_answers")  # their worlds are the testbed's knobs
+SEEDS = {"controls": 10, "long_answers": 3}  # of the others: 5
+OWN_BETAS = ("why", "long_answers")  # sharp weights and flat ones have other betas, as many
 NAMED = (
     *("layer_sweep", "weight_sources", "attention_sink", "length_norm", "cross_model", "beta_sweep", "controls"),
     "main_results",
@@ -157,10 +160,8 @@ def test_every_arm_gets_as_many_points(experiment: str, setting: str) -> None:
     assert len(points(study, setting)[1]) == 1
     if experiment == OF_METHODS and setting != "testbed":
         return
-    if experiment == "why":  # grids by sharpness, below
-        return
     assert all(grid.lr == study.grid.lr for grid in study.grids.values())
-    for name in study.arms if experiment != OF_METHODS else []:
+    for name in study.arms if experiment not in (OF_METHODS, *OWN_BETAS) else []:
         other_unit = "objective.length_scale=false" in study.arms[name]
         assert (study.grid_of(name) == study.grid) != other_unit, name
 
@@ -182,7 +183,7 @@ def test_the_papers_length_normalised_beta_is_tried(shared: Path) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_seeds(experiment: str) -> None:
-    assert study_of(experiment, "testbed").seeds == (10 if experiment == "controls" else 5)
+    assert study_of(experiment, "testbed").seeds == SEEDS.get(experiment, 5)
 
 
 # ------------------------------------------------------------------------------------------------ headers
@@ -312,3 +313,24 @@ def test_worlds_differ_from_the_plain_one_by_what_they_say() -> None:
         assert made.seed == cfg.seed
     assert steps == {**dict.fromkeys(study.worlds, 96), "few pairs": 72, "style words": 72}
     assert study.grid.beta[0] < 0.1 and study.grid.beta[-1] >= 1.0
+
+
+# ------------------------------------------------------------------------------------------------ long answers
+
+
+@pytest.mark.parametrize("world", ["clean", "label noise"])
+def test_long_answers_have_room_everywhere(world: str) -> None:
+    """What may be sampled fits into the lengths, the judge's prompt and the scorer: no ended answer is cut."""
+    study = study_of("long_answers", "testbed")
+    made = arm_config(composed("long_answers", "testbed"), study, ["weights=attention"], world).config
+    base, pairs = made.prepare.base, made.prepare.pairs
+    assert made.seed >= 20 and pairs.label_noise == {"clean": 0.0, "label noise": 0.25}[world]
+    assert made.truth.max_new_tokens == pairs.max_new_tokens == base.answer_tokens
+    assert made.judge.max_response_length >= pairs.max_new_tokens
+    assert 2 * pairs.max_new_tokens + 100 <= made.judge.max_length <= base.max_positions
+    assert pairs.max_new_tokens + 32 <= made.lengths.max_length
+    rng, lengths = random.Random(0), []
+    for prompt in made.prepare.grammar.prompts("train")[:200]:
+        lengths.append(len(made.prepare.grammar.sample_review(rng, prompt).split()))
+    assert sorted(lengths)[10] >= 150 and sorted(lengths)[-10] <= 250
+    assert study.grid.lr == study.grids["uniform"].lr and len(study.grid.beta) == len(study.grids["uniform"].beta) == 6

@@ -85,11 +85,11 @@ def new_model(recipe: BaseRecipe, tokenizer: PreTrainedTokenizerFast, seed: int)
 def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int = 0) -> BaseReport:
     """Trains a base and writes it to `folder` (weights, config, tokenizer, chat template, generation config)."""
     started = time.monotonic()
-    tokenizer = build_tokenizer(grammar, recipe.merges)
+    tokenizer = build_tokenizer(grammar, recipe.merges, recipe.max_positions)
     model = new_model(recipe, tokenizer, seed)
     rng = random.Random(f"base {seed}")
     trainer = _Trainer(model, recipe, TaskSampler(grammar, tokenizer, rng, recipe.damage))
-    losses = trainer.block(recipe.steps, recipe.learning_rate, recipe.warmup)
+    losses = trainer.block(recipe.steps, recipe.learning_rate, recipe.warmup, recipe.easy_length)
     done = recipe.steps
     while True:
         measured = measure_base(model, tokenizer, grammar, recipe, seed=seed)
@@ -108,7 +108,7 @@ def build_base(grammar: Grammar, recipe: BaseRecipe, folder: Path, *, seed: int 
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=True,
         temperature=1.0,
-        max_new_tokens=64,
+        max_new_tokens=recipe.answer_tokens,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -142,16 +142,20 @@ class _Trainer:
             fused=True,
         )
 
-    def block(self, steps: int, peak: float, warmup: int) -> tuple[float, float, float]:
-        """Trains for `steps`; returns the mean loss of each task over the last tenth of them."""
+    def block(self, steps: int, peak: float, warmup: int, length: float = 1.0) -> tuple[float, float, float]:
+        """Trains for `steps`, whose reviews grow from `length` of the grammar's to all of it while they are easy.
+
+        Returns the mean loss of each task over the last tenth of the steps.
+        """
         self.model.train()
         recent: list[tuple[float, ...]] = []
         for step in range(steps):
             rate = peak * _schedule(step, steps, warmup, self.recipe.final_fraction)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            easy = step < self.recipe.easy_share * steps
-            losses = self._losses(self.recipe.easy_gap if easy else 0.0)
+            easy = self.recipe.easy_share * steps
+            self.tasks.shorten(length ** min(1.0, 2.0 - 2.0 * step / easy) if step < easy else 1.0)
+            losses = self._losses(self.recipe.easy_gap if step < easy else 0.0)
             self.optimizer.zero_grad(set_to_none=True)
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -167,9 +171,10 @@ class _Trainer:
     def _losses(self, min_gap: float) -> list[torch.Tensor]:
         """Mean cross-entropy of each task over fresh rows; rows of similar length run together."""
         recipe, tasks = self.recipe, self.tasks
-        rows = tasks.answer_rows(recipe.answer_rows)
-        rows += tasks.judge_rows(recipe.judge_rows, min_gap)
-        rows += tasks.score_rows(recipe.score_rows)
+        answer, judge, score = (
+            round(count / tasks.scale) for count in (recipe.answer_rows, recipe.judge_rows, recipe.score_rows)
+        )
+        rows = tasks.answer_rows(answer) + tasks.judge_rows(judge, min_gap) + tasks.score_rows(score)
         rows.sort(key=lambda row: len(row.ids))
         size = math.ceil(len(rows) / 3)  # three batches: little padding, little overhead
         parts = [pad_rows(rows[start : start + size]) for start in range(0, len(rows), size)]
@@ -203,7 +208,13 @@ def measure_base(
     prompts = grammar.prompts("validation")
     prompts = tuple(prompts[index % len(prompts)] for index in range(2 * recipe.judge_pairs))
     doubled = [prompt for prompt in prompts for _ in range(2)]
-    answers = sample_answers(model, tokenizer, [prompt.text for prompt in doubled], seed=1_000_003 + seed)
+    answers = sample_answers(
+        model,
+        tokenizer,
+        [prompt.text for prompt in doubled],
+        seed=1_000_003 + seed,
+        max_new_tokens=recipe.answer_tokens,
+    )
     scored = [grammar.true_reward(text, p.topic) for text, p in zip(answers.texts, doubled, strict=True)]
     rewards = torch.tensor([score.reward for score in scored])
     pairs = [

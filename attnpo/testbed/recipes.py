@@ -3,9 +3,20 @@
 from dataclasses import asdict, dataclass, field
 
 # Settings that came when bases lay in stores already: at its default such a one is left out of a base's identity.
-_LATER = ("merges",)
+_LATER = ("merges", "easy_length", "answer_tokens")
 # Settings of the base that count something: none of them may be 0.
-_COUNTS = ("layers", "width", "heads", "mlp", "max_positions", "steps", "answer_rows", "judge_rows", "score_rows")
+_COUNTS = (
+    "layers",
+    "width",
+    "heads",
+    "mlp",
+    "max_positions",
+    "steps",
+    "answer_rows",
+    "judge_rows",
+    "score_rows",
+    "answer_tokens",
+)
 
 
 @dataclass(frozen=True)
@@ -20,6 +31,12 @@ class BaseRecipe:
     that are damaged in the reviews to be judged or scored; a judge that never saw a slip is right on .99 of the
     pairs without broken clauses and on .87 of the others. `merges` None gives one token per word, a number a
     byte-level BPE with so many merges (500: most words are one token); it needs more steps.
+
+    With `easy_length` below 1 the first block's reviews have that share of the grammar's length during the first half
+    of the easy part and grow to full length in its second half, in as many more rows as they are shorter; fillers are
+    left out first. A judge of reviews of 28 clauses, of which six judge, is still at chance after 250 steps at growing
+    length with fillers, and right on nearly every pair after 100 steps on 3 or 4 clauses without. `answer_tokens`
+    limits the answers that the base is measured on and those that it generates by default.
     """
 
     layers: int = 4
@@ -48,6 +65,8 @@ class BaseRecipe:
     extra_steps: int = 60
     max_steps: int = 600
     merges: int | None = None
+    easy_length: float = 1.0
+    answer_tokens: int = 64
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _COUNTS}
@@ -57,6 +76,8 @@ class BaseRecipe:
             raise ValueError(f"base.width must be an even multiple of base.heads, got {self.width} and {self.heads}")
         if self.merges is not None and self.merges < 0:
             raise ValueError(f"base.merges must be at least 0, or null for one token per word, got {self.merges}")
+        if not 0.0 < self.easy_length <= 1.0:
+            raise ValueError(f"base.easy_length is a share and must lie in (0, 1], got {self.easy_length}")
 
     def identity(self) -> dict[str, object]:
         """The settings that tell this base from others."""

@@ -56,14 +56,26 @@ class TaskSampler:
     ) -> None:
         self.damage, self.vocabulary = damage, grammar.vocabulary()
         self.grammar, self.tokenizer, self.rng = grammar, tokenizer, rng
+        self.shorten(1.0)
         self.prompts = grammar.prompts("train")
         self.end, self.separator = token_ids(tokenizer, [END, words.PART_SEPARATOR])
         self.verdicts = token_ids(tokenizer, VERDICTS)
         self.scores = token_ids(tokenizer, words.PART_SCORES)
 
+    def shorten(self, scale: float) -> None:
+        """Makes the reviews drawn from now on `scale` times as long as the grammar's, by leaving out fillers first."""
+        whole = self.grammar
+        self.scale = scale
+        self.drawn = replace(
+            whole,
+            min_clauses=max(1, round(scale * whole.min_clauses)),
+            max_clauses=max(1, round(scale * whole.max_clauses)),
+            p_sentiment=min(max(whole.p_sentiment, 1.0 - whole.p_neutral), whole.p_sentiment / scale),
+        )
+
     def _review(self) -> tuple[Prompt, str]:
         prompt = self.rng.choice(self.prompts)
-        return prompt, self.grammar.sample_review(self.rng, prompt)
+        return prompt, self.drawn.sample_review(self.rng, prompt)
 
     def _with_slips(self, prompt: Prompt, review: str) -> str:
         """The review with some clauses damaged: a word lost or exchanged, two clauses run together, a wrong topic."""
@@ -100,7 +112,7 @@ class TaskSampler:
         while len(rows) < count:
             prompt, first = self._review()
             first = self._with_slips(prompt, first)
-            second = self._with_slips(prompt, self.grammar.sample_review(self.rng, prompt))
+            second = self._with_slips(prompt, self.drawn.sample_review(self.rng, prompt))
             gap = (
                 self.grammar.true_reward(first, prompt.topic).reward
                 - self.grammar.true_reward(second, prompt.topic).reward

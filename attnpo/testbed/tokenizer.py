@@ -41,7 +41,7 @@ _BPE_REVIEWS = 2000  # reviews the merges are learnt from
 _PIECES = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def build_tokenizer(grammar: Grammar, merges: int | None = None) -> PreTrainedTokenizerFast:
+def build_tokenizer(grammar: Grammar, merges: int | None = None, max_length: int = 512) -> PreTrainedTokenizerFast:
     """A fast tokenizer for the grammar's and the tasks' texts; `<end>` ends an answer.
 
     It has exactly their words, or with `merges` the 256 bytes and at most so many merges learnt from the grammar's own
@@ -57,7 +57,7 @@ def build_tokenizer(grammar: Grammar, merges: int | None = None) -> PreTrainedTo
         additional_special_tokens=[USER, ASSISTANT],
         clean_up_tokenization_spaces=False,
         padding_side="left",
-        model_max_length=512,
+        model_max_length=max_length,
         model_input_names=["input_ids", "attention_mask"],
         chat_template=CHAT_TEMPLATE if merges is None else BPE_CHAT_TEMPLATE,
     )

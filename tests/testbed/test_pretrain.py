@@ -13,7 +13,7 @@ from attnpo.testbed import pretrain, words
 from attnpo.testbed.grammar import Grammar, Prompt
 from attnpo.testbed.pretrain import build_base, judge_accuracy
 from attnpo.testbed.recipes import BaseRecipe
-from attnpo.testbed.tasks import TaskSampler, pad_rows
+from attnpo.testbed.tasks import TaskRow, TaskSampler, pad_rows
 from attnpo.testbed.tokenizer import build_tokenizer
 
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -68,6 +68,57 @@ def test_damage_breaks_about_its_share_of_the_clauses() -> None:
         scored = GRAMMAR.true_reward(tasks._with_slips(prompt, review), prompt.topic)
         broken, clauses = broken + scored.broken, clauses + scored.clauses
     assert 0.1 < broken / clauses < 0.2
+
+
+def test_short_reviews_leave_out_fillers_first() -> None:
+    """At a quarter of the length as many clauses judge; at a tenth there is no room for them, nor for any filler."""
+    long = Grammar(p_sentiment=0.2, p_neutral=0.1, min_clauses=24, max_clauses=32)
+    tasks = TaskSampler(long, TOKENIZER, random.Random(0))
+    clauses, judging, fillers = {}, {}, {}
+    for scale in (1.0, 0.25, 0.1):
+        tasks.shorten(scale)
+        parsed = [long.parse(review, prompt.topic) for prompt, review in (tasks._review() for _ in range(300))]
+        clauses[scale] = {len(review) for review in parsed}
+        kinds = [clause.kind for review in parsed for clause in review]
+        judging[scale] = kinds.count("sentiment") / 300
+        fillers[scale] = kinds.count("filler")
+    assert clauses == {1.0: set(range(24, 33)), 0.25: {6, 7, 8}, 0.1: {2, 3}}
+    assert judging[1.0] == pytest.approx(5.6, abs=0.5) and judging[0.25] == pytest.approx(5.6, abs=0.5)
+    assert fillers[0.25] and not fillers[0.1]
+    tasks.shorten(1.0)
+    assert tasks.drawn == long
+
+
+def test_reviews_grow_to_full_length_while_the_judge_has_it_easy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short for half of the easy part, long when it ends; as many more rows as they are shorter."""
+    recipe = BaseRecipe(
+        layers=1, width=16, heads=2, mlp=16, steps=20, answer_rows=2, judge_rows=3, score_rows=1, easy_share=0.8,
+        easy_length=0.25,
+    )  # fmt: skip
+    tasks = sampler()
+    drawn: list[tuple[float, int, bool]] = []
+
+    def judge_rows(count: int, min_gap: float = 0.0) -> list[TaskRow]:
+        drawn.append((tasks.scale, count, min_gap > 0))
+        return TaskSampler.judge_rows(tasks, count, min_gap)
+
+    monkeypatch.setattr(tasks, "judge_rows", judge_rows)
+    trainer = pretrain._Trainer(pretrain.new_model(recipe, TOKENIZER, 0), recipe, tasks)
+    trainer.block(20, 1e-3, 2, recipe.easy_length)
+    scales, counts, easy = zip(*drawn, strict=True)
+    assert easy == (True,) * 16 + (False,) * 4
+    assert scales[:9] == (0.25,) * 9 and scales[16:] == (1.0,) * 4
+    assert list(scales[8:17]) == sorted(set(scales)) and scales[12] == pytest.approx(0.5)
+    assert (counts[0], counts[12], counts[16]) == (12, 6, 3)
+    drawn.clear()
+    trainer.block(5, 1e-3, 2)  # a later block goes on at full length
+    assert {scale for scale, _, _ in drawn} == {1.0}
+
+
+@pytest.mark.parametrize("share", [0.0, 1.5])
+def test_a_length_that_is_no_share_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match=r"base\.easy_length is a share and must lie in \(0, 1\], got"):
+        BaseRecipe(easy_length=share)
 
 
 def test_score_targets_are_the_digits_and_what_follows() -> None:

@@ -23,12 +23,15 @@ def folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_a_base_of_words_keeps_the_identity_it_had_before_there_were_merges() -> None:
-    """The folders that lie in stores are found again."""
+def test_a_base_keeps_the_identity_it_had_before_there_were_later_settings() -> None:
+    """The folders that lie in stores are found again: bases with one token per word, learnt at full length."""
     testbed = Testbed(seed=3)
     old = asdict(testbed.base)
-    del old["merges"]
+    for later in ("merges", "easy_length", "answer_tokens"):
+        del old[later]
     assert testbed.base_key() == _key({"grammar": testbed.grammar.digest(), "base": old, "seed": 3})
+    assert replace(testbed, base=replace(testbed.base, easy_length=0.5)).base_key() != testbed.base_key()
+    assert replace(testbed, base=replace(testbed.base, answer_tokens=65)).base_key() != testbed.base_key()
     bpe = replace(testbed, base=replace(testbed.base, merges=500))
     assert bpe.base_key() != testbed.base_key()
     assert replace(bpe, base=replace(bpe.base, merges=400)).base_key() != bpe.base_key()
