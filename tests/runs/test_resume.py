@@ -134,9 +134,11 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
 
 
 def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:
-    """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e."""
+    """``older_run.json`` is what the quickstart's checkpoint said of itself at commit c83c58e, with true labels."""
     older = json.loads((Path(__file__).parent / "older_run.json").read_text(encoding="utf-8"))
-    asked = numbers_of(load("fit", ["weights=attention"]))
+    with pytest.raises(UserError, match=r"label_noise was 0\.0 in last and is 0\.25 now"):
+        check_same(older, numbers_of(load("fit", ["weights=attention", "objective.beta=0.3"])), Path("last"))
+    asked = numbers_of(load("fit", ["weights=attention", "prepare=clean", "objective.beta=0.3"]))
     later = {key for key, value in asked.items() if key not in older and value is not None}
     assert later - LATER.keys() == set()
     check_same(older, asked, Path("last"))
