@@ -45,7 +45,7 @@ def measure_drift(inputs: Inputs, policy: ScoredLM, sampled: Sequence[Preference
     ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
     """
     settings = inputs.context.cfg.drift
-    if settings is None:
+    if not settings.pairs:
         return {}
     began = time.perf_counter()
     try:

@@ -79,7 +79,7 @@ class RunConfig(Root):
     lock_timeout: float = field(default=TIMEOUT, metadata=BOOKKEEPING)
     prepare: Preparer | None = None
     truth: Truth | None = None
-    drift: DriftSettings | None = None
+    drift: DriftSettings = field(default_factory=DriftSettings)
     transforms: dict[str, WeightTransform] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,9 @@ class RunConfig(Root):
             found |= {"judge.revision": own, "judge.chat_template": own}
         if "model" not in chosen and (Path(self.model.path).expanduser().is_dir() or self.model.path == MISSING):
             found["model.revision"] = "the model is a folder on this machine"
-        if self.drift is not None and self.truth is None:
+        if not self.drift.pairs:
+            found |= dict.fromkeys(("drift.train_pairs", "drift.answers"), "drift.pairs=0 measures nothing")
+        elif self.truth is None:
             found["drift.answers"] = "no answers are sampled without a truth"
         if "objective" not in chosen:
             found |= self._unread_objective()

@@ -173,16 +173,18 @@ class Truth(Protocol):
 class DriftSettings:
     """On how much it is measured where the policy moved (config node ``drift``); first in the order of ids or prompts.
 
-    ``pairs``: validation pairs, for the KL by token. ``train_pairs``: training pairs, for the ranking accuracy.
-    ``answers``: answers sampled from the policy, for the KL by token; none where no ``truth`` samples them.
+    ``pairs``: validation pairs, for the KL by token; 0 measures nothing. ``train_pairs``: training pairs, for the
+    ranking accuracy. ``answers``: answers sampled from the policy, for the KL by token; none where no ``truth`` samples
+    them.
     """
 
-    pairs: int = 64
+    pairs: int = 0
     train_pairs: int = 256
     answers: int = 96
 
     def __post_init__(self) -> None:
-        check_least("drift", 1, **vars(self))
+        check_least("drift", 0, pairs=self.pairs)
+        check_least("drift", 1, train_pairs=self.train_pairs, answers=self.answers)
 
 
 def require_reader(source: WeightSource, objective: PreferenceObjective) -> None:

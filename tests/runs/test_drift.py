@@ -19,12 +19,12 @@ from attnpo.runs.run import run
 from attnpo.schema import PreferencePair, UserError
 from tests.runs.worlds import World, build_world
 
-DRIFT = "drift={_target_:attnpo.runs.settings.DriftSettings,pairs:4,train_pairs:8,answers:5}"
+DRIFT = ("drift.pairs=4", "drift.train_pairs=8", "drift.answers=5")
 TRUTH = (
     "truth={_target_:attnpo.testbed.scoring.TruthScorer,prompts:6,max_new_tokens:12,"
     "grammar:{_target_:attnpo.testbed.grammar.Grammar,min_clauses:1,max_clauses:2}}"
 )
-RUN = ("callbacks=none", "optimizer.lr=0.01", "objective.beta=0.5", DRIFT)
+RUN = ("callbacks=none", "optimizer.lr=0.01", "objective.beta=0.5", *DRIFT)
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, mo
 
 def test_the_kl_on_answers_is_that_of_the_scorer(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ways to it: log-probabilities of whole rows in double precision, and hidden states against both heads."""
-    everyone = DRIFT.replace("answers:5", "answers:6")
-    result = run(world.config("callbacks=none", "optimizer.lr=0.01", everyone, TRUTH), tmp_path / "run")
+    everyone = (*DRIFT[:2], "drift.answers=6")
+    result = run(world.config("callbacks=none", "optimizer.lr=0.01", *everyone, TRUTH), tmp_path / "run")
     assert result.moved("answers/kl") == pytest.approx(result.truth["test"].numbers["kl"], rel=1e-4)
 
 
@@ -86,7 +86,9 @@ def test_without_a_truth_the_pairs_are_measured(world: World, tmp_path: Path) ->
     assert set(result.drift) == {"pairs", "ranking_accuracy", "displacement", "effective_beta", "seconds"}
     assert set(result.drift["ranking_accuracy"]) == {"train", "validation"}
     assert "truth" not in result.drift["pairs"]
-    assert run(world.config("callbacks=none"), tmp_path / "off").drift == {}
+    plain = world.config("callbacks=none")
+    assert plain.unread()["drift.answers"] == "drift.pairs=0 measures nothing"
+    assert run(plain, tmp_path / "off").drift == {}
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_what_cannot_be_measured_loses_no_run(
 
 
 def beta_of(world: World, *overrides: str) -> tuple[dict[str, float], list[TrainingExample]]:
-    inputs = make_inputs(world.config("callbacks=none", DRIFT, *overrides))
+    inputs = make_inputs(world.config("callbacks=none", *DRIFT, *overrides))
     found = measure_drift(inputs, load_policy(inputs.context), [])
     return found["effective_beta"], inputs.examples["train"].examples
 

@@ -86,7 +86,7 @@ def test_another_run_is_refused_by_its_first_differing_key(
     [
         *("batch.micro=1", "trainer.threads=2", "callbacks.save_every=5", "trainer.devices=2", "logger=wandb"),
         *("verbalizer.max_length=300", "other_judge.path=/x", "default_layer=last", "verbalized_epochs=3"),
-        *("trainer.validate_every=2", "drift={_target_:attnpo.runs.settings.DriftSettings}"),
+        *("trainer.validate_every=2", "drift.pairs=4"),
     ],
 )
 def test_bookkeeping_may_change(world: World, done: tuple[Path, RunResult], change: str) -> None:
