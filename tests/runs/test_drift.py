@@ -172,7 +172,7 @@ def test_pairs_weighed_once_more_get_the_weights_they_have(inputs: Inputs) -> No
             torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("key", ["pairs", "train_pairs", "answers"])
-def test_counts_are_at_least_one(key: str) -> None:
-    with pytest.raises(UserError, match=rf"drift\.{key} must be at least 1, got 0"):
-        load("fit", ["setting=testbed", f"drift.{key}=0"])
+@pytest.mark.parametrize(("key", "least"), [("pairs", 0), ("train_pairs", 1), ("answers", 1)])
+def test_counts_below_their_least_are_refused(key: str, least: int) -> None:
+    with pytest.raises(UserError, match=rf"drift\.{key} must be at least {least}, got {least - 1}"):
+        load("fit", ["setting=testbed", f"drift.{key}={least - 1}"])

@@ -69,7 +69,7 @@ def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp
 def test_every_value_that_is_set_is_in_the_configuration_lines() -> None:
     values = load("fit").values
     text = "\n".join(config_lines(values))
-    assert "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: lr=[5e-05,0.0001]" in text
+    assert "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: lr=[2.5e-05,5e-05]" in text
     assert "null" not in text and "None" not in text and "composed" not in text
     assert len(text.splitlines()) < len(values)
 
