@@ -122,7 +122,7 @@ def test_the_configuration_is_shown_and_nothing_is_run(tmp_path: Path) -> None:
     done = start("attnpo.fit", "--cfg", "job", "seed=7", f"output={tmp_path / 'out'}", listing=True)
     shown = OmegaConf.create(done.stdout)
     assert done.returncode == 0
-    assert (shown.seed, shown.objective.beta, shown.weights.layer) == (7, 0.3, 1)
+    assert (shown.seed, shown.objective.beta, shown.weights.layer) == (7, 0.1, 1)
     assert shown.study.name == "quickstart"
     assert not (tmp_path / "out").exists()
     assert imported(done.stderr) & {*SLOW_PACKAGES, "torch"} == set()
