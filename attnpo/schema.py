@@ -320,6 +320,10 @@ class RowGroup:
     inputs: ModelInputs | None = None
     factors: bool = False
 
+    def to(self, device: torch.device | str) -> "RowGroup":
+        """The same rows with every tensor on ``device``."""
+        return _move(self, torch.device(device))
+
 
 @dataclass(frozen=True)
 class PreferenceBatch:

@@ -156,7 +156,7 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
             size -= 1
         chunk, order = order[:size], order[size:]
-        group = _on(bare_rows([(sides[i].prompt_ids, sides[i].response_ids) for i in chunk], padded, pad_id), device)
+        group = bare_rows([(sides[i].prompt_ids, sides[i].response_ids) for i in chunk], padded, pad_id).to(device)
         with autocast(cfg):
             policy, base = both(models.policy, models.base, group)
         gains = (policy.logps.double() - base.logps.double()).sum(-1).tolist()  # exactly 0 off the response
@@ -164,16 +164,6 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         for row, i in enumerate(chunk):
             numbers[i] = kl[row][mask[row]].numpy(), gains[row]
     return [numbers[i] for i in range(len(sides))]
-
-
-def _on(group: RowGroup, device: torch.device) -> RowGroup:
-    """The rows on ``device``, as far as models read them."""
-    return replace(
-        group,
-        response_ids=group.response_ids.to(device),
-        response_mask=group.response_mask.to(device),
-        inputs=None if group.inputs is None else group.inputs.to(device),
-    )
 
 
 # ------------------------------------------------------------------------------------------------ weights

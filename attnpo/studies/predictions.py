@@ -11,6 +11,7 @@ from attnpo.studies.study import Claim, Outcome
 from attnpo.studies.tables import NOT_EQUAL, Row
 
 HIT, MISS, OPEN = "hit", "MISS", "open"
+NO_RESULT = "no result at this KL"
 HEADS = ["about", "prediction", "difference", "outcome"]
 
 
@@ -23,7 +24,7 @@ def predictions_section(outcome: Outcome) -> list[Section]:
     counts = dict.fromkeys((HIT, MISS, OPEN), 0)
     for claim in predictions.claims.values():
         found, equal = measured(outcome, claim)
-        decided = decide(found) if equal else NOT_EQUAL if found is not None else "not run"
+        decided = decide(found) if equal else NOT_EQUAL if found is not None else NO_RESULT
         counts[decided if decided in counts else OPEN] += 1
         rows.append(
             {"about": claim.about, "prediction": claim.says, "difference": difference_text(found), "outcome": decided}
