@@ -15,7 +15,7 @@ DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
 EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine"}
 ANSWERS = TEXT | EDGE | {"data", "models", "training"}
-RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "hub", "testbed"}
+RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
 REPORTS = STUDIES | {"studies"}
 # What the modules of a room may import; a room may always import itself.
@@ -40,7 +40,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"files", "hub", "schema"},
     "training": TRAINING | {"console"},
     "testbed": TEXT | {"models"},
-    "evaluation": TEXT | {"models"},
+    "grading": TEXT | EDGE | {"models", "testbed"},
+    "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "objectives", "testbed"},
     "analysis": WEIGHTS | {"models"},
     "display": WEIGHTS | {"analysis"},
     "theory": {"display", "schema"},

@@ -1,0 +1,27 @@
+"""Questions of one or more turns, and a model's answers to them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a model is asked: user turns in their order, each answered before the next is asked.
+
+    ``temperature`` replaces that of the sampling where a protocol has one per category (MT-Bench).
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    system: str | None = None
+    category: str = ""
+    temperature: float | None = None
+
+
+@dataclass(frozen=True)
+class ModelAnswer:
+    """A model's answers to the turns of a question; ``tokens`` and ``finish_reasons`` (stop or length) are per turn."""
+
+    question: str
+    turns: tuple[str, ...]
+    tokens: tuple[int, ...] = ()
+    finish_reasons: tuple[str, ...] = ()

@@ -1,0 +1,78 @@
+"""The result of an evaluation as a file: ``evaluation.json`` in its folder, written last."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from attnpo.evaluation.base import Score
+from attnpo.files import read_record, write_record
+from attnpo.schema import UserError
+
+RESULT = "evaluation.json"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long the answers are: means over questions (all turns) and rounds, and the share cut at the most tokens."""
+
+    tokens: float
+    characters: float
+    cut: float
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """One model on one benchmark. ``label`` is what tables call the model; ``main`` the score that counts.
+
+    ``key``: all that decided the numbers, flat enough to be compared. ``counts``: what was missing or replaced, by
+    reason. ``cost``: calls, input_tokens, output_tokens, dollars, seconds.
+    """
+
+    label: str
+    model: str
+    benchmark: str
+    grader: str | None
+    main: str
+    scores: tuple[Score, ...]
+    key: Mapping[str, Any]
+    lengths: Lengths | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    cost: Mapping[str, float] = field(default_factory=dict)
+    table: tuple[Mapping[str, object], ...] = ()
+
+    def score(self, name: str) -> Score | None:
+        """The score of a name."""
+        return next((score for score in self.scores if score.name == name), None)
+
+    def write(self, folder: Path) -> None:
+        """Writes ``evaluation.json`` with a digest of its content."""
+        write_record(folder / RESULT, asdict(self))
+
+
+def read_result(folder: Path) -> EvaluationResult | None:
+    """The result in an evaluation's folder; None where it is not finished. UserError for a file that was changed."""
+    path = folder / RESULT
+    if not path.is_file():
+        return None
+    values = read_record(path)
+    if values is None:
+        raise UserError(f"{path} is damaged or was edited: delete it and give the command of the evaluation again")
+    lengths = values.pop("lengths")
+    scores = tuple(_score(item) for item in values.pop("scores"))
+    table = tuple(values.pop("table"))
+    return EvaluationResult(
+        **values, scores=scores, table=table, lengths=None if lengths is None else Lengths(**lengths)
+    )
+
+
+def _score(values: Mapping[str, Any]) -> Score:
+    interval = values["interval"]
+    return Score(
+        **{
+            **values,
+            "rounds": tuple(values["rounds"]),
+            "interval": None if interval is None else (interval[0], interval[1]),
+        }
+    )

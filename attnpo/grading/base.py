@@ -1,0 +1,90 @@
+"""What graders are asked and what they answer; every grader is a ``Grader``, every question a ``GradingCall``."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Protocol, runtime_checkable
+
+from attnpo.schema import Message, digest
+
+
+@dataclass(frozen=True)
+class GradingCall:
+    """One question to a grader.
+
+    ``item`` is the benchmark's id of the question, ``part`` the turn or the game, ``round`` the round of generation,
+    ``repeat`` 0 or, where the same answer is graded again, 1 and so on. ``labels``: the replies that count as verdicts
+    where only the next token matters; ``top_logprobs`` of them are asked for (0: none).
+    """
+
+    benchmark: str
+    item: str
+    part: str
+    round: int
+    messages: tuple[Message, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_logprobs: int = 0
+    labels: tuple[str, ...] = ()
+    repeat: int = 0
+
+    def key(self, grader: Mapping[str, object]) -> str:
+        """The name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
+        return digest([asdict(self), dict(grader)])[:32]
+
+
+@dataclass(frozen=True)
+class GradingReply:
+    """What a grader said.
+
+    ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
+    none. Token counts are the grader's own account (``usage``), 0 where it keeps none.
+    """
+
+    text: str
+    finish_reason: str = "stop"
+    logprobs: dict[str, float] | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class GradingFailure:
+    """Why a call got no reply, after the retries that its grader makes; asked again by a repeated command."""
+
+    problem: str
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars per million tokens."""
+
+    input: float = 0.0
+    output: float = 0.0
+
+    def of(self, input_tokens: int, output_tokens: int) -> float:
+        """Dollars for so many tokens."""
+        return (self.input * input_tokens + self.output * output_tokens) / 1e6
+
+
+@runtime_checkable
+class Grader(Protocol):
+    """Answers calls: a served model, a model on this machine, the testbed's truth, or a script in tests."""
+
+    @property
+    def price(self) -> Price:
+        """What its tokens cost."""
+
+    def identity(self) -> dict[str, object]:
+        """All that decides its replies to given calls and can be known without asking: model, address, templates."""
+
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
+        """Each call with its reply, as they come, in any order.
+
+        Pulls a call only when it is about to be sent, so that whoever yields the calls can stop them: what was pulled
+        and not yet given back is in flight.
+        """
+
+    def count_tokens(self, call: GradingCall) -> int | None:
+        """Input tokens of a call by the grader's own tokenizer, or None where that is not at hand."""
