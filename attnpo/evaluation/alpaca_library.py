@@ -68,10 +68,11 @@ def library() -> ModuleType:
         ImportError: it is not installed (``console.missing_package`` names the extra).
         UserError: it is, but what it imports itself is not there.
     """
-    before = dict(os.environ)
+    # It reads a .env file, and asks for the user's name, which a container may not have.
+    wanted = {"PYTHON_DOTENV_DISABLED": "1", "LOGNAME": os.environ.get("LOGNAME", "nobody")}
+    before = {name: os.environ.get(name) for name in wanted}
     with quiet():
-        os.environ["PYTHON_DOTENV_DISABLED"] = "1"
-        os.environ.setdefault("LOGNAME", "nobody")  # it asks for the user's name, which a container may not have
+        os.environ.update(wanted)
         try:
             import alpaca_eval
             import alpaca_eval.annotators
@@ -84,9 +85,11 @@ def library() -> ModuleType:
                 "pip install 'setuptools<81'"
             ) from error
         finally:
-            for name in os.environ.keys() - before.keys():
-                del os.environ[name]
-            os.environ.update(before)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
     package: ModuleType = alpaca_eval
     return package
 

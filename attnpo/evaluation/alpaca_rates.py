@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from attnpo.evaluation.alpaca_library import Compared, how_to_get, library, quiet
 from attnpo.schema import UserError
@@ -165,7 +165,7 @@ def _standard_error(
     weights: Float[np.ndarray, "3"],
     lengths: Float[np.ndarray, "rows"],
     shares: Float[np.ndarray, "rows"],
-    places: Sequence[int],
+    places: Int[np.ndarray, "rows"],
     auxiliary: Path,
 ) -> float:
     """The standard error over questions of the length-controlled rate, in percent.
@@ -179,7 +179,7 @@ def _standard_error(
 
     table = pandas.read_csv(auxiliary)
     difficulties = table["instruction_difficulty"].to_numpy()
-    difficulty, count = difficulties[np.asarray(places)], len(shares)
+    difficulty, count = difficulties[places], len(shares)
     rows = np.stack([np.tanh(lengths), difficulty, np.ones(count)], axis=1)
     gamed = np.stack([np.tanh(table["std_delta_len"]), difficulties, np.zeros(len(table))], axis=1)
     judged = np.isfinite(shares)
