@@ -23,9 +23,13 @@ from attnpo.evaluation import alpaca_library
 from attnpo.evaluation.alpaca_eval import EMPTY, NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
 from attnpo.evaluation.alpaca_library import Compared
 from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, named_auxiliary, win_rates
+from attnpo.grading.asking import ask_all
 from attnpo.grading.base import GradingCall, GradingReply
-from attnpo.schema import Sampling, UserError
-from tests.grading.loopback import Loopback, Reply
+from attnpo.grading.limits import GradingLimits
+from attnpo.grading.openai_grader import OpenAIGrader
+from attnpo.grading.store import ReplyStore
+from attnpo.schema import Sampling, UserError, digest
+from tests.grading.loopback import Fault, Loopback, Reply
 
 JUDGE = "weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
 COUNT = 12
@@ -257,6 +261,30 @@ def test_without_any_reply_there_is_no_rate(reference: str, auxiliary: str) -> N
     graded = ours.grade(answered([f"Other {place}" for place in range(COUNT)]), {})
     assert graded.questions == () and graded.counts[NO_REPLY] == COUNT
     assert all(math.isnan(value) for value in graded.scores.values()) and set(graded.scores) == set(ours.scores)
+
+
+def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the grader and the store: a 429, a dropped connection and no JSON; stopped, half a line written; again."""
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    ours, answers = benchmark(reference), answered()
+    calls = ours.calls(answers, 0)
+    by_prompt = {digest(list(call.messages)): chances(call) for call in calls}
+    faults = [None, Fault(429, retry_after=0.01), None, Fault(what="drop"), Fault(what="garbage")]
+    with Loopback(lambda body: Reply("m", logprobs=by_prompt[digest(body["messages"])]), faults) as server:
+        grader = OpenAIGrader(base_url=server.base_url, concurrency=2)
+        first = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_calls=5))
+        assert len(first.replies) == 5
+        assert ours.grade(answers, first.replies).counts[NO_REPLY] == COUNT - 6
+        with ReplyStore(tmp_path).path.open("a") as file:
+            file.write('{"key": "half a li')
+        second = ask_all(calls, grader, ReplyStore(tmp_path))
+        assert second.whole and ask_all(calls, grader, ReplyStore(tmp_path)).made == 0
+    assert set(server.answered.values()) <= {0, 1} and sum(server.answered.values()) == len(calls)
+    expected = ours.grade(answers, replied(calls, lambda call: GradingReply("m", logprobs=chances(call))))
+    graded = ours.grade(answers, second.replies)
+    assert graded.scores == approx(expected.scores) and graded.counts == expected.counts
 
 
 def test_a_reply_to_other_answers_is_refused(reference: str) -> None:
