@@ -28,6 +28,10 @@ class GradingCall:
     labels: tuple[str, ...] = ()
     repeat: int = 0
 
+    def __hash__(self) -> int:
+        """By what names it: messages, being dictionaries, have no hash."""
+        return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
+
     def key(self, grader: Mapping[str, object]) -> str:
         """The name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
         return digest([asdict(self), dict(grader)])[:32]
