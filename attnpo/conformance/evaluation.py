@@ -42,7 +42,11 @@ def is_folder(path: Path) -> bool:
 
 def items(path: Path) -> Iterator[Item]:
     """The records of a benchmark's folder, named as its config option."""
-    benchmarks = {"arena_hard": partial(_models, arena_hard), "mt_bench": partial(_models, mt_bench)}
+    benchmarks: dict[str, Callable[[Path], Iterator[Item]]] = {
+        "alpaca_eval": _absent,  # attnpo.conformance.alpaca_eval.records, once it is there
+        "arena_hard": partial(_models, arena_hard),
+        "mt_bench": partial(_models, mt_bench),
+    }
     yield from benchmarks.get(path.name, _absent)(path)
 
 

@@ -47,7 +47,8 @@ def read_files(path: str, release: str, categories: Sequence[str]) -> ArenaHardF
     questions = _questions(checkout, f"{data}/question.jsonl", categories)
     settings = _settings(checkout)
     template, patterns = _asking(checkout, f"config/{release}.yaml")
-    prompts, baselines = {}, {}
+    prompts: dict[str, GraderPrompt] = {}
+    baselines: dict[str, str] = {}
     for category in categories:
         baseline, system = _judge(checkout, settings, category)
         prompts[category] = GraderPrompt(system, template)
