@@ -8,6 +8,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -19,13 +20,12 @@ from attnpo.config import CONFIG_DIR, build
 from attnpo.conformance.fields import Fields
 from attnpo.conformance.records import Absent, Check, Comparison, Item
 from attnpo.evaluation.arena_hard import ArenaHard
-from attnpo.evaluation.arena_hard_verdicts import GAMES
+from attnpo.evaluation.arena_hard_verdicts import AGREE, GAME, GAMES, LAST, QUESTION
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.mt_bench import TURNS, MTBench, grade_ratings
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import UserError
 
-NAME = "evaluation"
 ATOL = 1e-6
 INVALID = -1.0  # FastChat's score of a judgment without a rating
 # As the release's own configuration has them; the judgments are written to fit.
@@ -41,9 +41,9 @@ def is_folder(path: Path) -> bool:
 
 
 def items(path: Path) -> Iterator[Item]:
-    """The records of a benchmark's folder, named as its config option."""
+    """The records of a benchmark's folder, which is named as its config option; one per model."""
     benchmarks: dict[str, Callable[[Path], Iterator[Item]]] = {
-        "alpaca_eval": _absent,  # attnpo.conformance.alpaca_eval.records, once it is there
+        "alpaca_eval": _absent,  # to be replaced by alpaca_eval.records of this room
         "arena_hard": partial(_models, arena_hard),
         "mt_bench": partial(_models, mt_bench),
     }
@@ -51,7 +51,7 @@ def items(path: Path) -> Iterator[Item]:
 
 
 def _absent(path: Path) -> Iterator[Item]:
-    yield Absent(NAME, path.name, "benchmark", path.name)
+    yield Absent(path.name, "expected.json", "benchmark", path.name)
 
 
 def _models(compare: Judged, path: Path) -> Iterator[Item]:
@@ -64,7 +64,7 @@ def _models(compare: Judged, path: Path) -> Iterator[Item]:
         raise UserError(f"{file}: expected an object with known scores by model, got something else")
     for model in expected:
         known = Fields(f"{file}: ", expected).at(model)
-        yield Check(NAME, f"{path.name} {model}", partial(_compare, compare, known, path / f"{model}.csv"))
+        yield Check(path.name, model, partial(_compare, compare, known, path / f"{model}.csv"))
 
 
 def _compare(compare: Judged, known: Fields, file: Path, comparison: Comparison) -> None:
@@ -77,26 +77,38 @@ def _compare(compare: Judged, known: Fields, file: Path, comparison: Comparison)
 
 
 def arena_hard(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Comparison) -> None:
-    """The weighted mean in percent, the number of questions, and the battles each verdict counts as."""
-    benchmark = _configured("arena_hard", ArenaHard)
-    category = benchmark.figures[benchmark.scores[0]]
-    questions = [Question(row["question_id"], ("",), category=category) for row in rows]
+    """The weighted mean in percent, and the battles that each question's verdicts count as.
+
+    The leaderboard was made by the code of 2024. Where no verdict is missing that of 2025 must give the same.
+    """
+    configured = _configured("arena_hard", ArenaHard)
+    name = configured.scores[0]
+    questions = [Question(row["question_id"], ("",), category=configured.figures[name]) for row in rows]
     replies = {
         _call("arena_hard", row["question_id"], part): GradingReply(f"My final verdict is: [[{row[column]}]]")
         for row in rows
         for part, column in zip(GAMES, ("game1", "game2"), strict=True)
     }
-    graded = benchmark.graded(questions, PATTERNS, _silent(questions), replies)
-    name = benchmark.scores[0]
-    comparison.numbers("score", graded.scores[name], known.number("exact_weighted_mean_percent"), atol=ATOL)
-    comparison.same("score in print", round(graded.scores[name], 2), known.number("leaderboard_score"))
+    by_rules = {
+        rules: replace(configured, verdicts=verdicts, missing=missing).graded(
+            questions, PATTERNS, _silent(questions), replies
+        )
+        for rules, verdicts, missing in (("2024", AGREE, GAME), ("2025", LAST, QUESTION))
+    }
+    graded, published = by_rules["2024"], known.number("leaderboard_score")
+    for rules, found in by_rules.items() if not graded.counts else [("2024", graded)]:
+        expected = known.number("exact_weighted_mean_percent")
+        comparison.numbers(f"score by the rules of {rules}", found.scores[name], expected, atol=ATOL)
+    rounds = abs(graded.scores[name] - published) <= 0.005 + ATOL
+    comparison.require(rounds, f"score: {graded.scores[name]:.6f} is not the leaderboard's {published} in two decimals")
     comparison.same("questions", len(graded.questions), known.integer("n_questions"))
     comparison.numbers("battles", float(graded.weights[name].sum()), known.number("n_weighted_battles"))
-    battles = [float(row["model_wins"]) + float(row["ties"]) + float(row["baseline_wins"]) for row in rows]
-    comparison.numbers("battles of a question", graded.weights[name].tolist(), battles)
-    won = [float(row["model_wins"]) + float(row["ties"]) / 2 for row in rows]
-    shares = [100 * wins / count for wins, count in zip(won, battles, strict=True)]
-    comparison.numbers("rate of a question", graded.values[name].tolist(), shares, atol=ATOL)
+
+    counts = [[float(row[key]) for key in ("model_wins", "ties", "baseline_wins")] for row in rows]
+    comparison.numbers("battles of a question", graded.weights[name].tolist(), [sum(each) for each in counts])
+    fought = [place for place, each in enumerate(counts) if sum(each)]
+    shares = [100 * (counts[place][0] + counts[place][1] / 2) / sum(counts[place]) for place in fought]
+    comparison.numbers("rate of a question", [float(graded.values[name][i]) for i in fought], shares, atol=ATOL)
 
 
 def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Comparison) -> None:
@@ -109,7 +121,7 @@ def mt_bench(known: Fields, rows: Sequence[Mapping[str, str]], comparison: Compa
     every: dict[GradingCall, GradingReply] = {}
     for repeat, row in enumerate(rows):
         score = float(row["score"])
-        reply = GradingReply("I cannot rate this." if score == INVALID else f"Rating: [[{score:g}]]")
+        reply = GradingReply("I cannot rate this." if score == INVALID else f"Rating: [[{score}]]")
         place = (row["question_id"], TURNS[int(row["turn"]) - 1])
         every[_call("mt_bench", *place, repeat)] = last[place] = reply
 
