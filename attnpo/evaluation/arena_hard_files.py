@@ -114,4 +114,4 @@ def _answers(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str, s
     missing = [uid for uid in asked if uid not in found]
     if missing:
         checkout.refuse(name, f"has no baseline answer to {len(missing)} questions ({', '.join(missing[:5])})")
-    return {uid: found[uid].end("messages", -1).within("content").text("answer") for uid in asked}
+    return {uid: found[uid].item("messages", -1).within("content").text("answer") for uid in asked}

@@ -89,7 +89,7 @@ class Row:
         texts = tuple(item for item in value if isinstance(item, str))
         return texts if len(texts) == len(value) else self._unexpected(key, "a list of texts")
 
-    def end(self, key: str, place: int) -> "Row":
+    def item(self, key: str, place: int) -> "Row":
         """The object at ``place`` of a list: 0 is the first, -1 the last."""
         value = self.values.get(key)
         item = value[place] if isinstance(value, list) and value else None

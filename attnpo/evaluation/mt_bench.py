@@ -246,7 +246,7 @@ def _references(checkout: Checkout, name: str, asked: Sequence[str]) -> dict[str
     missing = [question for question in asked if question not in found]
     if missing:
         references.refuse(file, f"has no reference answer to question {', '.join(missing[:5])}")
-    turns = {question: found[question].end("choices", 0).texts("turns") for question in asked}
+    turns = {question: found[question].item("choices", 0).texts("turns") for question in asked}
     short = [question for question, texts in turns.items() if len(texts) < len(TURNS)]
     if short:
         references.refuse(file, f"answers one turn only of question {', '.join(short[:5])}")
