@@ -221,7 +221,7 @@ def _dry_run(cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Ques
     """Says what grading would take. Answers are not made for it: each counts as long as it may be."""
     longest = "word " * benchmark.sampling.max_new_tokens
     answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
-    rounds = [_round(benchmark, answers, cfg.grading, number, questions) for number in range(cfg.grading.rounds)]
+    rounds = [_round(benchmark, answers, cfg.grading, number) for number in range(cfg.grading.rounds)]
     calls = [call for each in rounds for call in (*each.calls, *each.again)]
     found = estimate(calls, cfg.grader, ReplyStore(folder))
     log.info(
@@ -242,15 +242,12 @@ def _say_missing(asked: Asked, missing: int, calls: int) -> None:
         )
 
 
-def _round(
-    benchmark: Benchmark,
-    answers: Mapping[str, ModelAnswer],
-    rules: GradingRules,
-    number: int,
-    questions: Sequence[Question],
-) -> RoundGrades:
-    calls = tuple(benchmark.calls(answers, number))
-    twice = graded_twice([question.id for question in questions], rules.twice(len(questions)), number)
+def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:
+    """A round's calls about ``answers``, which may be to the first questions alone (``limits.max_items``)."""
+    # A benchmark asks for an answer to each of its questions, since places are keys: nothing is asked about the others.
+    every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
+    calls = tuple(call for call in benchmark.calls({**every, **answers}, number) if call.item in answers)
+    twice = graded_twice(list(answers), rules.twice(len(answers)), number)
     again = tuple(replace(call, repeat=1) for call in calls if call.item in twice)
     return RoundGrades(answers, calls, again)
 
