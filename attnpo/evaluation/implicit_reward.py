@@ -99,7 +99,7 @@ class ImplicitReward:
         return self.measured(subject)
 
     def measured(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
-        """The same; with ``weigh`` the reward whose log-ratios it weighs is one more, ``accuracy_weighted``."""
+        """The same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
         self._require_paths()
         _require_room(subject.model, self.lengths)
         found = self.data.load()
@@ -114,7 +114,7 @@ class ImplicitReward:
         reference, notes = self._reference(subject, examples, policy, pad_id)
         gaps = reward_gaps(list(examples), policy, reference)
         if weigh is not None and reference is not None:
-            gaps[WEIGHTED] = weighted_gaps(list(examples), policy, reference, weighed)
+            gaps = {WEIGHTED: weighted_gaps(list(examples), policy, reference, weighed), **gaps}
             notes["pairs without token weights"] = len(examples) - len(weighed)
         place = {pair_id: index for index, pair_id in enumerate(examples)}
         rows = [place[pair.pair_id] for pair in encoded.pairs]  # a pair that stands there twice counts twice

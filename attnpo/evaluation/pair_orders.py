@@ -70,30 +70,17 @@ class Orders:
         return (*found, *self._reward_bench())
 
     def _reward_bench(self) -> list[Score]:
-        present = set(self.groups)
+        values = self.right(self.main)
+        kept = {group: values[places] for group, places in by_group(self.groups).items()}
+        parts = {group: of[~np.isnan(of)] for group, of in kept.items() if not np.isnan(of).all()}
         shares = {
             f"rewardbench_{section}": section_shares(section)
             for section, subsets in SECTIONS.items()
-            if subsets.keys() <= present
+            if subsets.keys() <= parts.keys()
         }
         if len(shares) == len(SECTIONS):
             shares = {"rewardbench": overall_shares(), **shares}
-        return [self._stratified(name, of_subset) for name, of_subset in shares.items()]
-
-    def _stratified(self, name: str, shares: Mapping[str, float]) -> Score:
-        """A mean of the accuracies of parts.
-
-        The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s,
-        its n_k pairs and their mean f_k: only the scatter within parts counts, the shares being fixed.
-        """
-        values, places = self.right(self.main), by_group(self.groups)
-        figure = sum(share * float(values[places[group]].mean()) for group, share in shares.items())
-        pairs = sum(len(places[group]) for group in shares)
-        terms = [
-            figure + pairs * share / len(places[group]) * (values[places[group]] - values[places[group]].mean())
-            for group, share in shares.items()
-        ]
-        return Score(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)
+        return [stratified(name, parts, of_subset) for name, of_subset in shares.items()]
 
     # -------------------------------------------------------------------------------------------- table
 
@@ -102,7 +89,7 @@ class Orders:
         rows: list[dict[str, object]] = []
         for group, places in by_group(self.groups).items():
             of_main = self.right(self.main)[places]
-            low, high = interval(of_main) or (None, None)
+            low, high = interval(of_main[~np.isnan(of_main)]) or (None, None)
             row: dict[str, object] = {"subset": group, "section": SECTION_OF.get(group, ""), "pairs": len(places)}
             row |= {"ties": int((self.gaps[self.main][places] == 0).sum())}
             row |= {name: _mean(self.right(name)[places]) for name in self.gaps}
@@ -138,3 +125,18 @@ def interval(values: Values) -> tuple[float, float] | None:
 def _mean(values: Values) -> float | None:
     kept = values[~np.isnan(values)]
     return float(kept.mean()) if kept.size else None
+
+
+def stratified(name: str, parts: Mapping[str, Values], shares: Mapping[str, float]) -> Score:
+    """A mean of the means of parts, each with its share.
+
+    The interval is that of the mean's linear terms f + n s / n_k (v - f_k) of the n pairs, with a part's share s, its
+    n_k pairs and their mean f_k: only the scatter within parts counts, the shares being fixed.
+    """
+    figure = sum(share * float(parts[group].mean()) for group, share in shares.items())
+    pairs = sum(len(parts[group]) for group in shares)
+    terms = [
+        figure + pairs * share / len(parts[group]) * (parts[group] - parts[group].mean())
+        for group, share in shares.items()
+    ]
+    return Score(name, figure, (figure,), interval(np.concatenate(terms)), None, pairs)

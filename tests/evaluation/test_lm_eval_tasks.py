@@ -202,7 +202,7 @@ def test_versions_follow_settings_and_the_folder(folder: Path) -> None:
 
 def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(config.CONFIG_DIR / "benchmark", tmp_path / "benchmark")
-    (tmp_path / "measured.yaml").write_text("defaults: [{benchmark: ???}]\n", encoding="utf-8")
+    (tmp_path / "measured.yaml").write_text('defaults: [{benchmark: "???"}]\n', encoding="utf-8")
     monkeypatch.setattr(config, "CONFIG_DIR", tmp_path)
     ifeval = config.build(config.compose("measured", ["benchmark=ifeval"]).benchmark)
     assert ifeval == LmEvalTasks(("ifeval",), "ifeval", apply_chat_template=True, nltk_data=("punkt_tab",))
