@@ -15,7 +15,9 @@ from attnpo.schema import UserError
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 OLD = ("none", "null", "quickstart", "layer_sweep")
-GROUPS = described(CONFIG_DIR / "fit.yaml")
+ROOTS = sorted(CONFIG_DIR.glob("*.yaml"), key=lambda root: (root.stem != "fit", root.stem))
+# Of a group that several commands compose, the first one's heading and words count.
+GROUPS = list({group.name: group for root in reversed(ROOTS) for group in reversed(described(root))}.values())[::-1]
 
 
 def help_of(command: str) -> list[str]:
