@@ -15,7 +15,7 @@ DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name)
 EXAMPLES = """\
 python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl
 python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl sampling.temperature=0
-python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=openai   (a server has the model)"""
+python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=openai"""
 
 
 def main(cfg: "AnswerConfig") -> int:
