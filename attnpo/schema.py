@@ -189,13 +189,15 @@ class JudgeReading:
     """What one forward of the judge gave for one prompt.
 
     ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
-    token: mean over query heads, or one row per head when ``per_head`` was asked.
+    token: mean over query heads, or one row per head when ``per_head`` was asked. ``verdict_logps``: the natural
+    log-probabilities of the two labels and, last, of the arg max token, over the whole vocabulary.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
     rollout: Float[Tensor, "T"] | None = None
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
+    verdict_logps: Float[Tensor, "3"] | None = None
 
 
 @runtime_checkable
