@@ -15,7 +15,7 @@ from attnpo.schema import UserError
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 OLD = ("none", "null", "quickstart", "layer_sweep")
-ROOTS = sorted(CONFIG_DIR.glob("*.yaml"), key=lambda root: (root.stem != "fit", root.stem))
+ROOTS = sorted(CONFIG_DIR.glob("*.yaml"), key=lambda root: (root.stem not in ("fit", "generate"), root.stem))
 EVERY = [group for root in ROOTS for group in described(root)]
 # Of a group that several commands compose, the first one's heading and words count.
 GROUPS = [group for place, group in enumerate(EVERY) if group.name not in {one.name for one in EVERY[:place]}]
