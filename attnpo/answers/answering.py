@@ -272,6 +272,7 @@ def refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
         if "refused" in row:
             ids.setdefault(row["refused"], []).append(row["id"])
     for reason, named in ids.items():
-        some = ", ".join(dict.fromkeys(named[:NAMED])) + (", ..." if len(named) > NAMED else "")
+        distinct = list(dict.fromkeys(named))
+        some = ", ".join(distinct[:NAMED]) + (", ..." if len(distinct) > NAMED else "")
         log.warning("empty answers, %s: %d (%s)", reason, len(named), some)
     return {reason: len(named) for reason, named in sorted(ids.items())}

@@ -169,19 +169,20 @@ class ServedAnswerer:
             base_url=settings.base_url, api_key=self._secret, timeout=settings.timeout, max_retries=settings.retries
         )
         in_a_row = done = 0
-        with client:
-            for index, reply in _as_they_come(len(bodies), settings.concurrency, lambda at: _ask(client, bodies[at])):
-                done += 1
-                if isinstance(reply, Reply):
-                    in_a_row = 0
-                    yield {index: reply}
-                elif isinstance(reply, _Refusal):
-                    raise self._refused(client, reply)
-                else:
-                    in_a_row += 1
-                    problems.append(str(reply))
-                    if in_a_row >= settings.concurrency:
-                        break
+        for index, reply in _as_they_come(len(bodies), settings.concurrency, lambda at: _ask(client, bodies[at])):
+            done += 1
+            if isinstance(reply, Reply):
+                in_a_row = 0
+                yield {index: reply}
+            elif isinstance(reply, _Refusal):
+                raise self._refused(client, reply)
+            else:
+                in_a_row += 1
+                problems.append(str(reply))
+                if in_a_row >= settings.concurrency:
+                    break
+        else:
+            client.close()  # not where this is left early: threads may still be reading
         if problems:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
