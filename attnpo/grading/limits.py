@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from attnpo.grading.base import Grader, GradingCall, GradingReply
@@ -20,8 +20,8 @@ class GradingLimits:
 
     ``max_cost`` (dollars) and ``max_calls`` hold for all replies in an evaluation's folder, those of earlier commands
     included, so that giving a command again spends nothing more. What a service charges for requests that brought no
-    reply (timeouts) is not known here. ``max_items``: only so many questions of a benchmark, the first ones.
-    ``max_failed``: more failures in a row end the command. ``dry_run``: nothing is asked.
+    reply (timeouts) is not known here. ``max_failed``: more failures in a row end the command. ``dry_run``: nothing is
+    asked. ``max_items`` is for who makes the calls: only so many questions of a benchmark, the first ones.
     """
 
     max_cost: float | None = None
@@ -33,17 +33,6 @@ class GradingLimits:
     def __post_init__(self) -> None:
         check_least("limits", 0, max_cost=self.max_cost, max_calls=self.max_calls, max_failed=self.max_failed)
         check_least("limits", 1, max_items=self.max_items)
-
-    def within_items(self, calls: Sequence[GradingCall]) -> list[GradingCall]:
-        """The calls of each benchmark's first ``max_items`` questions, in the order in which they first come."""
-        if self.max_items is None:
-            return list(calls)
-        kept: dict[str, dict[str, None]] = {}
-        for call in calls:
-            items = kept.setdefault(call.benchmark, {})
-            if len(items) < self.max_items:
-                items[call.item] = None
-        return [call for call in calls if call.item in kept[call.benchmark]]
 
     def check_price(self, grader: Grader) -> None:
         """Raises UserError for a budget in dollars where the price of the grader's tokens is not known."""

@@ -39,10 +39,10 @@ class OpenAIGrader:
 
     ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
     ``key_variable``. ``concurrency`` calls are open at once, each waits ``timeout`` seconds for its reply and is
-    repeated up to ``max_retries`` times. ``tokenizer``: a folder or hub name with the model's tokenizer and chat
-    template, which count input tokens exactly. The prices (dollars per million tokens) are those of ``price_model``;
-    another ``model`` has none. ``extra_body`` goes with every request, ``length_key`` is the name it gives the most
-    output tokens.
+    repeated up to ``max_retries`` times, not where the server asks for more than two minutes of patience.
+    ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly.
+    The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
+    goes with every request, ``length_key`` is the name it gives the most output tokens.
     """
 
     model: str = "gpt-4o-mini-2024-07-18"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.grading import asking
 from attnpo.grading.asking import ask_all, dollars, estimate
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.grading.limits import GradingLimits, InputTokens
@@ -145,15 +146,6 @@ def test_a_budget_without_a_price_is_refused(tmp_path: Path) -> None:
     assert ask_all([call(1)], free, ReplyStore(tmp_path), GradingLimits(max_cost=0.0)).whole, "known to cost nothing"
 
 
-def test_the_first_items_of_each_benchmark() -> None:
-    calls = [call(number, benchmark=name) for number in (3, 1, 3, 2) for name in ("a", "b")]
-    kept = GradingLimits(max_items=2).within_items(calls)
-    assert [(each.benchmark, each.item) for each in kept] == [
-        (name, item) for item in ("q3", "q1", "q3") for name in ("a", "b")
-    ]
-    assert GradingLimits().within_items(calls) == calls
-
-
 @pytest.mark.parametrize("wrong", [{"max_cost": -1.0}, {"max_calls": -1}, {"max_items": 0}, {"max_failed": -1}])
 def test_limits_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(UserError, match=rf"limits\.{next(iter(wrong))} must be at least"):
@@ -188,3 +180,23 @@ def test_too_many_failures_in_a_row_end_the_command(tmp_path: Path) -> None:
 def test_nothing_to_ask(tmp_path: Path) -> None:
     asked = ask_all([], ScriptedGrader({}), ReplyStore(tmp_path))
     assert asked.whole and asked.replies == {} and asked.made == 0
+
+
+def test_progress_is_logged_with_time_and_money(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grader = ScriptedGrader(
+        lambda asked: GradingFailure("broke") if asked.item == "q1" else GradingReply("7", output_tokens=500), PRICE
+    )
+    calls = [call(number) for number in range(4)]
+    with caplog.at_level("INFO"):
+        ask_all(calls[3:], grader, ReplyStore(tmp_path))
+        assert "left" not in caplog.text, "nothing is said within ten seconds"
+        monkeypatch.setattr(asking, "LOG_EVERY", 0.0)
+        ask_all(calls, grader, ReplyStore(tmp_path))
+    said = [record.message for record in caplog.records if record.message.endswith(" s left")]
+    assert said == [
+        "grading: 2 of 4, $1.00 spent, 0 s left",
+        "grading: 2 of 4, 1 failed, $1.00 spent, 0 s left",
+        "grading: 3 of 4, 1 failed, $1.50 spent, 0 s left",
+    ]

@@ -85,7 +85,7 @@ def test_what_is_stored_is_not_asked_again(number: signal.Signals, tmp_path: Pat
         stored = {json.loads(line)["item"] for line in (tmp_path / GRADES).read_text().splitlines()}
         before = len(server.requests)
         asked = ask_all(CALLS, OpenAIGrader(base_url=server.base_url), ReplyStore(tmp_path))
-    assert ended < 5, "it waits for no reply"
+    assert ended < 20, "it waits for no reply"
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     assert len(stored) == PROMPT and before <= PROMPT + 4, "at most the calls in flight are lost"
     again = {request.digest for request in server.requests[before:]}
@@ -129,10 +129,10 @@ def test_results_come_with_their_items_and_no_more_run_than_asked_for() -> None:
 
 
 def test_what_a_thread_raises_is_raised_to_the_caller() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(ZeroDivisionError):
         list(in_threads(lambda number: 1 // number, [3, 2, 1, 0], 2))
     end = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < end:
+    while set(threading.enumerate()) - before and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() == before, "idle threads end"
+    assert set(threading.enumerate()) - before == set(), "idle threads end"
