@@ -125,8 +125,7 @@ def find_task(name: str, include_path: Path | None) -> FoundTask:
 def _index_with(name: str, include_path: Path | None) -> "TaskManager":
     """An index that has ``name``: of the user's folder, of lm_eval's folder of that name, or of all there is.
 
-    lm_eval's own takes ten seconds to read. A group may name tasks of other folders, so only single tasks are taken
-    from the first two.
+    lm_eval's own takes ten seconds to read. From the first two only what names nothing of another folder is taken.
     """
     import lm_eval.tasks
 
@@ -134,7 +133,7 @@ def _index_with(name: str, include_path: Path | None) -> "TaskManager":
     for folder in (include_path, own if own.is_dir() else None):
         if folder is not None:
             manager = lm_eval.tasks.TaskManager(include_path=folder, include_defaults=False)
-            if name in manager.all_subtasks:
+            if _stands_alone(name, manager):
                 return manager
     manager = lm_eval.tasks.TaskManager(include_path=include_path)
     if name not in manager.all_tasks:
@@ -148,6 +147,14 @@ def _index_with(name: str, include_path: Path | None) -> "TaskManager":
             + (f"; there is {', '.join(near)}" if near else "; `lm-eval ls tasks` lists them")
         )
     return manager
+
+
+def _stands_alone(name: str, manager: "TaskManager") -> bool:
+    """Whether an index has a task, or a group with all that it names; tags may have tasks of any folder."""
+    if name not in manager.all_groups:
+        return name in manager.all_subtasks
+    parts = (manager.task_index[name].cfg or {}).get("task", ())
+    return all(isinstance(part, str) and _stands_alone(part, manager) for part in parts)
 
 
 def _problem(name: str, manager: "TaskManager", error: Exception) -> str:

@@ -6,7 +6,7 @@ Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from numbers import Real
@@ -17,10 +17,11 @@ from attnpo.evaluation.base import Measured, Score, Subject
 from attnpo.evaluation.lm_eval_library import WORDS, FoundTask, find_task, quiet, require_nltk
 from attnpo.evaluation.spreads import NORMAL
 from attnpo.files import clean, file_digest, read_record, write_record
-from attnpo.schema import BOOKKEEPING, UserError, check_least, digest
+from attnpo.schema import BOOKKEEPING, Json, UserError, check_least, digest
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.result_schema import EvalResults
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class _Runner:
         kept = read_record(path)
         if kept is not None and kept.get("key") == key:
             log.info("%s: %s is done, read from %s", self.settings.name, name, path)
-            return _measured(kept)
+            return measured_again(kept)
         began = time.perf_counter()
         measured = self._run(name)
         write_record(path, {"key": key, **asdict(measured)})
@@ -180,10 +181,12 @@ class _Runner:
                 system_instruction=settings.system,
                 gen_kwargs=None if settings.max_gen_toks is None else {"max_gen_toks": settings.max_gen_toks},
             )
+        if results is None:  # lm_eval gives them to the first process alone
+            raise UserError(f"benchmark={settings.name} runs in one process: start it without torchrun or srun")
         for text, count in heard.items():
             log.warning("%s: %s: lm_eval says, %d times: %s", settings.name, name, count, text)
         counts = {f"lm_eval: {text}": count for text, count in heard.items()}
-        return _figures(name, results, counts)
+        return measured_of(name, results, counts)
 
     def _model(self) -> "HFLM":
         """The model for lm_eval: loaded as for training, with training's chat format and ends of turn."""
@@ -223,58 +226,81 @@ class _Runner:
 # ------------------------------------------------------------------------------------------------ its results
 
 
-def _figures(name: str, results: Mapping[str, Any], counts: dict[str, int]) -> Measured:
+@dataclass(frozen=True)
+class Figure:
+    """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
+
+    ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    documents: int
+    shots: int | None
+    version: str | float | None
+    data: str | None
+
+    def score(self) -> Score:
+        """The figure as a score, with 1.96 standard errors."""
+        name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
+        half = None if self.stderr is None else NORMAL * self.stderr
+        interval = None if half is None else (self.value - half, self.value + half)
+        return Score(name, self.value, (self.value,), interval, None, self.documents)
+
+
+def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
     """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
-    rows = [row for part, metrics in results["results"].items() for row in _rows(part, metrics, results)]
-    whole = [row for row in rows if row["task"] == name] or rows
+    figures = figures_of(results)
+    whole = [figure for figure in figures if figure.task == name] or figures
     if not whole:
         raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
     left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
-    if left:
-        counts["documents left out by benchmark.limit"] = left
-    return Measured(tuple(_score(row) for row in whole), counts, tuple(rows))
+    limited = {"documents left out by benchmark.limit": left} if left else {}
+    return Measured(
+        tuple(figure.score() for figure in whole), {**counts, **limited}, tuple(asdict(figure) for figure in figures)
+    )
 
 
-def _rows(part: str, metrics: Mapping[str, Any], results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row per metric and filter (``acc,none``) of a task or group; what is no number is left out."""
-    documents = [str(sample["doc_hash"]) for sample in results.get("samples", {}).get(part, ())]
-    rows = []
-    for key, value in metrics.items():
-        metric, _, selected = key.partition(",")
-        if not selected or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, Real):
-            continue
-        error = metrics.get(f"{metric}_stderr,{selected}")
-        rows.append(
-            {
-                "task": part,
-                "metric": metric,
-                "filter": selected,
-                "value": float(value),
-                "stderr": float(error) if isinstance(error, Real) and math.isfinite(error) else None,
-                "documents": int(metrics.get("sample_len", 0)),
-                "shots": results["n-shot"].get(part),
-                "version": results["versions"].get(part),
-                "data": digest(sorted(set(documents)))[:12] if documents else None,
+def figures_of(results: "EvalResults") -> list[Figure]:
+    """Every number of every task and group; what is no number is left out."""
+    figures = []
+    rows: dict[str, dict[str, Any]] = {task: dict(metrics) for task, metrics in results["results"].items()}
+    for task, metrics in rows.items():
+        documents = {str(sample["doc_hash"]) for sample in results.get("samples", {}).get(task, ())}
+        for key, value in metrics.items():
+            metric, _, selected = key.partition(",")
+            if not selected or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, Real):
+                continue
+            error = metrics.get(f"{metric}_stderr,{selected}")
+            figure = Figure(
+                task=task,
+                metric=metric,
+                filter=selected,
+                value=float(value),
+                stderr=float(error) if isinstance(error, Real) and math.isfinite(error) else None,
+                documents=int(metrics.get("sample_len", 0)),
+                shots=results["n-shot"].get(task),
+                version=results["versions"].get(task),
+                data=digest(sorted(documents))[:12] if documents else None,
+            )
+            figures.append(figure)
+    return figures
+
+
+def measured_again(kept: Mapping[str, Json]) -> Measured:
+    """What ``asdict`` made of a ``Measured``, as one again."""
+    read: Any = kept
+    scores = [
+        Score(
+            **{
+                **score,
+                "rounds": tuple(score["rounds"]),
+                "interval": None if score["interval"] is None else tuple(score["interval"]),
             }
         )
-    return rows
-
-
-def _score(row: Mapping[str, Any]) -> Score:
-    value, error = row["value"], row["stderr"]
-    name = ".".join(part for part in (row["task"], row["metric"], row["filter"]) if part != NO_FILTER)
-    interval = None if error is None else (value - NORMAL * error, value + NORMAL * error)
-    return Score(name, value, (value,), interval, None, row["documents"])
-
-
-def _measured(kept: Mapping[str, Any]) -> Measured:
-    """What ``asdict`` made of a ``Measured``, as one again."""
-    scores = [
-        Score(**{**score, "rounds": tuple(score["rounds"]), "interval": _pair(score["interval"])})
-        for score in kept["scores"]
+        for score in read["scores"]
     ]
-    return Measured(tuple(scores), kept["counts"], tuple(kept["table"]))
-
-
-def _pair(ends: Sequence[float] | None) -> tuple[float, float] | None:
-    return None if ends is None else (ends[0], ends[1])
+    return Measured(tuple(scores), read["counts"], tuple(read["table"]))

@@ -20,7 +20,7 @@ import yaml
 from attnpo import config
 from attnpo.evaluation.base import Measure, Measured, Subject
 from attnpo.evaluation.lm_eval_library import WORDS, quiet
-from attnpo.evaluation.lm_eval_tasks import LmEvalTasks
+from attnpo.evaluation.lm_eval_tasks import Figure, LmEvalTasks
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import UserError
@@ -144,6 +144,25 @@ def test_an_answer_ends_where_the_settings_say_and_is_greedy(stories: Path, fold
     longer = measured(replace(asked, max_gen_toks=7), stories, tmp_path)
     assert longer.scores[0].mean == 0.0
     assert measured(replace(asked, apply_chat_template=True), stories, tmp_path).scores[0].mean == 0.0
+
+
+def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Path) -> None:
+    """Its own figure is the score, weighted by documents; its tasks are rows."""
+    few = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
+    (folder / "few.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
+    few |= {"task": "few", "dataset_kwargs": {"data_files": {"test": str(folder / "few.jsonl")}}}
+    group = {"group": "both", "task": ["words", "few"]}
+    group["aggregate_metric_list"] = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
+    for name, task in (("few", few), ("both", group)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    found = measured(LmEvalTasks(("both",), include_path=str(folder)), stories, tmp_path)
+    right = [*plain_choices(stories, DOCUMENTS), *plain_choices(stories, DOCUMENTS[:1])]
+    (score,) = found.scores
+    assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
+    assert {row["task"]: row["documents"] for row in found.table} == {"both": 6, "words": 5, "few": 1}
+    none = Figure("a", "acc", "none", 0.5, None, 9, 0, None, None).score()
+    assert (none.name, none.interval) == ("a.acc", None)
+    assert Figure("a", "match", "strict", 0.5, 0.1, 9, 0, None, None).score().name == "a.match.strict"
 
 
 def test_a_finished_task_is_read_and_a_changed_one_is_not(
