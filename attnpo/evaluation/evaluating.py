@@ -26,7 +26,7 @@ from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_res
 from attnpo.evaluation.shown import result_sections
 from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
 from attnpo.files import differences, write_whole
-from attnpo.grading.asking import Asked, ask_all, estimate
+from attnpo.grading.asking import Asked, Estimate, ask_all, estimate
 from attnpo.grading.base import GradingCall
 from attnpo.grading.store import ReplyStore
 from attnpo.locks import locked
@@ -218,18 +218,29 @@ def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
 
 
 def _dry_run(cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Question], folder: Path) -> None:
-    """Says what grading would take. Answers are not made for it: each counts as long as it may be."""
-    longest = "word " * benchmark.sampling.max_new_tokens
-    answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
-    rounds = [_round(benchmark, answers, cfg.grading, number) for number in range(cfg.grading.rounds)]
-    calls = [call for each in rounds for call in (*each.calls, *each.again)]
-    found = estimate(calls, cfg.grader, ReplyStore(folder))
+    """Says what grading would take."""
+    rounds, found = _foreseen(cfg, benchmark, questions, folder)
     log.info(
         "%s, %d rounds of %d questions, %d calls of them to grade again: %s; answers are counted at their longest, "
         "%d tokens a turn",
         *(benchmark.name, cfg.grading.rounds, len(questions), sum(len(each.again) for each in rounds)),
         *(found, benchmark.sampling.max_new_tokens),
     )
+
+
+def estimated(cfg: EvaluateConfig, benchmark: Benchmark, folder: Path) -> Estimate:
+    """What grading would take. Answers are not made for it: each counts as long as it may be."""
+    return _foreseen(cfg, benchmark, benchmark.questions()[: cfg.limits.max_items], folder)[1]
+
+
+def _foreseen(
+    cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Question], folder: Path
+) -> tuple[list[RoundGrades], Estimate]:
+    longest = "word " * benchmark.sampling.max_new_tokens
+    answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
+    rounds = [_round(benchmark, answers, cfg.grading, number) for number in range(cfg.grading.rounds)]
+    calls = [call for each in rounds for call in (*each.calls, *each.again)]
+    return rounds, estimate(calls, cfg.grader, ReplyStore(folder))
 
 
 def _say_missing(asked: Asked, missing: int, calls: int) -> None:

@@ -54,7 +54,8 @@ SHOWING = (
     *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
-    *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py"),
+    *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
+    *("studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
 )
 
 

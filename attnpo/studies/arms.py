@@ -1,5 +1,6 @@
 """The config of every arm and point of a study, composed from overrides; what a user may override in one."""
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -290,5 +291,15 @@ def study_overrides(cfg: FitConfig, study: str) -> list[str]:
     chosen = cfg.logger.wandb
     if chosen is None or chosen.group is not None:
         return []
-    quoted = study.replace("\\", "\\\\").replace("'", "\\'")
-    return [f"logger.wandb.group='{quoted}'"]
+    return [f"logger.wandb.group={quoted(study)}"]
+
+
+def word(value: object) -> str:
+    """A value as an override says it."""
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
+
+
+def quoted(text: str) -> str:
+    """A text as an override says it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -11,6 +11,7 @@ from attnpo.data.prepare import EncodedSet
 from attnpo.files import clean, file_digest, flat, read_record, write_record
 from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
+from attnpo.models.spec import ModelSpec
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context, open_paths, settle, settle_judge
 from attnpo.runs.identity import APART, below, files_of, inputs_of, settings_of, source_digest
@@ -36,6 +37,7 @@ class Basis:
     captured weights. ``lost``: arms that could not be weighed, with the error. ``measured``: results of the study's
     analyses; ``unmeasured``: those that failed, with the error. ``depths``: layers of each arm's judge. ``gates``:
     whether the judge of this base, and of another base that judges, passed its gate, as far as that was measured.
+    ``model``: the base itself.
     """
 
     world: str
@@ -49,6 +51,7 @@ class Basis:
     cost: Cost = field(default_factory=Cost)
     depths: dict[str, int] = field(default_factory=dict)
     gates: dict[str, bool] = field(default_factory=dict)
+    model: ModelSpec | None = None
 
     @property
     def label(self) -> str:
@@ -146,6 +149,7 @@ def _note_gate(basis: Basis, name: str, report: object) -> None:
 def _facts(basis: Basis, context: RunContext) -> dict[str, EncodedSet]:
     """The encoded pairs; puts what identifies base, chat format and pairs into ``basis``."""
     pairs = read_pairs(context)
+    basis.model = context.model
     basis.facts = {
         "code": {**versions(), "source": source_digest()},
         "world": context.prepared.get("digest"),

@@ -5,6 +5,7 @@ from typing import TypeGuard
 
 from attnpo.runs.result import RunResult
 from attnpo.studies.arms import key_of
+from attnpo.studies.benchmark_table import benchmark_notes
 from attnpo.studies.predictions import unregistered
 from attnpo.studies.selection import (
     PointResults,
@@ -69,7 +70,14 @@ def footnotes(outcome: Outcome) -> list[str]:
         known = has_truth(gather(outcome.points))
         shown = "the intervals hold for the choice of prompts only, not for" if known else "nothing here tells of"
         lines.append(f"one seed: {shown} the noise of training")
-    return [*lines, *_judges(outcome), *_costs(outcome), *_failures(outcome), *outcome.unmeasured]
+    return [
+        *lines,
+        *benchmark_notes(outcome),
+        *_judges(outcome),
+        *_costs(outcome),
+        *_failures(outcome),
+        *outcome.unmeasured,
+    ]
 
 
 def how_chosen(outcome: Outcome) -> str:

@@ -14,7 +14,8 @@ from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError, digest
 from attnpo.studies.frontier import AtKL, at_kl
 from attnpo.studies.selection import by_arm, difference_text, gather, has_truth
-from attnpo.studies.study import Arm, Claim, Outcome, Study, settings_digest
+from attnpo.studies.claims import Claim
+from attnpo.studies.study import Arm, Outcome, Study, settings_digest
 from attnpo.studies.tables import NOT_EQUAL, Row
 
 HIT, MISS, OPEN = "hit", "MISS", "open"

@@ -7,6 +7,9 @@ import numpy as np
 
 from attnpo.analysis.intervals import average_ranks
 from attnpo.display.page import Paragraph, Section, TableBlock
+from attnpo.display.tables import Cell
+from attnpo.studies.benchmark_scores import BASE_ROW, RowScore
+from attnpo.studies.benchmark_table import benchmark_digits
 from attnpo.studies.frontier import CHORD, ENDS, AtKL, at_kl
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
 from attnpo.studies.study import Outcome
@@ -17,8 +20,17 @@ DIGITS = {"KL": 2, "length": 1, RANK: 2}
 
 
 def ranking_table(outcome: Outcome) -> list[Section]:
-    """The table with average ranks, a block of rows per world; none unless the study asks for it and has a truth."""
-    if not outcome.study.ranking or not has_truth(gather(outcome.points)):
+    """Tables with average ranks, a block of rows per world: by the truth, and by benchmarks, as far as there are any.
+
+    None unless the study asks for them.
+    """
+    if not outcome.study.ranking:
+        return []
+    return [*_by_truth(outcome), *_by_benchmarks(outcome)]
+
+
+def _by_truth(outcome: Outcome) -> list[Section]:
+    if not has_truth(gather(outcome.points)):
         return []
     rows = [row for world in outcome.worlds for row in _world_rows(outcome, world)]
     levels = ", ".join(f"{level:g}" for level in outcome.study.kl_levels)
@@ -34,6 +46,58 @@ def ranking_table(outcome: Outcome) -> list[Section]:
     return [
         Section("Methods and their average rank", [TableBlock(columns_of(rows), rows, digits=DIGITS), Paragraph(note)])
     ]
+
+
+def _by_benchmarks(outcome: Outcome) -> list[Section]:
+    if not outcome.benchmarks:
+        return []
+    columns, rows = scores_table(outcome)
+    note = (
+        f"average rank, 1 the best: over {', '.join(outcome.benchmarks)}, a higher score being the better one, among "
+        "the rows that have all of them; of means that are not rounded"
+    )
+    digits = {**benchmark_digits(outcome), RANK: 2}
+    return [Section("Benchmarks and the average rank", [TableBlock(columns, rows, digits=digits), Paragraph(note)])]
+
+
+def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
+    """Columns and rows in the shape of the paper's main table: the score on each benchmark, and the average rank.
+
+    The base first, then the arms in the study's order, then published models, world by world.
+    """
+    said = origins(outcome)
+    rows: list[Row] = []
+    for world in outcome.worlds:
+        arms = [arm.name for arm in outcome.arms if arm.world == world]
+        names = [BASE_ROW, *arms, *outcome.study.published]
+        means = {
+            name: [_mean(scores.get((world, name))) for scores in outcome.benchmarks.values()]
+            for name in names
+            if any((world, name) in scores for scores in outcome.benchmarks.values())
+        }
+        ranks = ranked(means)
+        for name in names:
+            rows.append(
+                {
+                    **({"world": world} if world else {}),
+                    "arm": name,
+                    **({"values": said.get(name, "")} if said else {}),
+                    **{
+                        benchmark: _score_cell(outcome, world, name, scores.get((world, name)))
+                        for benchmark, scores in outcome.benchmarks.items()
+                    },
+                    RANK: ranks.get(name, NONE),
+                }
+            )
+    return columns_of(rows), rows
+
+
+def _mean(score: RowScore | None) -> float:
+    return math.nan if score is None else score.mean
+
+
+def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) -> Cell:
+    return str(lost_row(outcome, arm, world)["point"]) if score is None else score.failed or score.mean
 
 
 def _world_rows(outcome: Outcome, world: str) -> Iterator[Row]:

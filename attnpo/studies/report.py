@@ -15,11 +15,13 @@ from attnpo.files import changed, clean, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
 from attnpo.runs.result import RunResult
+from attnpo.studies.benchmark_table import benchmark_digits, layer_figures
 from attnpo.studies.drift_table import drift_table
+from attnpo.studies.exports import EXPORTS, MODEL
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.predictions import predictions_section
-from attnpo.studies.ranking import ranking_table
+from attnpo.studies.ranking import ranking_table, scores_table
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
 from attnpo.studies.study import Outcome, WorldAxis
 from attnpo.studies.tables import DIGITS, Row, at_levels, level_tables, main_table
@@ -27,16 +29,20 @@ from attnpo.training.loggers import TrackedRun
 
 log = logging.getLogger(__name__)
 
+SCORES = "benchmarks.csv"
+
 
 def study_figures(outcome: Outcome) -> list[Image]:
     """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
 
-    Of each world its own; none without a known truth.
+    Of each world its own; of rewards none without a known truth.
     """
+    over_layers = [image for world in outcome.worlds for image in layer_figures(outcome, world)]
     if not has_truth(gather(outcome.points)):
-        return []
+        return over_layers
     over_worlds = [] if outcome.study.world_axis is None else [_gain_figure(outcome, outcome.study.world_axis)]
-    return [*over_worlds, *(image for world in outcome.worlds for image in _world_figures(outcome, world))]
+    of_worlds = (image for world in outcome.worlds for image in _world_figures(outcome, world))
+    return [*over_worlds, *of_worlds, *over_layers]
 
 
 def _gain_figure(outcome: Outcome, axis: WorldAxis) -> Image:
@@ -183,7 +189,7 @@ def arms_section(outcome: Outcome) -> Section:
     columns, rows = main_table(outcome)
     above = [Paragraph(line, warning=True) for line in warnings(outcome)]
     below = [Paragraph(line, warning=line.startswith("FAILED")) for line in footnotes(outcome)]
-    table = TableBlock(columns, rows, digits=DIGITS)
+    table = TableBlock(columns, rows, digits={**DIGITS, **benchmark_digits(outcome)})
     return Section("Arms at their best points", [*above, table, *below])
 
 
@@ -214,11 +220,21 @@ def finish_study(outcome: Outcome) -> None:
     write_whole(folder / "table.md", markdown(sections))
     write_whole(folder / TABLES, tables_json(sections))
     write_whole(folder / "results.csv", all_points(gather(outcome.points)))
+    _write_scores(outcome)
     keep_record(outcome, write_study_report(outcome, sections))
     seal(folder, only=STUDY_FILES)
     console.print(f"  {folder}/report.html, table.md, {TABLES}, results.csv; {outcome.seconds:.0f} s", highlight=False)
-    for place in sorted(folder.glob("points/*/best")):
+    for place in sorted([*folder.glob("points/*/best"), *folder.glob(f"{EXPORTS}/*/{MODEL}")]):
         console.print(f"  Hugging Face folder: {place}", highlight=False, markup=False)
+
+
+def _write_scores(outcome: Outcome) -> None:
+    """Writes the scores of benchmarks with their ranks to benchmarks.csv, where there are any."""
+    path = outcome.folder / SCORES
+    if outcome.benchmarks:
+        write_whole(path, table_csv(*scores_table(outcome)))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from attnpo.studies.arms import (
     point_folder,
 )
 from attnpo.studies.bases import Basis, compose_arms, keep_costs, make_basis
+from attnpo.studies.benchmarks import check_benchmarks, measure_benchmarks, tell_costs
+from attnpo.studies.exports import exporting
 from attnpo.studies.fit_config import FitConfig, require_one_process
 from attnpo.studies.predictions import check_predicted, fix
 from attnpo.studies.study import (
@@ -58,6 +61,7 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
         raise UserError(
             f"study {study.name}: resume={cfg.resume} is for single runs; finished points are reused anyway"
         )
+    check_benchmarks(cfg)
     began = time.perf_counter()
     make_folder(folder)
     seeds = [cfg.seed + i for i in range(cfg.seed_count())]
@@ -75,13 +79,16 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
     check_predicted(study, arms)
     said = fix(study, folder)
     log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
+    if study.benchmarks:
+        check_benchmarks(cfg, next(basis.model for basis in bases.values()))
+        tell_costs(cfg, study, arms, bases, folder)
     points = make_points(study, arms, seeds)
     done, errors = _run_points(cfg, study, points, own, bases, missing, folder)
     if not done:
         raise UserError(
             f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}"
         )
-    return Outcome(
+    outcome = Outcome(
         study,
         arms,
         [(points[i], done[i]) for i in sorted(done)],
@@ -101,6 +108,9 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
         {place: basis.cost for place, basis in bases.items()},
         [*said, *(line for basis in bases.values() for line in basis.warnings)],
     )
+    if not study.benchmarks:
+        return outcome
+    return replace(measure_benchmarks(cfg, outcome, own, bases), seconds=time.perf_counter() - began)
 
 
 def make_bases(
@@ -189,7 +199,7 @@ def _run_points(
         if lost is not None:
             errors[i] = f"not run: {lost}"
             continue
-        made = point_config(own[point.arm.world, point.arm.name], point)
+        made = exporting(study, point, point_config(own[point.arm.world, point.arm.name], point))
         at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
         before = finished(at)
         if before is not None:

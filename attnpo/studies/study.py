@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
+from attnpo.studies.benchmark_scores import RowScore, asked_problems
+from attnpo.studies.claims import Predictions
 from attnpo.weights.layers import distinct_layers
 
 if TYPE_CHECKING:
@@ -107,51 +109,6 @@ class WorldAxis:
 
 
 @dataclass(frozen=True)
-class Claim:
-    """One prediction: at KL ``level`` the test rewards of ``above`` sum to more than those of ``below``.
-
-    Both list as many (world, arm); one of each is a difference of two arms, two of each a difference of differences.
-    ``about`` names the explanation it follows from, ``says`` is the prediction in words.
-    """
-
-    about: str
-    says: str
-    above: tuple[tuple[str, str], ...]
-    below: tuple[tuple[str, str], ...]
-    level: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.above or len(self.above) != len(self.below):
-            raise UserError(
-                "study.predictions: expected as many (world, arm) in above as in below, got "
-                f"{len(self.above)} and {len(self.below)}"
-            )
-        if not self.level > 0:
-            raise UserError(f"study.predictions: expected a KL level above 0, got {self.level}")
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What was expected of a study on ``seeds`` before it ran on any of them, and the ``rule`` that decides.
-
-    ``settings``: digest of the grid, arms and worlds they were made for (``settings_digest``); None takes any.
-    """
-
-    seeds: tuple[int, ...]
-    rule: str
-    claims: dict[str, Claim]
-    settings: str | None = None
-
-    def record(self) -> dict[str, object]:
-        """The predictions as they are kept beside a study's results, and digested."""
-        claims = {
-            name: {**vars(claim), "above": [*map(list, claim.above)], "below": [*map(list, claim.below)]}
-            for name, claim in self.claims.items()
-        }
-        return {"seeds": list(self.seeds), "rule": self.rule, "claims": claims}
-
-
-@dataclass(frozen=True)
 class Study:
     """A study by its arms.
 
@@ -166,7 +123,9 @@ class Study:
     the KL to the base of the point that represents an arm; ``kl_levels`` are those at which rewards are compared.
     ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point. ``restart`` gives a repeated
     command a fresh folder instead of its finished points. ``ranking`` adds a table of all arms with the average of
-    their ranks.
+    their ranks. ``benchmarks`` are options of the group of that name, on which the base, the chosen point of every arm
+    and ``published`` models (folders or hub names) are measured, with the keys in ``evaluate`` (by benchmark, "all" for
+    every one) set to the values there.
     """
 
     name: str
@@ -190,6 +149,9 @@ class Study:
     analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
     kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
     ranking: bool = False
+    benchmarks: tuple[str, ...] = ()
+    evaluate: dict[str, dict[str, object] | None] = field(default_factory=dict)
+    published: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -221,6 +183,7 @@ class Study:
             yield f"study.layers has {', '.join(repeated)} more than once; give each layer once"
         if any(not level > 0 for level in self.kl_levels) or not self.kl_limit > 0:
             yield "study.kl_limit and study.kl_levels must be above 0"
+        yield from asked_problems(self.benchmarks, self.evaluate, self.published, list(every))
 
     def _lost_worlds(self, every: Mapping[str, list[str]]) -> Iterator[str]:
         """What is wrong with names of arms and worlds in ``only_in``, ``world_axis`` and ``predictions``."""
@@ -388,6 +351,7 @@ class Outcome:
 
     ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
     ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
+    ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row.
     """
 
     study: Study
@@ -401,6 +365,7 @@ class Outcome:
     unmeasured: list[str] = field(default_factory=list)
     costs: dict[WorldSeed, Cost] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    benchmarks: dict[str, dict[tuple[str, str], RowScore]] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from attnpo.analysis.intervals import Interval
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
+from attnpo.studies.benchmark_scores import BASE_ROW
+from attnpo.studies.benchmark_table import benchmark_cells
 from attnpo.studies.frontier import CHORD, ENDS, FAR, AtKL, at_kl, difference
 from attnpo.studies.selection import (
     PointResults,
@@ -78,7 +80,9 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool
     named: Row = {"world": world} if world else {}
     said = origins(outcome)
     if best and known:
-        yield {**named, **base_row(next(iter(best.values())))}
+        yield {**named, **base_row(next(iter(best.values()))), **benchmark_cells(outcome, world, BASE_ROW)}
+    elif outcome.benchmarks:
+        yield {**named, "arm": BASE_ROW, "point": "", **benchmark_cells(outcome, world, BASE_ROW)}
     for arm in (arm for arm in outcome.arms if arm.world == world):
         point = best.get(arm.name)
         if point is None:
@@ -91,8 +95,11 @@ def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool
             "point": point.label + beyond + seeds_mark(len(point.seeds), outcome),
             **({"values": said[arm.name]} if said else {}),
             **(_truth_of(point, best, outcome.study.control) if known else _metrics_of(point)),
+            **benchmark_cells(outcome, world, arm.name),
             **_inputs_of(point, uneven),
         }
+    for model in outcome.study.published if outcome.benchmarks else ():
+        yield {**named, "arm": model, "point": "published", **benchmark_cells(outcome, world, model)}
 
 
 def _truth_of(point: PointResults, best: Mapping[str, PointResults], control: str | None) -> Row:
