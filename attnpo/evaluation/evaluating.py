@@ -150,6 +150,8 @@ def _grade(
     if cfg.limits.dry_run:
         _dry_run(cfg, benchmark, chosen, folder)
         return None
+    cfg.grader.check_ready()  # before answers are made, which may take hours
+    cfg.limits.check_price(cfg.grader)
     answerer = cfg.answering.open(cfg.model, _device(cfg))
     answered = [
         _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number))

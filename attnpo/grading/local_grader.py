@@ -73,6 +73,10 @@ class LocalGrader:
         """Nothing."""
         return Price()
 
+    def check_ready(self) -> None:
+        """Raises UserError for a model or a tokenizer that cannot be read; no weight is loaded."""
+        self.identity()
+
     def identity(self) -> dict[str, object]:
         """Weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
 

@@ -46,6 +46,9 @@ class TruthGrader:
         """Nothing."""
         return Price()
 
+    def check_ready(self) -> None:
+        """The truth is always ready; its template was read when it was made."""
+
     def identity(self) -> dict[str, object]:
         """The world's digest and the wording it reads."""
         return {"grader": "truth", "grammar": self.grammar.digest(), "template": digest(self._template.text)}
