@@ -166,7 +166,7 @@ def _grade(
     }
     if before is not None and _same(before, key, folder):
         return before
-    rounds = [_round(benchmark, each.answers, cfg.grading, number, chosen) for number, each in enumerate(answered)]
+    rounds = [_round(benchmark, each.answers, cfg.grading, number) for number, each in enumerate(answered)]
     calls = [call for each in rounds for call in (*each.calls, *each.again)]
     asked = ask_all(calls, cfg.grader, ReplyStore(folder), cfg.limits)
     missing = len(calls) - len(asked.replies)
