@@ -42,7 +42,8 @@ class GradingReply:
     """What a grader said.
 
     ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
-    none. Token counts are the grader's own account (``usage``), 0 where it keeps none.
+    none. Token counts are the grader's own account (``usage``), 0 where it keeps none. ``model`` is who says to have
+    replied, where that is said.
     """
 
     text: str
@@ -51,6 +52,7 @@ class GradingReply:
     input_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,11 @@ class GradingFailure:
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars per million tokens."""
+    """Dollars per million tokens; with ``known`` false nobody has said what they cost."""
 
     input: float = 0.0
     output: float = 0.0
+    known: bool = True
 
     def of(self, input_tokens: int, output_tokens: int) -> float:
         """Dollars for so many tokens."""

@@ -44,8 +44,9 @@ class Reply:
 class Fault:
     """What befalls one request: another status, with ``Retry-After`` in seconds, or one of the words in ``what``.
 
-    ``what``: drop (the connection is closed without an answer), garbage (200, but no JSON), cut (half of the JSON),
-    odd (JSON of another form), slow (a whole answer, ``seconds`` late; any fault may be late).
+    ``code`` and ``param`` stand in the JSON of the error. ``what``: drop (the connection is closed without an answer),
+    garbage (200, but no JSON), cut (half of the JSON), odd (JSON of another form), slow (a whole answer, ``seconds``
+    late; any fault may be late).
     """
 
     status: int = 200
@@ -53,6 +54,8 @@ class Fault:
     retry_after: float | None = None
     seconds: float = 0.0
     message: str = "injected"
+    code: str | None = None
+    param: str | None = None
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,7 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return False
             if fault.status != 200:
-                self._fail(fault.status, fault.message, fault.retry_after)
+                self._fail(fault.status, fault.message, fault)
                 return False
             text = json.dumps(loopback._completion(request.body))
             texts = {"garbage": "<html>gateway</html>", "cut": text[: len(text) // 2], "odd": '{"choices": "none"}'}
@@ -240,9 +243,9 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
             self._fail(401, "Incorrect API key provided")
             return True
 
-        def _fail(self, status: int, message: str, retry_after: float | None = None) -> None:
-            headers = {} if retry_after is None else {"Retry-After": f"{retry_after:g}"}
-            error = {"message": message, "type": "injected", "param": None, "code": None}
+        def _fail(self, status: int, message: str, fault: Fault = Fault()) -> None:
+            headers = {} if fault.retry_after is None else {"Retry-After": f"{fault.retry_after:g}"}
+            error = {"message": message, "type": "injected", "param": fault.param, "code": fault.code}
             self._send(status, json.dumps({"error": error}), headers)
 
         def _send(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
