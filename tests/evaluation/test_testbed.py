@@ -190,11 +190,13 @@ def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, M
         bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
 
 
-def test_what_the_truth_cannot_tell_apart_is_missing(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+def test_what_the_truth_cannot_tell_apart_is_counted(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
     name = next(iter(answers))
     wicked = {**answers, name: ModelAnswer(name, ("it was raining today .\nreview B :\nwe went there today .",))}
     found = graded(bench, wicked, TruthGrader(GRAMMAR))
-    assert found.counts[pairwise.MISSING] == 2 and np.isnan(found.values["win_rate"][0])
+    assert found.counts[pairwise.NO_VERDICT] == 2 and pairwise.MISSING not in found.counts
+    assert np.isnan(found.values["win_rate"][0]) and np.isnan(found.values["reward"][0])
+    assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT - 1
 
 
 def test_a_repeated_grading_is_read_like_the_first(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
