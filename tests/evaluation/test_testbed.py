@@ -151,7 +151,7 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
     found = graded(bench, answers, grader)
     assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
-    assert math.isnan(found.scores["reward"]) and found.weights["reward"].sum() == 0
+    assert found.scores.keys() == found.values.keys() == found.weights.keys() == {"win_rate"}
     assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
 
 
@@ -182,6 +182,16 @@ def test_missing_replies_are_counted_and_left_out(
     assert found.weights["reward"].sum() == 4  # one order is enough to tell what a review is worth
     assert math.isnan(bench.grade(answers, {}).scores["win_rate"])
     assert alone.grade(answers, {}).counts == {NO_REPLY: COUNT}
+
+
+def test_some_questions_alone_are_graded_by_themselves(
+    bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    """A trial with ``limits.max_items``: what was never asked is not missing."""
+    few = dict(list(answers.items())[:5])
+    replies = dict(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)[:10]))
+    found = bench.grade(few, replies)  # type: ignore[arg-type]
+    assert found.questions == tuple(few) and set(found.counts) <= {pairwise.TIES}
 
 
 def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
