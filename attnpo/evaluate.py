@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from attnpo.runs.passport_config import PassportConfig
 
 DESCRIPTION = """\
-Measure a model on a benchmark: answers, grades, scores with their spreads. benchmark=judge: before training, whether a
-judge is worth reading. Keys of graders come from the environment alone; limits.max_cost bounds what they cost."""
+Measure a model on a benchmark: its answers, their grades, scores with their spreads.
+benchmark=judge says, before any training, whether a judge is worth reading; its keys are those of fit.
+A grader's key comes from the environment alone; limits.max_cost bounds what it may cost."""
 EXAMPLES = """\
-python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FASTCHAT model.path=outputs/RUN/best limits.dry_run=true
+python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FastChat model.path=RUN/best
 python -m attnpo.evaluate benchmark=testbed grader=truth model.path=outputs/RUN/best
 python -m attnpo.evaluate benchmark=judge"""
 PASSPORT = "benchmark=judge"

@@ -150,6 +150,8 @@ def _grade(
     if cfg.limits.dry_run:
         _dry_run(cfg, benchmark, chosen, folder)
         return None
+    cfg.grader.check_ready()  # before answers are made, which may take hours
+    cfg.limits.check_price(cfg.grader)
     answerer = cfg.answering.open(cfg.model, _device(cfg))
     answered = [
         _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number))
@@ -164,7 +166,7 @@ def _grade(
     }
     if before is not None and _same(before, key, folder):
         return before
-    rounds = [_round(benchmark, each.answers, cfg.grading, number, chosen) for number, each in enumerate(answered)]
+    rounds = [_round(benchmark, each.answers, cfg.grading, number) for number, each in enumerate(answered)]
     calls = [call for each in rounds for call in (*each.calls, *each.again)]
     asked = ask_all(calls, cfg.grader, ReplyStore(folder), cfg.limits)
     missing = len(calls) - len(asked.replies)

@@ -253,8 +253,8 @@ class PairwiseBenchmark:
         return self.pairwise.calls(self.name, round_, contests)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The win rate of one round."""
-        items = [question.id for question in self.questions()]
+        """The win rate of one round's answers."""
+        items = [question.id for question in self.questions() if question.id in answers]
         found = self.pairwise.preferences(items, replies)
         return Graded(
             questions=found.items,

@@ -136,8 +136,8 @@ class TestbedBenchmark:
         return GradingCall(self.name, question.id, ANSWER, round_, turns, max_tokens=16)
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The scores of one round. ``reward`` is NaN for a judge's replies, which hold none."""
-        items = tuple(question.id for question in self.questions())
+        """The scores of one round's answers; ``reward`` is left out with a judge, whose replies hold none."""
+        items = tuple(question.id for question in self.questions() if question.id in answers)
         rewards = self._rewards(items, replies)
         counts: Counter[str] = Counter()
         values, weights = {"reward": rewards}, {"reward": there(rewards)}
@@ -156,7 +156,8 @@ class TestbedBenchmark:
             values["win_rate"], weights["win_rate"] = found.percent, found.weights
             scores["win_rate"] = found.win_rate
             counts.update(found.counts)
-        named = self.scores
+        judged = self.baseline is not None and bool(replies) and not there(rewards).any()
+        named = ("win_rate",) if judged else self.scores
         return Graded(
             questions=items,
             scores={name: scores[name] for name in named},

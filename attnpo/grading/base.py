@@ -83,6 +83,9 @@ class Grader(Protocol):
     def price(self) -> Price:
         """What its tokens cost."""
 
+    def check_ready(self) -> None:
+        """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
+
     def identity(self) -> dict[str, object]:
         """All that decides its replies to given calls and can be known without asking: model, address, templates."""
 

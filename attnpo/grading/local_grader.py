@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # Raised by hand with every change of the code that moves a reply.
 CODE_VERSION = "1"
-ACCELERATORS = ("auto", "cpu", "gpu")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps")  # as trainer.accelerator
 ROOM_STEP = 256
 """A reply that does not fit as asked gets a multiple of so many tokens: prompts of similar length share batches."""
 
@@ -72,6 +72,10 @@ class LocalGrader:
     def price(self) -> Price:
         """Nothing."""
         return Price()
+
+    def check_ready(self) -> None:
+        """Raises UserError for a model or a tokenizer that cannot be read; no weight is loaded."""
+        self.identity()
 
     def identity(self) -> dict[str, object]:
         """Weights, number format, attention kernel, chat format, longest sequence; no weight is loaded.
@@ -157,15 +161,24 @@ class LocalGrader:
         """
         waiting = iter(calls)
         while pulled := list(islice(waiting, self.batch_size)):
+            failed: list[Outcome] = []
             asked: list[_Asked] = []
             for call in pulled:
                 outcome = self._prepared(call)
                 if isinstance(outcome, GradingFailure):
-                    yield call, outcome
+                    failed.append((call, outcome))
                 else:
                     asked.append((call, outcome))
-            yield from self._labelled([item for item in asked if item[0].labels])
-            yield from self._written([item for item in asked if not item[0].labels])
+            # Failures stand among replies, so that whoever counts them in a row does not take a few for an outage.
+            for answered in self._answered(asked):
+                yield answered
+                if failed:
+                    yield failed.pop(0)
+            yield from failed
+
+    def _answered(self, asked: Sequence[_Asked]) -> Iterator[Outcome]:
+        yield from self._labelled([item for item in asked if item[0].labels])
+        yield from self._written([item for item in asked if not item[0].labels])
 
     def _prepared(self, call: GradingCall) -> list[int] | GradingFailure:
         """The ids of a call's prompt, or why it cannot be asked."""

@@ -23,7 +23,7 @@ from attnpo.schema import Message, UserError, digest
 from attnpo.testbed.grammar import Grammar
 from attnpo.text.judge_template import JudgeTemplate
 
-REWARDS, VERDICT, TIE = "rewards", "verdict", "tie"
+REWARDS, VERDICT, TIE, UNREADABLE = "rewards", "verdict", "tie", "unreadable"
 
 
 class Unreadable(Exception):
@@ -35,7 +35,7 @@ class TruthGrader:
     """Grades reviews of the testbed by the grammar's true reward.
 
     ``grammar`` and ``template_file`` must be those of the benchmark. Where a review holds the template's own words, so
-    that more than one way of reading a call gives a prompt of the grammar, the call is a failure.
+    that more than one way of reading a call gives a prompt of the grammar, the reply gives neither label nor reward.
     """
 
     grammar: Grammar = field(default_factory=Grammar)
@@ -45,6 +45,9 @@ class TruthGrader:
     def price(self) -> Price:
         """Nothing."""
         return Price()
+
+    def check_ready(self) -> None:
+        """The truth is always ready; its template was read when it was made."""
 
     def identity(self) -> dict[str, object]:
         """The world's digest and the wording it reads."""
@@ -77,15 +80,17 @@ class TruthGrader:
             f"{roles} with the labels {list(call.labels)}"
         )
 
-    def _compare(self, turn: Message, labels: Sequence[str]) -> tuple[str, dict[str, float]]:
+    def _compare(self, turn: Message, labels: Sequence[str]) -> tuple[str, dict[str, float] | None]:
         readings = [
             found for found in filled_with(self._template, turn["content"]) if self._is_prompt(found["question"])
         ]
-        if len(readings) != 1:
+        if not readings:
             raise Unreadable(
-                f"there are {len(readings)} ways, expected one, to read its text as a prompt of the grammar and two "
-                f"reviews in the wording of {self.template_file}"
+                f"its text is no prompt of the grammar with two reviews in the wording of {self.template_file}: give "
+                "benchmark=testbed, and the grader the benchmark's grammar and wording"
             )
+        if len(readings) > 1:
+            return json.dumps({UNREADABLE: f"the wording can be read in {len(readings)} ways"}), None
         (found,) = readings
         first, second = (self._reward(found["question"], found[name]) for name in ("answer_a", "answer_b"))
         if first == second:

@@ -266,7 +266,7 @@ def test_without_any_reply_there_is_no_rate(reference: str, auxiliary: str) -> N
 def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the grader and the store: a 429, a dropped connection and no JSON; stopped, half a line written; again."""
+    """Through the grader and the store: a 429, a dropped connection and no JSON; stopped in a line; again."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     ours, answers = benchmark(reference), answered()
     calls = ours.calls(answers, 0)

@@ -151,7 +151,7 @@ def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
     assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
     found = graded(bench, answers, grader)
     assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
-    assert math.isnan(found.scores["reward"]) and found.weights["reward"].sum() == 0
+    assert found.scores.keys() == found.values.keys() == found.weights.keys() == {"win_rate"}
     assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
 
 
@@ -184,17 +184,29 @@ def test_missing_replies_are_counted_and_left_out(
     assert alone.grade(answers, {}).counts == {NO_REPLY: COUNT}
 
 
+def test_some_questions_alone_are_graded_by_themselves(
+    bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    """A trial with ``limits.max_items``: what was never asked is not missing."""
+    few = dict(list(answers.items())[:5])
+    replies = dict(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)[:10]))
+    found = bench.grade(few, replies)  # type: ignore[arg-type]
+    assert found.questions == tuple(few) and set(found.counts) <= {pairwise.TIES}
+
+
 def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
     last = list(answers)[-1]
     with pytest.raises(UserError, match=rf"1 of {COUNT} questions have no answer \(first: {last}\)"):
         bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
 
 
-def test_what_the_truth_cannot_tell_apart_is_missing(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+def test_what_the_truth_cannot_tell_apart_is_counted(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
     name = next(iter(answers))
     wicked = {**answers, name: ModelAnswer(name, ("it was raining today .\nreview B :\nwe went there today .",))}
     found = graded(bench, wicked, TruthGrader(GRAMMAR))
-    assert found.counts[pairwise.MISSING] == 2 and np.isnan(found.values["win_rate"][0])
+    assert found.counts[pairwise.NO_VERDICT] == 2 and pairwise.MISSING not in found.counts
+    assert np.isnan(found.values["win_rate"][0]) and np.isnan(found.values["reward"][0])
+    assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT - 1
 
 
 def test_a_repeated_grading_is_read_like_the_first(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:

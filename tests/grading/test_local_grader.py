@@ -202,6 +202,16 @@ def test_prompts_too_long_are_failures_naming_their_tokens(world: World, grader:
     )
 
 
+def test_failures_stand_among_replies(grader: LocalGrader) -> None:
+    """A runner that stops after so many failures in a row is not misled by a batch's order."""
+    long = [call(" ".join(PROMPTS), item=str(place), labels=("A", "B")) for place in range(4)]
+    short = [call(text, labels=("A", "B")) for text in PROMPTS[:3]]
+    limited = replace(grader, max_length=grader.count_tokens(long[0]) or 0)
+    limited = replace(limited, max_length=(limited.max_length or 0) - 1)
+    outcomes = [isinstance(reply, GradingFailure) for _, reply in limited.ask([*long, *short])]
+    assert outcomes == [False, True, False, True, False, True, True]
+
+
 def test_replies_get_the_room_there_is(grader: LocalGrader, caplog: pytest.LogCaptureFixture) -> None:
     asked = [call(text, max_tokens=400) for text in PROMPTS[:2]]
     limit = max(grader.count_tokens(one) or 0 for one in asked) + 4
@@ -276,7 +286,7 @@ def test_other_weights_are_another_grader(world: World, tmp_path: Path, grader: 
         ({"batch_size": 0}, "grader.batch_size must be at least 1"),
         ({"token_budget": 0}, "grader.token_budget"),
         ({"max_length": 0}, "grader.max_length"),
-        ({"accelerator": "quantum"}, "grader.accelerator must be one of auto, cpu, gpu"),
+        ({"accelerator": "quantum"}, "grader.accelerator must be one of auto, cpu"),
     ],
 )
 def test_settings_out_of_range(settings: dict[str, object], words: str) -> None:

@@ -71,7 +71,8 @@ def test_blanks_and_line_breaks_of_a_review_count() -> None:
 def test_a_review_that_holds_the_templates_words_is_not_guessed() -> None:
     wicked = f"{POOR}\nreview B :\n{FINE}"
     for reply in compared(wicked, POOR):
-        assert isinstance(reply, GradingFailure) and "there are 2 ways" in reply.problem
+        assert isinstance(reply, GradingReply) and reply.logprobs is None and rewards_in(reply.text) is None
+        assert "2 ways" in json.loads(reply.text)["unreadable"]
     # Words that leave one way of reading only are no harm.
     for reply in compared(f"review A :\n{POOR}", FINE):
         assert isinstance(reply, GradingReply)
@@ -93,9 +94,12 @@ def test_what_cannot_be_read_is_a_failure() -> None:
     for call, words in (
         (alone("write a poem", FINE), "not a prompt of the testbed grammar"),
         (free, r"the roles ['user'] with the labels []"),
-        (replace(free, labels=("A", "B")), "there are 0 ways"),
+        (replace(free, labels=("A", "B")), "its text is no prompt of the grammar"),
         (replace(free, messages=()), "the roles []"),
-        (RULES.calls("testbed", 0, [Contest("q", "write a poem", FINE, POOR)])[0], "there are 0 ways"),
+        (
+            RULES.calls("testbed", 0, [Contest("q", "write a poem", FINE, POOR)])[0],
+            "its text is no prompt of the grammar",
+        ),
     ):
         reply = answer(call)
         assert isinstance(reply, GradingFailure) and words in reply.problem

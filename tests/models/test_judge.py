@@ -34,21 +34,22 @@ def test_golden_rows_rollout_and_verdicts(shared: Path) -> None:
         assert reading.verdict_token == cases[index]["rounds"][order]["argmax_token_id"], (index, order)
 
 
-@pytest.mark.parametrize(("kernel", "tolerance"), [("sdpa", 3e-5), ("blocks", 3e-6)])
-def test_golden_rows_per_head(shared: Path, kernel: str, tolerance: float) -> None:
+@pytest.mark.parametrize("kernel", ["sdpa", "blocks"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 2.2e-5), ("float32", 5e-5)])
+def test_golden_rows_per_head(shared: Path, kernel: str, dtype: str, tolerance: float) -> None:
     # The golden float32 rows are 2.1e-5 away from those of the same model in float64: single heads are peaked and carry
-    # the rounding of the layers below. Blocks repeat the order of eager attention, the fused kernel does not.
+    # the rounding of the layers below. Our float32 carries as much of its own, another on every kind of processor.
     folder = shared / "golden" / "extraction"
     expected = load_file(folder / "expected.safetensors")
     cases = json.loads((folder / "pairs.json").read_text(encoding="utf-8"))["pairs"]
-    judge = CausalJudge(load_model(folder / "model"), kernel=kernel)
+    judge = CausalJudge(load_model(folder / "model", dtype=dtype), kernel=kernel)
     for index in (0, 2):
         for order in ("cr", "rc"):
             ids = cases[index]["rounds"][order]["judge_ids"]
             (reading,) = judge.read([ids], layers=range(1, 9), per_head=True, verdict=False)
             golden = expected[f"{index:02d}/all_layers/{order}/rows_per_head"]
             assert reading.rows.shape == golden.shape
-            assert torch.allclose(reading.rows, golden, rtol=0, atol=tolerance)
+            assert torch.allclose(reading.rows.double(), golden.double(), rtol=0, atol=tolerance)
 
 
 def test_order_and_batching_change_nothing(tiny: Build, batch_sizes: Callable[[CausalJudge], list[int]]) -> None:
