@@ -98,11 +98,3 @@ class Grader(Protocol):
 
     def count_tokens(self, call: GradingCall) -> int | None:
         """Input tokens of a call by the grader's own tokenizer, or None where that is not at hand."""
-
-
-@runtime_checkable
-class ChecksItself(Protocol):
-    """A grader that can tell before the first call what would fail every one."""
-
-    def check_ready(self) -> None:
-        """Raises UserError for a package or a key that is missing."""

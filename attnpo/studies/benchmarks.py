@@ -19,7 +19,6 @@ from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.evaluating import estimated, measured
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.files import Json, clean
-from attnpo.grading.base import ChecksItself
 from attnpo.grading.store import GRADES, ReplyStore
 from attnpo.locks import locked
 from attnpo.models.loading import weights_fingerprint
@@ -133,11 +132,11 @@ def check_benchmarks(cfg: FitConfig, base: ModelSpec | None = None) -> None:
     if base is None and "model.path" not in open_paths(cfg):
         base = cfg.model
     for name in study.benchmarks:
-        whole = base is not None or OF_BASE not in _given(study, name).values()
+        unknown = [key for key, value in _given(study, name).items() if base is None and value == OF_BASE]
         known = base or ModelSpec(OF_BASE)
         made = evaluation_config(cfg, study, name, known, known.path, _grammar(cfg))
         try:
-            _check(made, whole)
+            _check(made, unknown)
         except (UserError, ImportError) as problem:
             raise UserError(_told(study, name, problem)) from problem
     for path in study.published:
@@ -147,8 +146,8 @@ def check_benchmarks(cfg: FitConfig, base: ModelSpec | None = None) -> None:
             raise UserError(f"study.published has {path}: {problem}") from problem
 
 
-def _check(made: EvaluateConfig, whole: bool) -> None:
-    """Asks benchmark and grader for all they say without a model's answers; ``whole``: every path is known."""
+def _check(made: EvaluateConfig, unknown: Sequence[str]) -> None:
+    """Asks benchmark and grader for all they say without a model's answers; ``unknown``: keys still without value."""
     benchmark = made.benchmark
     if isinstance(benchmark, Benchmark):
         if made.limits.dry_run:
@@ -156,12 +155,10 @@ def _check(made: EvaluateConfig, whole: bool) -> None:
                 "limits.dry_run=true measures nothing; calls, tokens and cost are logged before a study trains anyway"
             )
         benchmark.questions()
-        if isinstance(made.grader, ChecksItself):
-            made.grader.check_ready()
         made.limits.check_price(made.grader)
-        if whole:
-            made.grader.identity()
-    if whole:
+        if not any(key.startswith("grader.") for key in unknown):
+            made.grader.check_ready()
+    if not unknown:
         benchmark.versions()
 
 
