@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnpo.answers.questions import ModelAnswer, Question
 from attnpo.config import CONFIG_DIR, build
+from attnpo.conformance import alpaca_eval
 from attnpo.conformance.fields import Fields
 from attnpo.conformance.records import Absent, Check, Comparison, Item
 from attnpo.evaluation.arena_hard import ArenaHard
@@ -43,7 +44,7 @@ def is_folder(path: Path) -> bool:
 def items(path: Path) -> Iterator[Item]:
     """The records of a benchmark's folder, which is named as its config option; one per model."""
     benchmarks: dict[str, Callable[[Path], Iterator[Item]]] = {
-        "alpaca_eval": _absent,  # to be replaced by alpaca_eval.records of this room
+        "alpaca_eval": alpaca_eval.records,
         "arena_hard": partial(_models, arena_hard),
         "mt_bench": partial(_models, mt_bench),
     }
