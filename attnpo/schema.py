@@ -189,13 +189,15 @@ class JudgeReading:
     """What one forward of the judge gave for one prompt.
 
     ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
-    token: mean over query heads, or one row per head when ``per_head`` was asked.
+    token: mean over query heads, or one row per head when ``per_head`` was asked. ``label_mass``: the probability of
+    the two labels together at the verdict position; None where their logits were not read.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
     rollout: Float[Tensor, "T"] | None = None
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
+    label_mass: float | None = None
 
 
 @runtime_checkable

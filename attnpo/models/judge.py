@@ -330,15 +330,22 @@ def _readings(
     rows = torch.stack([probe.rows[layer] for layer in wanted], 1).cpu() if wanted else torch.zeros(shape)
     tokens = None if logits is None else logits.argmax(-1).cpu()
     labels = None if logits is None or label_ids is None else logits[:, list(label_ids)].cpu()
+    masses = None if logits is None or labels is None else _label_masses(logits, labels)
     return [
         JudgeReading(
             rows=rows[index, ..., :length].clone(),
             rollout=None if rolled is None else rolled[index, :length].clone(),
             verdict_logits=None if labels is None else labels[index].clone(),
             verdict_token=None if tokens is None else int(tokens[index]),
+            label_mass=None if masses is None else float(masses[index]),
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def _label_masses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The probability of both labels together, per prompt."""
+    return (labels.double().logsumexp(-1) - logits.logsumexp(-1).cpu().double()).exp().clamp(max=1.0)
 
 
 def _require_same_heads(rows: Mapping[int, Tensor]) -> None:

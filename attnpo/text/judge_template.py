@@ -227,7 +227,8 @@ class JudgePrompts:
     def label_ids(self) -> tuple[int, int]:
         """Ids of the two labels as the judge would write them right after its prompt.
 
-        Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
+        Raises UserError when a label is more than one token there and also on its own, when it is not in the
+        vocabulary, or when both are the same token.
         """
         text, *_ = self._full(self.template.render("x", "x", "x").text)
         before, _ = self.chat.tokenize(text)
@@ -239,6 +240,11 @@ class JudgePrompts:
                 alone = whole[-1:]
             if len(alone) != 1:
                 raise UserError(f"judge.labels: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
+            if alone[0] == self.chat.tokenizer.unk_token_id:
+                raise UserError(
+                    f"judge.labels: {label!r} is not in the vocabulary of the judge, which reads it as "
+                    f"{self.chat.tokenizer.unk_token!r}: choose another"
+                )
             label_ids.append(alone[0])
         if label_ids[0] == label_ids[1]:
             raise UserError(
