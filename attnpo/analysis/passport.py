@@ -169,10 +169,10 @@ class Worth(Enum):
 
 
 RULE = (
-    "worth reading: the 95 % interval (Wilson) of the accuracy over both orders lies above one half, at most half of the "
-    "verdicts name no label, and in at least one layer the verdict falls more without the top-weighted tokens than "
-    "without random ones of the same places (95 % interval over all layers together above 0). At chance: the interval of "
-    "the accuracy holds one half. Doubtful: anything else"
+    "worth reading: the 95 % interval (Wilson) of the accuracy over both orders lies above one half, at most half of "
+    "the verdicts name no label, and in at least one layer the verdict falls more without the top-weighted tokens than "
+    "without random ones of the same places (95 % interval over all layers together above 0). At chance: the interval "
+    "of the accuracy holds one half. Doubtful: anything else"
 )
 
 
@@ -190,15 +190,18 @@ def layer_level(layers: int) -> float:
     return 1 - (1 - LEVEL) / max(1, layers)
 
 
-def judge_the_judge(verdicts: JudgeStatistics, gains: Mapping[int, Estimate]) -> Judgement:
+def judge_the_judge(verdicts: JudgeStatistics, gains: Mapping[int, Estimate], left: int = 0) -> Judgement:
     """The verdict by ``RULE``.
 
     ``gains``: by layer how much more the verdict falls without top-weighted than without random tokens, at
-    ``layer_level``; empty where that was not measured, which is said and does not count against the judge.
+    ``layer_level``; empty where that was not measured, which is said and does not count against the judge. ``left``:
+    labelled pairs that are not in the sample.
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
     reasons, advice = [_accuracy_in_words(verdicts, standing)], []
     advice += _STANDING_ADVICE.get(standing, [])
+    if standing in (Standing.CHANCE, Standing.FEW) and left:
+        advice.append(f"judge more pairs: {left} are left (passport.pairs)")
     if silent:
         reasons.append(f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label")
         advice.append(
@@ -227,12 +230,11 @@ def judge_the_judge(verdicts: JudgeStatistics, gains: Mapping[int, Estimate]) ->
 
 _STANDING_ADVICE = {
     Standing.CHANCE: [
-        "take another judge or wording (judge=..., other_judge.path with judge=other); until one is above chance, train "
-        "with weights=uniform",
-        "more pairs narrow the interval (passport.pairs)",
+        "take another judge or wording (judge=..., other_judge.path with judge=other); until one is above chance, "
+        "train with weights=uniform",
     ],
     Standing.BELOW: ["check which column of the data holds the preferred answer, and judge.labels"],
-    Standing.FEW: [f"give at least {ENOUGH} labelled pairs (passport.pairs, data.train_rows)"],
+    Standing.FEW: [f"give at least {ENOUGH} labelled pairs"],
 }
 
 
