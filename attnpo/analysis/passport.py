@@ -18,6 +18,7 @@ from attnpo.weights.verdicts import (
     ENOUGH,
     JudgeStatistics,
     Standing,
+    accuracy_in_words,
     is_silent,
     judge_standing,
     margin_of,
@@ -198,7 +199,7 @@ def judge_the_judge(verdicts: JudgeStatistics, gains: Mapping[int, Estimate], le
     labelled pairs that are not in the sample.
     """
     standing, silent = judge_standing(verdicts), is_silent(verdicts)
-    reasons, advice = [_accuracy_in_words(verdicts, standing)], []
+    reasons, advice = [accuracy_in_words(verdicts)], []
     advice += _STANDING_ADVICE.get(standing, [])
     if standing in (Standing.CHANCE, Standing.FEW) and left:
         advice.append(f"judge more pairs: {left} are left (passport.pairs)")
@@ -236,14 +237,6 @@ _STANDING_ADVICE = {
     Standing.BELOW: ["check which column of the data holds the preferred answer, and judge.labels"],
     Standing.FEW: [f"give at least {ENOUGH} labelled pairs"],
 }
-
-
-def _accuracy_in_words(verdicts: JudgeStatistics, standing: Standing) -> str:
-    told = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
-    if standing is Standing.FEW:
-        return f"{told}: {standing.value}"
-    low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
-    return f"{told}; 95 % interval {100 * low:.1f} to {100 * high:.1f}: {standing.value}"
 
 
 def _layers_in_words(tied: Sequence[int], gains: Mapping[int, Estimate]) -> str:

@@ -40,6 +40,7 @@ from attnpo.reports.passport_config import PassportConfig, PassportSettings
 from attnpo.reports.passport_page import about, sections
 from attnpo.reports.passport_record import Cost, LayerLook, Passport, Truth
 from attnpo.reports.report_config import MARK
+from attnpo.reports.weight_report import model_label
 from attnpo.runs.auto_layer import at_layers, pooled, sample_of
 from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.folders import make_folder
@@ -160,7 +161,7 @@ def write_passport(cfg: PassportConfig) -> Path:
 
 def _publish(context: RunContext, found: Passport, folder: Path) -> None:
     judge = run_judge(context)
-    title = f"Judge passport: {Path(judge.path).name}"
+    title = f"Judge passport: {model_label(context, None)}"
     shown = sections(found)
     write_record(folder / f"{STEM}.json", {"judge": judge.path, **found.to_json(), "versions": versions()})
     page = report_page(title, [*shown, about(context)])
@@ -176,7 +177,8 @@ def _publish(context: RunContext, found: Passport, folder: Path) -> None:
 
 def take(context: RunContext, cfg: PassportConfig) -> Passport:
     """Everything the passport says of the judge of ``context``. UserError when there is no pair it can be shown."""
-    settings = cfg.passport
+    settings, judge = cfg.passport, run_judge(context)
+    labels = judge.prompts.label_ids  # refuses labels before anything is read
     pairs = read_pairs(context)
     if not any(found.pairs for found in pairs.values()):
         rows = sum(found.read for found in pairs.values())
@@ -186,8 +188,8 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
         )
     encoded = encode(context, pairs)
     pool = pooled(encoded)
-    judged = judge_sample(context, pool, settings)
-    depth = judged.judge.num_layers
+    judged = judge_sample(context, judge, pool, settings)
+    depth = judge.num_layers
     numbers = list(distinct_layers(settings.layers, depth, "passport.layers")) or list(attending(depth))
     ranked = {layer: judged.ranked(layer) for layer in numbers}
     truth = getattr(context.cfg.truth, "grammar", None)
@@ -196,10 +198,10 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
     full, removals = None, 0
     if settings.removal_pairs:
         looks, full, removals = remove(looks, ranked, judged, settings)
-    read, labels = list(judged.read.values()), judged.judge.prompts.label_ids
+    read = list(judged.read.values())
     statistics, found = judge_statistics(read, labels), margins(read)
-    tokens = [item.verdict_token for pair in read for item in pair.rounds]
-    masses = np.array(judged.heard.masses)
+    silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
+    masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for pair in read for item in pair.rounds for side in SIDES)
     coverage, counts = match(judged, pool)
     dropped = Counter[str]()
@@ -212,7 +214,7 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
         statistics=statistics,
         accuracy=accuracy(found),
         calibration=calibration(found, settings.bins, settings.seed),
-        no_label=share(np.array([float(token not in labels) for token in tokens])),
+        no_label=share(np.array(silent)),
         label_mass=mean(masses),
         label_mass_low=float(np.quantile(masses, 0.1)) if masses.size else math.nan,
         answer_tokens=answers / sum(judged.heard.lengths),
@@ -233,13 +235,13 @@ def drawn(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[Prefer
     return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
 
 
-def judge_sample(context: RunContext, pool: EncodedSet, settings: PassportSettings) -> Judged:
+def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, settings: PassportSettings) -> Judged:
     """The judge pass over a sample of the pairs, as a run makes it, into a store that is thrown away.
 
     So that times and sizes are measured whatever the run's own store holds. UserError when the judge can be shown no
     pair.
     """
-    sample, judge = drawn(pool.pairs, settings.pairs, settings.seed), run_judge(context)
+    sample = drawn(pool.pairs, settings.pairs, settings.seed)
     log.info("passport: judging %d of %d pairs in both orders", len(sample), different(pool))
     began = time.perf_counter()
     tools = replace(judge.tools(device_of(context.cfg.trainer.accelerator)), verdict=True)

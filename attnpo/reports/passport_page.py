@@ -11,7 +11,6 @@ from attnpo.files import in_bytes
 from attnpo.machine import versions
 from attnpo.reports.passport_record import LayerLook, Passport
 from attnpo.runs.context import RunContext
-from attnpo.weights.verdicts import judge_warning
 
 COLUMNS = ("", "value", "95 % interval", "of")
 
@@ -35,14 +34,12 @@ def about(context: RunContext) -> Section:
 
 def _verdict(found: Passport, short: bool) -> Section:
     judgement = found.judgement
-    warning = judge_warning(found.statistics)
     blocks: list[Banner | Paragraph] = [
         Banner(judgement.worth.value.capitalize(), judgement.worth is Worth.READING),
         *(Paragraph(f"{'why' if short else 'Why'}: {reason}") for reason in judgement.reasons),
         *(Paragraph(f"{'next' if short else 'Next'}: {advice}") for advice in judgement.advice),
     ]
     if not short:
-        blocks += [Paragraph(f"WARNING: {warning}", warning=True)] if warning else []
         blocks.append(Paragraph(f"The rule. {RULE[0].upper()}{RULE[1:]}."))
     return Section("Is the judge worth reading?", blocks)
 
@@ -59,9 +56,9 @@ def _verdicts(found: Passport) -> Section:
         _row("orders pick the same answer", accuracy.agree, "pairs"),
         _row("picks the first answer", accuracy.first_picked, "pairs"),
         _row("log-odds of the first answer", accuracy.pull, "pairs"),
-        _row("verdict is no label", found.no_label, "verdicts"),
-        _row("probability of both labels", found.label_mass, "verdicts"),
-        ["the same, lowest tenth below", found.label_mass_low, "", f"{found.label_mass.count} verdicts"],
+        _row("verdict is no label", found.no_label, "pairs"),
+        _row("probability of both labels", found.label_mass, "pairs"),
+        ["the same, lowest tenth below", found.label_mass_low, "", f"{found.label_mass.count} pairs"],
         ["calibration error (ECE)", told.error, "", f"perfect: {told.ideal:.3f}"],
         ["confidence minus accuracy", told.excess, "", f"{accuracy.averaged.count} pairs"],
     ]
@@ -109,7 +106,7 @@ def _layers(found: Passport, short: bool) -> Section:
     removed = found.full is not None
     rows = [dict(_layer_cells(look, found, short)) for look in found.layers]
     notes = [
-        f"on answers: attention of the verdict position on both answers, which have {100 * found.answer_tokens:.0f} % "
+        f"answers: attention of the verdict position on both answers, which have {100 * found.answer_tokens:.0f} % "
         "of the prompt's tokens; effective: effective number of weights over the number of tokens"
     ]
     if removed:
@@ -118,13 +115,13 @@ def _layers(found: Passport, short: bool) -> Section:
             "random ones of the same places; gain: the difference, with the interval that holds for all layers together"
         )
     if found.truth is not None:
-        notes.append(f"true tokens: share of the weights on what decides; equal weights have {found.truth.equal:.3f}")
+        notes.append(f"true: share of the weights on what decides; equal weights have {found.truth.equal:.3f}")
     return Section("Layers", [TableBlock(list(rows[0]), rows), *map(Paragraph, notes)])
 
 
 def _layer_cells(look: LayerLook, found: Passport, short: bool) -> Iterator[tuple[str, Cell]]:
     yield "layer", look.layer
-    yield "on answers", look.mass.value
+    yield "answers", look.mass.value
     if not short:
         yield "95 % interval", interval(look.mass)
         yield "on the first", look.first
@@ -135,9 +132,9 @@ def _layer_cells(look: LayerLook, found: Passport, short: bool) -> Iterator[tupl
         yield "fall", look.fall
         yield "random", look.random
         yield "gain", look.gain.value
-        yield "interval", interval(look.gain)
+        yield "its interval", interval(look.gain)
     if found.truth is not None:
-        yield "true tokens", look.truth
+        yield "true", look.truth
 
 
 # ------------------------------------------------------------------------------------------------ cost

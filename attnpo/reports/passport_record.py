@@ -66,8 +66,10 @@ class Truth:
 
 @dataclass(frozen=True)
 class Passport:
-    """All of it. ``label_mass``: probability of both labels at the verdict position, and its lowest tenth.
+    """A judge on labelled pairs. Pairs count once, with both orders.
 
+    ``no_label``: verdicts whose most likely token is no label. ``label_mass``: probability of both labels at the
+    verdict position, and what its lowest tenth lies below.
     ``answer_tokens``: the answers' share of a prompt's tokens, which attention spread evenly would give them.
     ``coverage``: share of training tokens with a partner on the judge's side. ``full``: mean log-odds of the judge's
     own verdict, the most that can fall. ``rows`` were read, and ``data`` tells by reason what became of them before any

@@ -77,14 +77,19 @@ def judge_standing(verdicts: JudgeStatistics) -> Standing:
     return Standing.ABOVE if low > 0.5 else Standing.BELOW if high < 0.5 else Standing.CHANCE
 
 
-def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
-    """The judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
+def accuracy_in_words(verdicts: JudgeStatistics) -> str:
+    """Where the judge stands, with its accuracy over both orders and the interval."""
     right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
     if verdicts.pairs >= ENOUGH:
         low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
         right += f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+    return f"{judge_standing(verdicts).value}: {right}"
+
+
+def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
+    """The judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
     return (
-        f"judge {judge_standing(verdicts).value}: {right}; {100 * verdicts.chosen_first:.1f} % where the chosen answer "
+        f"judge {accuracy_in_words(verdicts)}; {100 * verdicts.chosen_first:.1f} % where the chosen answer "
         f"comes first, {100 * verdicts.chosen_second:.1f} % where it comes second",
         f"judge picks the first answer in {100 * verdicts.first_picked:.1f} % of its verdicts; the orders agree in "
         f"{100 * verdicts.consistency:.1f} %; {100 * verdicts.other_tokens:.1f} % are neither label",
