@@ -152,19 +152,18 @@ def write_passport(cfg: PassportConfig) -> Path:
     make_folder(folder)
     with locked(folder, float(cfg.lock_timeout)):
         check_free(folder, cfg.mark())
-        write_whole(folder / MARK, json.dumps({"mark": cfg.mark()}) + "\n")
         context = make_context(cfg)
         found = take(context, cfg)
-        _publish(context, found, folder)
+        _publish(context, found, folder, cfg.mark())
     return folder
 
 
-def _publish(context: RunContext, found: Passport, folder: Path) -> None:
+def _publish(context: RunContext, found: Passport, folder: Path, mark: str) -> None:
     judge = run_judge(context)
     title = f"Judge passport: {model_label(context, None)}"
-    shown = sections(found)
+    write_whole(folder / MARK, json.dumps({"mark": mark}) + "\n")
     write_record(folder / f"{STEM}.json", {"judge": judge.path, **found.to_json(), "versions": versions()})
-    page = report_page(title, [*shown, about(context)])
+    page = report_page(title, [*sections(found), about(context)])
     write_whole(folder / f"{STEM}.html", page)
     console = terminal()
     console.print(title, highlight=False, markup=False, style="bold")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from attnpo.analysis.passport import RULE, Estimate, Worth
 from attnpo.config import as_yaml
 from attnpo.display.page import Banner, KeyValues, Paragraph, Preformatted, Section, TableBlock
-from attnpo.display.tables import Cell, format_cell
+from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell
 from attnpo.files import in_bytes
 from attnpo.machine import versions
 from attnpo.reports.passport_record import LayerLook, Passport
@@ -74,9 +74,9 @@ def _row(name: str, value: Estimate, unit: str) -> list[Cell]:
     return [name, value.value, interval(value), f"{value.count} {unit}"]
 
 
-def interval(value: Estimate) -> str:
+def interval(value: Estimate, digits: int = DEFAULT_DIGITS) -> str:
     """The interval in words, empty where there is none."""
-    return "" if math.isnan(value.low) else f"{format_cell(value.low)} to {format_cell(value.high)}"
+    return "" if math.isnan(value.low) else f"{format_cell(value.low, digits)} to {format_cell(value.high, digits)}"
 
 
 def _calibration(found: Passport) -> Section:
@@ -132,7 +132,7 @@ def _layer_cells(look: LayerLook, found: Passport, short: bool) -> Iterator[tupl
         yield "fall", look.fall
         yield "random", look.random
         yield "gain", look.gain.value
-        yield "its interval", interval(look.gain)
+        yield "its interval", interval(look.gain, 2 if short else DEFAULT_DIGITS)
     if found.truth is not None:
         yield "true", look.truth
 

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from attnpo.command_line import run_entry
+from attnpo.data.base import PairSet
 from attnpo.files import read_record
 from attnpo.reports.passport import drawn, write_passport
 from attnpo.runs.judges import RunJudge
@@ -91,7 +92,7 @@ def asked(world: World, output: Path, *more: str) -> int:
         write_passport(cfg)
         return 0
 
-    given = ["passport.removal_pairs=16", f"output={output}", "name=told", *more]
+    given = ["passport.removal_pairs=12", "passport.shares=[0.2]", f"output={output}", "name=told", *more]
     given = [word for word in world.overrides() if not word.startswith("callbacks.")] + given
     return run_entry(main, "passport", given, "", "", complete=lambda cfg: cfg.prepare is None)
 
@@ -177,10 +178,12 @@ def test_layers_and_removals_can_be_left_out(world: World, tmp_path: Path) -> No
 
 
 def test_what_was_dropped_before_judging_is_told(world: World, tmp_path: Path) -> None:
-    assert asked(world, tmp_path, "lengths.max_prompt_length=12", "passport.removal_pairs=0") == 0
+    assert (
+        asked(world, tmp_path, "lengths.max_length=24", "lengths.max_prompt_length=20", "passport.removal_pairs=0") == 0
+    )
     found = told(tmp_path)
     (reason,) = found["data"]
-    assert "lengths.max_prompt_length" in reason
+    assert "lengths.max_length 24" in reason
     assert found["rows"] == PAIRS == found["cost"]["pairs"] + found["data"][reason]
 
 
@@ -196,13 +199,18 @@ def test_the_draw_depends_on_its_seed_and_not_on_the_order() -> None:
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-def test_no_pairs(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
+def test_no_pairs(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of which none is a pair are refused where they are read; a reader of one's own may give none."""
+    rows = [{"prompt": "p", "chosen": "same", "rejected": "same"}]
     for name in ("train", "test"):
-        write_jsonl(folder / f"{name}.jsonl", [{"prompt": "p", "chosen": "same", "rejected": "same"}])
-    said = refused(world, tmp_path, capsys, f"data.path={folder}")
-    assert "expected labelled pairs, got none from 2 rows" in said and "data.path" in said
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    said = refused(world, tmp_path, capsys, f"data.path={tmp_path}")
+    assert "has no usable pair: 1 rows read" in said and "data.columns" in said
+    none = {"train": PairSet([]), "val": PairSet([])}
+    monkeypatch.setattr("attnpo.reports.passport.read_pairs", lambda context: none)
+    assert "expected labelled pairs, got none from 0 rows" in refused(world, tmp_path, capsys)
 
 
 def test_weights_without_a_judge(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
