@@ -77,6 +77,7 @@ def test_verdict_is_the_models_own(tiny: Build) -> None:
             assert reading.verdict_logits is not None
             assert torch.allclose(reading.verdict_logits, logits[[40, 41]], atol=1e-5)
             assert reading.verdict_token == int(logits.argmax())
+            assert reading.label_mass == pytest.approx(float(logits.softmax(-1)[[40, 41]].sum()), rel=1e-4)
 
 
 def test_verdict_of_a_model_with_a_step_before_its_head(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +97,7 @@ def test_only_what_is_asked_comes_back(tiny: Build) -> None:
     (reading,) = judge.read(IDS[:1], layers=[1, 3], verdict=False)
     assert reading.rollout is None and reading.verdict_logits is None and reading.verdict_token is None
     (reading,) = judge.read(IDS[:1], layers=[1], verdict=True)
-    assert reading.verdict_logits is None and reading.verdict_token is not None
+    assert reading.verdict_logits is None and reading.verdict_token is not None and reading.label_mass is None
     (reading,) = judge.read(IDS[:1], layers=[], rollout=True, verdict=False)
     assert reading.rows.shape == (0, 6) and reading.rollout is not None
     assert float(reading.rollout.sum()) == pytest.approx(1, abs=1e-6)
