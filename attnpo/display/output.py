@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.columns import Columns
 from rich.console import Console
 
-from attnpo.display.page import Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
+from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import DEFAULT_DIGITS, format_cell, ordered_cells, table_markdown, table_rich
 from attnpo.schema import UserError
 
@@ -62,7 +62,7 @@ def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
 def _lines(block: Block) -> list[str]:
     """A block as lines of text; none for tables and HTML."""
     match block:
-        case Paragraph(text):
+        case Paragraph(text) | Banner(text):
             return [text]
         case KeyValues(values, digits):
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]

@@ -21,6 +21,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
+class Banner:
+    """A verdict in a few words, large: ``good`` and not are told apart by colour and by a mark."""
+
+    text: str
+    good: bool
+
+
+@dataclass(frozen=True)
 class KeyValues:
     """Names and values, floats with ``digits`` decimals."""
 
@@ -60,7 +68,7 @@ class Fragment:
     html: str
 
 
-Block = Paragraph | KeyValues | TableBlock | Image | Preformatted | Fragment
+Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fragment
 
 
 @dataclass(frozen=True)
