@@ -23,7 +23,8 @@ class KeyedTable:
     """A table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
 
     ``group`` is a column that only ours has (which weights): each of its values is joined with the printed rows anew.
-    ``digits`` are decimals by column.
+    ``digits`` are decimals by column. ``reading`` is the table as people read it, where that is another one than the
+    numbers in full: several of them in a cell, rounded as a paper rounds.
     """
 
     name: str
@@ -33,6 +34,7 @@ class KeyedTable:
     keys: tuple[str, ...]
     group: str | None = None
     digits: Mapping[str, int] = field(default_factory=dict)
+    reading: "KeyedTable | None" = None
 
     def groups(self) -> list[Cell]:
         """The values of ``group`` in their order; [None] for a table without one."""
@@ -154,6 +156,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
         columns=tuple(wide),
         rows=tuple(rows),
         digits=digits,
+        reading=None,
     )
 
 
@@ -184,7 +187,9 @@ def unmet(table: KeyedTable) -> list[str]:
 
 
 def for_reading(table: KeyedTable) -> KeyedTable:
-    """The table as people read it: a dash where ours or the printed number is missing; any other table as it is."""
+    """The table as people read it: its own form, or a dash where ours or the printed number is missing."""
+    if table.reading is not None:
+        return table.reading
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     if not compared:
         return table
