@@ -1,11 +1,13 @@
-"""Sections as text: on a terminal, in Markdown, LaTeX, and as JSON that is read back; their page is ``page.report_page``."""
+"""Sections as text: on a terminal, in Markdown and LaTeX, and as JSON that is read back; ``page`` writes pages."""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
@@ -14,6 +16,7 @@ from attnpo.display.page import Block, Image, KeyValues, Paragraph, Preformatted
 from attnpo.display.tables import (
     DEFAULT_DIGITS,
     Cell,
+    cell_texts,
     format_cell,
     ordered_cells,
     table_latex,
@@ -54,20 +57,21 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
-    """A table as parts that are as narrow as the console, each with the first column; alone where nothing can be cut.
+    """A table as parts that are as narrow as the console, each with the first column; as it is where it has room.
 
-    Columns are kept whole: what cannot be broken between words sets their width.
+    Columns are kept whole: what cannot be broken between words sets their width, and heads are broken to it.
     """
+    if _width(console, table).maximum <= console.width:
+        return [table]
+    table = _with_narrow_heads(table)
     cells = ordered_cells(table.columns, table.rows)
     parts: list[list[int]] = [[0]]
     for place in range(1, len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > 1 and _narrowest(console, _cut(table, cells, wider)) > console.width:
+        if len(parts[-1]) > 1 and _width(console, _cut(table, cells, wider)).minimum > console.width:
             parts.append([0, place])
         else:
             parts[-1] = wider
-    if len(parts) == 1:
-        return [table]
     cut = [_cut(table, cells, part) for part in parts]
     return [part if number == 0 else replace(part, caption="") for number, part in enumerate(cut)]
 
@@ -77,10 +81,25 @@ def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[in
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in cells])
 
 
-def _narrowest(console: Console, table: TableBlock) -> int:
-    """Columns of the terminal that a table needs when its texts are broken between words alone."""
+def _with_narrow_heads(table: TableBlock) -> TableBlock:
+    """The table with heads in lines no longer than its cells need, where words allow: Rich would break words."""
+    cells, _ = cell_texts(table.columns, table.rows, table.digits)
+    heads = {
+        name: "\n".join(
+            wrap(name, max([1, *(cell_len(line[place]) for line in cells)]), break_long_words=False) or [name]
+        )
+        for place, name in enumerate(table.columns)
+    }
+    digits = table.digits
+    renamed = digits if isinstance(digits, int) else {heads.get(name, name): count for name, count in digits.items()}
+    rows = ordered_cells(table.columns, table.rows)
+    return replace(table, columns=list(heads.values()), rows=rows, digits=renamed)
+
+
+def _width(console: Console, table: TableBlock) -> Measurement:
+    """Columns of the terminal that a table needs: with texts broken between words, and with none broken."""
     drawn = table_rich(table.columns, table.rows, digits=table.digits)
-    return Measurement.get(console, console.options.update(width=10_000), drawn).minimum
+    return Measurement.get(console, console.options.update(width=10_000), drawn)
 
 
 def latex(sections: Sequence[Section], title: str = "") -> str:

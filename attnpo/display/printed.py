@@ -1,7 +1,7 @@
 """Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and printed rows with ours.
 
 Our tables stay as they are. A joined table has the printed rows, each with what of ours meets it by key: for every
-column both know ours, the printed number and, unless they are whole numbers such as ranks, the difference ours minus
+column both know ours, the printed number and, unless both are whole numbers such as ranks, the difference ours minus
 printed. What one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
 """
 
@@ -122,7 +122,9 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     keys = shared_keys(table, printed)
     values = [name for name in printed.columns if name not in keys and name in printed.digits]
     known = {name for name in values if name in table.columns}
-    compared = {name for name in known if printed.digits[name]}
+    compared = {
+        name for name in known if printed.digits[name] or any(isinstance(row.get(name), float) for row in table.rows)
+    }
     only_ours = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
     wide = [*only_ours, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
 
