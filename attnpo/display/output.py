@@ -37,7 +37,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
     """Prints the sections as text: titles right above tables, figures as the names of their files.
 
     Tables without text between them stand beside each other where the console is wide enough. One that is too wide for
-    it, so that numbers would be broken, is continued below with its first column repeated.
+    it, so that numbers would be broken, is continued below.
     """
     for section in sections:
         parts, heading = list(_parts(section)), section.title
@@ -57,7 +57,9 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
-    """A table as parts that are as narrow as the console, each with the first column; as it is where it has room.
+    """A table as parts that are as narrow as the console, each with the columns that name its rows.
+
+    As it is where it has room.
 
     Columns are kept whole: what cannot be broken between words sets their width, and heads are broken to it.
     """
@@ -65,11 +67,12 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
         return [table]
     table = _with_narrow_heads(table)
     cells = ordered_cells(table.columns, table.rows)
-    parts: list[list[int]] = [[0]]
-    for place in range(1, len(table.columns)):
+    naming = list(range(min(table.naming, len(table.columns))))
+    parts: list[list[int]] = [naming]
+    for place in range(len(naming), len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > 1 and _width(console, _cut(table, cells, wider)).minimum > console.width:
-            parts.append([0, place])
+        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider)).minimum > console.width:
+            parts.append([*naming, place])
         else:
             parts[-1] = wider
     cut = [_cut(table, cells, part) for part in parts]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from attnpo.display.output import latex, markdown, print_sections, terminal
@@ -68,6 +69,7 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
                     [[row.get(name) for name in columns] for row in rows],
                     name,
                     digits,
+                    naming=len(list(takewhile(lambda name: name in table.keys, columns))) or 1,
                 )
                 for name, columns, rows in parts
             ],

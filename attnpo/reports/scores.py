@@ -216,15 +216,17 @@ def spreads_table(board: Board) -> KeyedTable:
                     "grading_sd": score.grading,
                 }
             )
-            both = "" if low is None or high is None else f"{_text(low, figure.digits)} to {_text(high, figure.digits)}"
+            both = (
+                "" if low is None or high is None else f"{_text(low, figure.digits)} to {_text(high, figure.digits)} "
+            )
             read.append(
                 {
                     **names,
                     "mean": _text(score.mean, figure.digits),
-                    "questions": score.questions,
-                    "95 % over questions": both,
-                    "rounds": len(score.rounds),
-                    "sd of rounds": "" if spread is None else _text(spread, figure.digits),
+                    "95 % over questions (n)": f"{both}({score.questions})",
+                    "sd of rounds (n)": ""
+                    if spread is None
+                    else f"{_text(spread, figure.digits)} ({len(score.rounds)})",
                     "sd of grading": "" if score.grading is None else _text(score.grading, figure.digits),
                 }
             )
