@@ -19,7 +19,6 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
   ranks FILE.csv .. average ranks and intervals of printed tables, recomputed"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
-python -m attnpo.report study outputs/layer_sweep-testbed
 python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1
 python -m attnpo.report scores outputs/eval-* printed=experiments/paper/mistral_7b_base_sft/printed.csv"""
 

@@ -26,13 +26,15 @@ Cells = dict[str, Cell]
 class Figure:
     """A column: a benchmark's figure with the score of each label that has one.
 
-    ``shown``: whether it is a column of the main table. ``digits``: decimals it is printed with.
+    ``shown``: whether it is a column of the main table. ``graded``: whether a grader gives it. ``digits``: decimals it
+    is printed with.
     """
 
     name: str
     benchmark: str
     shown: bool
     scores: Mapping[str, Score]
+    graded: bool = True
 
     @property
     def digits(self) -> int:
@@ -89,15 +91,18 @@ def board_of(evaluations: Sequence[Evaluation], ways: Sequence[Mixed]) -> Board:
     scores: dict[str, dict[str, Score]] = {}
     benchmarks: dict[str, str] = {}
     shown: set[str] = set()
+    graded: set[str] = set()
     for one in evaluations:
         for name, score in one.figures():
             scores.setdefault(name, {})[one.result.label] = score
             benchmarks[name] = one.result.benchmark
             if counts(one.result, score.name):
                 shown.add(name)
+            if one.result.grader is not None:
+                graded.add(name)
     paper = list(PAPER.values())
     names = sorted(scores, key=lambda name: paper.index(name) if name in paper else len(paper))
-    figures = tuple(Figure(name, benchmarks[name], name in shown, scores[name]) for name in names)
+    figures = tuple(Figure(name, benchmarks[name], name in shown, scores[name], name in graded) for name in names)
     return Board(tuple(dict.fromkeys(one.result.label for one in evaluations)), figures, tuple(ways))
 
 

@@ -99,7 +99,7 @@ def about(board: Board) -> list[str]:
     single = dict.fromkeys(label for _, label, score in shown if len(score.rounds) == 1)
     if single:
         lines.append(f"one round, so no spread over rounds: {listed(list(single))}")
-    unknown = dict.fromkeys(figure.name for figure, _, score in shown if score.grading is None)
+    unknown = dict.fromkeys(figure.name for figure, _, score in shown if figure.graded and score.grading is None)
     if unknown:
         lines.append(f"grading noise not known for some rows of {', '.join(unknown)}: no difference held against it")
     if any(score.grading is not None for _, _, score in shown):

@@ -169,12 +169,13 @@ def test_a_row_that_lacks_a_benchmark_has_an_empty_cell_and_no_rank(
 ) -> None:
     a_paper(tmp_path / "in")
     an_evaluation(tmp_path / "in", "New", "mt_bench", [9.0, 9.0, 9.0])
-    an_evaluation(tmp_path / "in", "New", "ifeval", [0.5], grader=None)
+    an_evaluation(tmp_path / "in", "New", "ifeval", [0.5], grader=None, grading=None)
     folder = report_on(tmp_path, [tmp_path / "in"])
     rows = {row["method"]: row for row in rows_of(folder, "scores")}
     assert (rows["New"]["alpacaeval_lc"], rows["New"]["avg_rank"], rows["New"]["ifeval"]) == ("", "", "0.5")
     assert float(rows["Base"]["avg_rank"]) == 2.5  # as without the row
     out = capsys.readouterr().out
+    assert "grading noise not known" not in out  # a measure without a grader has none
     assert "avg_rank: none for New" in out and "avg_rank: not over ifeval, which a single row has" in out
     assert markdown_table(folder, "Scores, means over rounds")["New"] == ["", "", "9.00", "", "0.5000", ""]
 
