@@ -58,7 +58,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 	@start=$$(date +%s) && \
 		{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && \
 		$(BIN)/python -m pip install -qq -c constraints.txt torch && \
-		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,notebooks]' && \
+		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,notebooks,eval]' && \
 		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
 
 # What has other versions than ours or is no dependency stays out of the project's own environment: $(1) is a folder with

@@ -120,7 +120,7 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
 
 
 def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None:
-    """Raises UserError for a choice of a group that there was once, naming the words to type now."""
+    """Raises UserError for a choice of a group, or a key, that there was once, naming the words to type now."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key == "study":
@@ -135,6 +135,9 @@ def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None
                 f"{override}: the methods' grids stand in the settings now; give setting={value}, or single "
                 "grids such as grids.simpo.beta=[2.0]"
             )
+        if key in ("answers.batch_size", "answers.token_budget", "answers.max_length"):
+            name = key.partition(".")[2]
+            raise user_error(f"{override}: the key stands in the group answering now; give answering.{name}={value}")
 
 
 def _hydra_text(error: Exception) -> str:

@@ -149,6 +149,17 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return None
 
 
+def mend_lines(path: Path) -> bool:
+    """Removes what stands after a file's last line end, which a stopped command was writing; whether anything did."""
+    content = path.read_bytes() if path.is_file() else b""
+    keep = content.rfind(b"\n") + 1
+    if keep == len(content):
+        return False
+    with path.open("r+b") as file:
+        file.truncate(keep)
+    return True
+
+
 def _files(folder: Path) -> list[str]:
     """The files below ``folder`` that count: not its seal, and nothing hidden."""
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 DESCRIPTION = "Answer prompts with a model (a folder, a run's best/, a hub name) into a JSONL file; resumable."
 EXAMPLES = """\
 python -m attnpo.generate model.path=outputs/RUN/best data.path=PROMPTS.jsonl
-python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl sampling.temperature=0"""
+python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl sampling.temperature=0
+python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=openai"""
 
 
 def main(cfg: "AnswerConfig") -> int:

@@ -189,13 +189,15 @@ class JudgeReading:
     """What one forward of the judge gave for one prompt.
 
     ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
-    token: mean over query heads, or one row per head when ``per_head`` was asked.
+    token: mean over query heads, or one row per head when ``per_head`` was asked. ``verdict_logps``: the natural
+    log-probabilities of the two labels and, last, of the arg max token, over the whole vocabulary.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
     rollout: Float[Tensor, "T"] | None = None
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
+    verdict_logps: Float[Tensor, "3"] | None = None
 
 
 @runtime_checkable
@@ -221,13 +223,21 @@ class JudgeModel(Protocol):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Decoding settings; ``temperature`` 0 is greedy."""
+    """Decoding settings; ``temperature`` 0 is greedy.
+
+    ``presence_penalty`` is taken off the logit of every token that the answer has already, ``frequency_penalty`` as
+    many times as it has it; the prompt's tokens do not count. ``stop_ids``: token ids that end an answer, beside those
+    that the model and its chat format name.
+    """
 
     max_new_tokens: int = 256
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -238,6 +248,21 @@ class Sampling:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise UserError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        for name, penalty in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
+            if not -2 <= penalty <= 2:
+                raise UserError(f"{name}_penalty must be from -2 to 2 (0 is none), got {penalty}")
+        if any(token < 0 for token in self.stop_ids):
+            raise UserError(f"stop_ids must be token ids, none of them negative, got {list(self.stop_ids)}")
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies the settings in a store. Those that came later are left out where they change nothing."""
+        first = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
+        later = {
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "stop_ids": sorted(set(self.stop_ids)),
+        }
+        return {name: getattr(self, name) for name in first} | {name: value for name, value in later.items() if value}
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": TRAINING | {"console"},
     "testbed": TEXT | {"models"},
     "grading": TEXT | EDGE | {"models", "testbed"},
-    "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "objectives", "testbed"},
+    "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
     "analysis": WEIGHTS | {"models"},
     "display": WEIGHTS | {"analysis"},
     "theory": {"display", "schema"},

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
+from attnpo.answers.base import AnsweringBackend
 from attnpo.config import Root
 from attnpo.data.prompts import PromptSource
 from attnpo.models.spec import ModelSpec
@@ -11,17 +12,9 @@ from attnpo.training.settings import ACCELERATORS
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """How prompts are answered, beside the sampling.
-
-    ``per_prompt`` answers are drawn for each. A batch has at most ``batch_size`` prompts and ``token_budget`` tokens
-    (padded prompts and room for answers); neither changes a draw. A prompt that leaves no room for
-    ``sampling.max_new_tokens`` within ``max_length`` tokens (None: the positions of the model) is left out.
-    """
+    """How many answers there are: ``per_prompt`` are drawn for each prompt."""
 
     per_prompt: int = 1
-    batch_size: int = 32
-    token_budget: int = 65536
-    max_length: int | None = None
 
     def __post_init__(self) -> None:
         check_least("answers", 1, **asdict(self))
@@ -35,6 +28,7 @@ class AnswerConfig(Root):
     data: PromptSource
     sampling: Sampling
     answers: AnswerRules
+    answering: AnsweringBackend
     trainer: dict[str, str]
     output: str | None = None
 

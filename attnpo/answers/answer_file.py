@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from attnpo.files import differences, shortened, write_whole
 from attnpo.schema import Message, UserError
@@ -24,7 +24,11 @@ Name = tuple[str, int]
 
 
 class AnswerRow(TypedDict):
-    """One answer. ``draw`` counts the answers to one prompt, ``finish_reason`` is stop or length."""
+    """One answer. ``draw`` counts the answers to one prompt, or the turns of a question from 0.
+
+    ``finish_reason`` is stop or length, or a server's other word. ``refused``: why it is empty and could not be made.
+    ``temperature``: that of the question, where it has one of its own.
+    """
 
     id: str
     draw: int
@@ -32,11 +36,15 @@ class AnswerRow(TypedDict):
     answer: str
     finish_reason: str
     tokens: int
+    refused: NotRequired[str]
+    temperature: NotRequired[float]
 
 
 @dataclass(frozen=True)
 class AnswerFile:
     """The answers at ``path``, and this process's part of them: the file itself when there is only one process.
+
+    ``instead`` is what names another place, for messages.
 
     Raises UserError for a path that does not end in .jsonl.
     """
@@ -44,6 +52,7 @@ class AnswerFile:
     path: Path
     rank: int = 0
     processes: int = 1
+    instead: str = "output=FILE.jsonl"
 
     def __post_init__(self) -> None:
         if self.path.suffix != SUFFIX:
@@ -83,13 +92,13 @@ class AnswerFile:
         if files and not isinstance(before, Mapping):
             raise UserError(
                 f"{files[0]} has no {self.sidecar.name} beside it that says which model and sampling its answers are "
-                "from: move it away, or give another output=FILE.jsonl"
+                f"from: move it away, or give another {self.instead}"
             )
         if isinstance(before, Mapping):
             for name, was, now in differences(before, key):
                 raise UserError(
                     f"{self.path} holds answers with {name} {was}, this command has {now}: answers of both cannot "
-                    "share a file; give another output=FILE.jsonl, or the settings of the first command"
+                    f"share a file; give another {self.instead}, or the settings of the first command"
                 )
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:

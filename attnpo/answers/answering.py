@@ -4,23 +4,24 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel
 from transformers.utils import logging as quiet
 
-from attnpo.answers.answer_config import AnswerConfig, AnswerRules
+from attnpo.answers.answer_config import AnswerConfig
 from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
+from attnpo.answers.base import BATCH_SIZE, TOKEN_BUDGET, Answerer, Asked, Reply
 from attnpo.config import RUNS_ROOT
 from attnpo.config_files import read_template
 from attnpo.console import process
-from attnpo.data.prompts import Prompt, PromptSet, PromptSource
+from attnpo.data.prompts import Prompt, PromptSet
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
-from attnpo.models.generate import Answer, HFGenerator, Request, longest_sequence
-from attnpo.models.loading import attention_of, load_model, load_tokenizer, weights_fingerprint
+from attnpo.models.generate import HFGenerator
+from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling, UserError
 from attnpo.text.chat import ChatFormat
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 
 REFUSED = "refused by the chat template"
+NO_TOKEN = "no token in the chat template's words"
 NAMED = 3  # ids named in the log per reason
 LOG_EVERY = 10.0  # seconds between two lines on the progress
 
@@ -43,23 +45,25 @@ class EncodedPrompts:
 
 
 def encode_prompts(
-    prompts: Iterable[Prompt], chat: ChatFormat, new_tokens: int, max_length: int | None
+    prompts: Iterable[Prompt], chat: ChatFormat | None, new_tokens: int, max_length: int | None
 ) -> EncodedPrompts:
     """The prompts' ids; left out is what the chat template refuses and what leaves no room for ``new_tokens``.
 
-    ``refusal`` is the template's first one.
+    ``refusal`` is the template's first one. Without a chat format all are kept and have no ids.
     """
     kept: dict[str, list[int]] = {}
     left_out: dict[str, list[str]] = {}
     refusal = None
     for prompt in prompts:
         try:
-            ids = chat.prompt_ids(prompt.messages)
+            ids = [] if chat is None else chat.prompt_ids(prompt.messages)
         except UserError as problem:
             refusal = refusal or problem
             left_out.setdefault(REFUSED, []).append(prompt.id)
             continue
-        if max_length is not None and len(ids) + new_tokens > max_length:
+        if chat is not None and not ids:
+            left_out.setdefault(NO_TOKEN, []).append(prompt.id)
+        elif max_length is not None and len(ids) + new_tokens > max_length:
             reason = f"too long: prompt and {new_tokens} new tokens exceed {max_length}"
             left_out.setdefault(reason, []).append(prompt.id)
         else:
@@ -70,8 +74,8 @@ def encode_prompts(
 def chat_generator(
     model: PreTrainedModel,
     chat: ChatFormat,
-    batch_size: int = AnswerRules.batch_size,
-    token_budget: int | None = AnswerRules.token_budget,
+    batch_size: int = BATCH_SIZE,
+    token_budget: int | None = TOKEN_BUDGET,
 ) -> HFGenerator:
     """The generator that answers in a chat format: its prompts, its ends of turn."""
     return HFGenerator(
@@ -88,7 +92,7 @@ def chat_generator(
 
 
 def answer_prompts(cfg: AnswerConfig) -> Path:
-    """The file with the answers that a config of ``attnpo.generate`` asks for; computes those it lacks.
+    """The file with the answers that a config of ``attnpo.generate`` asks for; has those it lacks made.
 
     In a job of several processes each answers its share into a part; the last one merges them.
 
@@ -96,7 +100,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         UserError: model or prompts cannot be read, nothing can be answered, or the file holds answers of another model
             or sampling, or another job is writing into it.
     """
-    rules, sampling, source = cfg.answers, cfg.sampling, cfg.data
+    rules, sampling = cfg.answers, cfg.sampling
     if rules.per_prompt > 1 and sampling.temperature == 0:
         raise UserError(
             f"answers.per_prompt={rules.per_prompt} with sampling.temperature=0 gives one answer {rules.per_prompt} "
@@ -104,32 +108,36 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
         )
     file = AnswerFile(output_path(cfg), *process())
     with locked(file.path.parent, file=file.part.name, instead="output=FILE.jsonl"):
-        return _answer(cfg, rules, sampling, source, file)
+        return _answer(cfg, file)
 
 
-def _answer(cfg: AnswerConfig, rules: AnswerRules, sampling: Sampling, source: PromptSource, file: AnswerFile) -> Path:
-    model, chat = _open_model(cfg)
-    found = source.load()
-    limit = _limit(model, rules, sampling)
-    encoded = encode_prompts(found.prompts, chat, sampling.max_new_tokens, limit)
+def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
+    sampling = cfg.sampling
+    answerer = cfg.answering.open(cfg.model, device_of(cfg.trainer.get("accelerator", "auto")))
+    found = cfg.data.load()
+    _require_room(answerer.limit, sampling)
+    encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
     _report_left_out(encoded, found)
-    key = _key(model, chat, sampling)
+    key = key_of(answerer, sampling)
     have = file.open(key)
-    wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(rules.per_prompt)]
+    wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(cfg.answers.per_prompt)]
     turns = {prompt.id: prompt for prompt in found.prompts}
     _check_same_prompts(have, turns, file.path)
     share = wanted[file.rank :: file.processes]
-    lacking = {name: Request(encoded.kept[name[0]], name[1]) for name in share if name not in have}
+    lacking = {
+        (name, draw): Asked(turns[name].messages, tuple(encoded.kept[name]), draw)
+        for name, draw in share
+        if (name, draw) not in have
+    }
     log.info("%d answers wanted, %d are in %s, %d to compute here", len(wanted), len(have), file.path, len(lacking))
     began = time.perf_counter()
-    if lacking:
-        generator = chat_generator(_load(cfg, model), chat, rules.batch_size, rules.token_budget)
-        _fill(file, generator, lacking, turns, sampling)
+    for some in fill(answerer, lacking, sampling):
+        file.append(some)
     rows = file.merge(wanted)
     if rows is None:
         log.info("this process's share is done; the last process to finish merges the parts into %s", file.path)
     else:
-        facts = _facts(model, source, found, encoded, rows) | {"seconds": round(time.perf_counter() - began, 2)}
+        facts = _facts(cfg, found, encoded, rows) | {"seconds": round(time.perf_counter() - began, 2)}
         file.account(key, facts)
         log.info("%d answers in %s; %s", len(rows), file.path, facts["finish_reasons"])
     return file.path
@@ -148,12 +156,14 @@ def output_path(cfg: AnswerConfig) -> Path:
     return RUNS_ROOT / f"answers-{named}" / "answers.jsonl"
 
 
-def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, ChatFormat]:
-    """The model's description and chat format; no weights are read."""
+def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """A model's description with the text of its chat template, and its chat format; no weights are read.
+
+    UserError for what is no model to answer with: adapters that are to be trained, a run's folder.
+    """
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
-    if cfg.model.lora is not None:
+    if model.lora is not None:
         raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
-    model = cfg.model
     folder = Path(model.path).expanduser()
     inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
     if inside and not (folder / "config.json").is_file():
@@ -164,70 +174,50 @@ def _open_model(cfg: AnswerConfig) -> tuple[ModelSpec, ChatFormat]:
     return model, ChatFormat(load_tokenizer(model.path, model.revision, model.chat_template))
 
 
-def _limit(model: ModelSpec, rules: AnswerRules, sampling: Sampling) -> int | None:
-    """The longest sequence: answers.max_length, or the model's positions."""
-    limit = longest_sequence(model.path, model.revision, "answers.max_length", rules.max_length)
-    if rules.max_length is None and limit is not None and sampling.max_new_tokens >= limit:
+def _require_room(limit: int | None, sampling: Sampling) -> None:
+    if limit is not None and sampling.max_new_tokens >= limit:
         raise UserError(
             f"sampling.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt: the model has {limit} "
-            "positions"
+            "positions, or answering.max_length says so"
         )
-    return limit
 
 
-def _key(model: ModelSpec, chat: ChatFormat, sampling: Sampling) -> dict[str, object]:
+def key_of(answerer: Answerer, sampling: Sampling) -> dict[str, object]:
     """What decides the answer to a given prompt."""
-    return {
-        "model": weights_fingerprint(model.path, model.revision),
-        "model.dtype": model.dtype,
-        "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
-        "sampling": asdict(sampling),
-        "chat": chat.fingerprint(),
-    }
-
-
-def _load(cfg: AnswerConfig, model: ModelSpec) -> PreTrainedModel:
-    loaded = load_model(
-        model.path, dtype=model.dtype, attn_implementation=model.attn_implementation, revision=model.revision
-    )
-    loaded.to(device_of(cfg.trainer.get("accelerator", "auto")))  # type: ignore[arg-type]
-    return loaded
+    return {**answerer.key(), "sampling": sampling.fingerprint()}
 
 
 # ------------------------------------------------------------------------------------------------ its steps
 
 
-def _fill(
-    file: AnswerFile,
-    generator: HFGenerator,
-    lacking: Mapping[Name, Request],
-    turns: Mapping[str, Prompt],
-    sampling: Sampling,
-) -> None:
-    """Answers what is lacking, each batch written before the next begins."""
-    names, requests = list(lacking), list(lacking.values())
+def fill(answerer: Answerer, lacking: Mapping[Name, Asked], sampling: Sampling) -> Iterator[list[AnswerRow]]:
+    """The rows of what is lacking, as they come: to be written before the next are asked for."""
+    names, asked = list(lacking), list(lacking.values())
     began = said = time.perf_counter()
     done = tokens = 0
-    for batch in generator.batches(requests, sampling):
-        answers = generator.answer([requests[index] for index in batch], sampling)
-        file.append(_row(names[index], turns, answer) for index, answer in zip(batch, answers, strict=True))
-        done += len(batch)
-        tokens += sum(answer.tokens for answer in answers)
+    for replies in answerer.answer(asked, sampling):
+        yield [row_of(names[index], asked[index], reply) for index, reply in replies.items()]
+        done += len(replies)
+        tokens += sum(reply.tokens for reply in replies.values())
         now = time.perf_counter()
         if now - said > LOG_EVERY or done == len(names):
             said = now
             log.info("answers: %d of %d, %.0f tokens/s", done, len(names), tokens / max(now - began, 1e-9))
 
 
-def _row(name: Name, turns: Mapping[str, Prompt], answer: Answer) -> AnswerRow:
-    return AnswerRow(
+def row_of(name: Name, asked: Asked, reply: Reply) -> AnswerRow:
+    """The row of a reply."""
+    row = AnswerRow(
         id=name[0],
         draw=name[1],
-        prompt=list(turns[name[0]].messages),
-        answer=answer.text,
-        finish_reason="stop" if answer.ended else "length",
-        tokens=answer.tokens,
+        prompt=list(asked.messages),
+        answer=reply.text,
+        finish_reason=reply.finish_reason,
+        tokens=reply.tokens,
     )
+    if reply.refused is not None:
+        row["refused"] = reply.refused
+    return row
 
 
 def _check_same_prompts(have: Mapping[Name, AnswerRow], turns: Mapping[str, Prompt], path: Path) -> None:
@@ -252,15 +242,16 @@ def _report_left_out(encoded: EncodedPrompts, found: PromptSet) -> None:
     if encoded.refusal is not None:
         raise encoded.refusal
     raise UserError(
-        f"none of the {len(found.prompts)} prompts can be answered: {'; '.join(encoded.left_out)} tokens; lower "
-        "sampling.max_new_tokens, or raise answers.max_length as far as the model allows"
+        f"none of the {len(found.prompts)} prompts can be answered: {'; '.join(encoded.left_out)}. Where they are too "
+        "long, lower sampling.max_new_tokens or raise answering.max_length"
     )
 
 
 def _facts(
-    model: ModelSpec, source: PromptSource, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
+    cfg: AnswerConfig, found: PromptSet, encoded: EncodedPrompts, rows: Sequence[AnswerRow]
 ) -> dict[str, object]:
     """The account beside the answers."""
+    model, source = cfg.model, cfg.data
     return {
         "versions": versions(),
         "model": {"path": model.path, "revision": model.revision},
@@ -270,4 +261,18 @@ def _facts(
         "answers": len(rows),
         "tokens": sum(row["tokens"] for row in rows),
         "finish_reasons": dict(sorted(Counter(row["finish_reason"] for row in rows).items())),
+        "refused": refused(rows),
     }
+
+
+def refused(rows: Iterable[AnswerRow]) -> dict[str, int]:
+    """How many answers are empty because there could be none, by reason; said once, with the first ids."""
+    ids: dict[str, list[str]] = {}
+    for row in rows:
+        if "refused" in row:
+            ids.setdefault(row["refused"], []).append(row["id"])
+    for reason, named in ids.items():
+        distinct = list(dict.fromkeys(named))
+        some = ", ".join(distinct[:NAMED]) + (", ..." if len(distinct) > NAMED else "")
+        log.warning("empty answers, %s: %d (%s)", reason, len(named), some)
+    return {reason: len(named) for reason, named in sorted(ids.items())}

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from attnpo.conformance import extraction, losses
+from attnpo.conformance import evaluation, extraction, losses
 from attnpo.conformance import extraction_folder as folder
 from attnpo.conformance.fields import Record
-from attnpo.conformance.records import Absent, Item, Outcome, Status
+from attnpo.conformance.records import Item, Outcome, Status
 from attnpo.schema import UserError
 
 __all__ = ["Outcome", "Status", "items", "passed", "summary", "verify"]
@@ -58,8 +58,8 @@ def _folder_items(path: Path) -> Iterator[Item]:
     if folder.is_folder(path):
         yield from extraction.items(path)
         return
-    if (path / "expected.json").is_file():  # published and recomputed scores of one benchmark
-        yield Absent("evaluation", path.name, "benchmark", path.name)
+    if evaluation.is_folder(path):
+        yield from evaluation.items(path)
         return
     for child in sorted(path.iterdir()):
         if child.is_dir():

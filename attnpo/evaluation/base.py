@@ -77,8 +77,8 @@ class Score:
     """A figure with its three spreads, each apart; None where it is not known.
 
     ``rounds``: the figure of each round of generation, ``mean`` their mean. ``interval``: 95 % over questions, of the
-    mean. ``grading``: the figure's standard deviation from grading the same answers again. ``questions``: how many it
-    stands on.
+    mean. ``grading``: the standard deviation of the mean from grading the same answers again. ``questions``: how many
+    it stands on.
     """
 
     name: str

@@ -59,20 +59,14 @@ def read_result(folder: Path) -> EvaluationResult | None:
     values = read_record(path)
     if values is None:
         raise UserError(f"{path} is damaged or was edited: delete it and give the command of the evaluation again")
-    lengths = values.pop("lengths")
-    scores = tuple(_score(item) for item in values.pop("scores"))
-    table = tuple(values.pop("table"))
+    lengths, scores = values.pop("lengths"), values.pop("scores")
     return EvaluationResult(
-        **values, scores=scores, table=table, lengths=None if lengths is None else Lengths(**lengths)
+        **{**values, "table": tuple(values["table"])},
+        scores=tuple(Score(**{**score, **_as_tuples(score)}) for score in scores),
+        lengths=None if lengths is None else Lengths(**lengths),
     )
 
 
-def _score(values: Mapping[str, Any]) -> Score:
-    interval = values["interval"]
-    return Score(
-        **{
-            **values,
-            "rounds": tuple(values["rounds"]),
-            "interval": None if interval is None else (interval[0], interval[1]),
-        }
-    )
+def _as_tuples(score: Mapping[str, list[float] | None]) -> dict[str, tuple[float, ...] | None]:
+    """The lists of a score as JSON has them, as its fields do."""
+    return {name: None if (given := score[name]) is None else tuple(given) for name in ("rounds", "interval")}

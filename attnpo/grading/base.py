@@ -28,6 +28,10 @@ class GradingCall:
     labels: tuple[str, ...] = ()
     repeat: int = 0
 
+    def __hash__(self) -> int:
+        """By what names it: messages, being dictionaries, have no hash."""
+        return hash((self.benchmark, self.item, self.part, self.round, self.repeat))
+
     def key(self, grader: Mapping[str, object]) -> str:
         """The name of the reply in a store: a digest of the call and of the grader's ``identity()``."""
         return digest([asdict(self), dict(grader)])[:32]
@@ -38,7 +42,8 @@ class GradingReply:
     """What a grader said.
 
     ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
-    none. Token counts are the grader's own account (``usage``), 0 where it keeps none.
+    none. Token counts are the grader's own account (``usage``), 0 where it keeps none. ``model`` is who says to have
+    replied, where that is said.
     """
 
     text: str
@@ -47,6 +52,7 @@ class GradingReply:
     input_tokens: int = 0
     output_tokens: int = 0
     seconds: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,10 +64,11 @@ class GradingFailure:
 
 @dataclass(frozen=True)
 class Price:
-    """Dollars per million tokens."""
+    """Dollars per million tokens; with ``known`` false nobody has said what they cost."""
 
     input: float = 0.0
     output: float = 0.0
+    known: bool = True
 
     def of(self, input_tokens: int, output_tokens: int) -> float:
         """Dollars for so many tokens."""
@@ -75,6 +82,9 @@ class Grader(Protocol):
     @property
     def price(self) -> Price:
         """What its tokens cost."""
+
+    def check_ready(self) -> None:
+        """Raises UserError for what is known to fail before anything is asked: a package, a key, a model folder."""
 
     def identity(self) -> dict[str, object]:
         """All that decides its replies to given calls and can be known without asking: model, address, templates."""

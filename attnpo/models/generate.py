@@ -6,6 +6,9 @@ repetition penalty; here only their end-of-sequence ids are used, so that the se
 Sampling draws one uniform number per prompt and step and inverts the distribution with it. The numbers are keyed by
 the seed and the prompt, so what else is in a batch, the batch size and the order of the prompts decide nothing: they
 move the logits by rounding alone, as they do with greedy decoding.
+
+Presence and frequency penalties, which ``generate`` has not, are taken off the logits first, before the temperature
+divides them, as vLLM and OpenAI's API define them: over the tokens of the answer, with greedy decoding too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -58,7 +61,8 @@ class HFGenerator:
 
     ``encode_prompt`` maps the turns of a prompt to the ids that end where the answer begins. A batch holds at most
     ``batch_size`` prompts and, unless it is a single one, at most ``token_budget`` tokens: prompts, padding and room
-    for the answers. ``end_ids``: further ids that end an answer, beside those of the tokenizer and the model's folder.
+    for the answers. ``end_ids``: further ids that end an answer, beside those of the tokenizer, of the model's folder
+    and of ``sampling.stop_ids``.
     """
 
     def __init__(
@@ -117,7 +121,8 @@ class HFGenerator:
         pad = self.tokenizer.pad_token_id
         pad_id = int(pad) if pad is not None else min(self.end_ids, default=0)
         made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
-        rows = [(row[:-1], True) if row[-1] in self.end_ids else (row, False) for row in made]
+        ends = self.end_ids.union(sampling.stop_ids)
+        rows = [(row[:-1], True) if row[-1] in ends else (row, False) for row in made]
         texts = self.tokenizer.batch_decode([new for new, _ in rows], skip_special_tokens=True)
         return [Answer(text, len(new), ended) for text, (new, ended) in zip(texts, rows, strict=True)]
 
@@ -130,10 +135,12 @@ def new_tokens(
     end_ids: Collection[int],
     pad_id: int,
 ) -> list[list[int]]:
-    """New ids for each of the requests: up to one of ``end_ids``, which is the last of them then, and ``most`` at most.
+    """New ids for each of the requests: up to the first that ends an answer, which is the last then; ``most`` at most.
 
-    In eval mode, without gradient; torch's own random state is neither read nor moved.
+    Answers end with one of ``end_ids`` or of ``sampling.stop_ids``. In eval mode, without gradient; torch's own random
+    state is neither read nor moved.
     """
+    ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
     missing = [width - len(request.ids) for request in requests]
     ids = [[*[pad_id] * gap, *request.ids] for gap, request in zip(missing, requests, strict=True)]
@@ -142,7 +149,7 @@ def new_tokens(
         do_sample=False,  # _Draw samples
         num_beams=1,
         max_new_tokens=most,
-        eos_token_id=sorted(end_ids) or None,
+        eos_token_id=sorted(ends) or None,
         pad_token_id=pad_id,
     )
     with torch.no_grad(), eval_mode(model), own_settings(model, config):
@@ -153,7 +160,7 @@ def new_tokens(
             logits_processor=processors(requests, sampling, width, model.device),
         )
     rows = output[:, width:].tolist()
-    stops = [next((place for place, token in enumerate(row, 1) if token in end_ids), most) for row in rows]
+    stops = [next((place for place, token in enumerate(row, 1) if token in ends), most) for row in rows]
     return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
 
 
@@ -194,6 +201,25 @@ def longest_sequence(path: str, revision: str | None, key: str, asked: int | Non
     return asked
 
 
+class Penalties(LogitsProcessor):
+    """Lowers the logits of tokens that an answer has already: by ``presence``, and by ``frequency`` per occurrence.
+
+    Counts what follows the first ``width`` tokens. Source: the API reference of OpenAI, parameters presence_penalty and
+    frequency_penalty; vLLM follows it.
+    """
+
+    def __init__(self, presence: float, frequency: float, width: int) -> None:
+        self.presence, self.frequency, self.width = presence, frequency, width
+
+    def __call__(
+        self, input_ids: Int[Tensor, "rows T"], scores: Float[Tensor, "rows vocab"]
+    ) -> Float[Tensor, "rows vocab"]:
+        """The logits less the penalties."""
+        written = input_ids[:, self.width :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
 class _Draw(LogitsProcessor):
     """Leaves one token per row possible: where the cumulative distribution passes the row's uniform of this step."""
 
@@ -212,8 +238,13 @@ class _Draw(LogitsProcessor):
 def processors(
     requests: Sequence[Request], sampling: Sampling, width: int, device: torch.device
 ) -> LogitsProcessorList:
-    """The processors that turn logits into a draw, in the library's order; none for greedy decoding."""
+    """The processors that turn logits into a draw: penalties, then the library's in its order.
+
+    Greedy decoding has the penalties alone.
+    """
     steps = LogitsProcessorList()
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        steps.append(Penalties(sampling.presence_penalty, sampling.frequency_penalty, width))
     if sampling.temperature == 0:
         return steps
     if sampling.temperature != 1:

@@ -88,9 +88,10 @@ class CausalJudge:
         """Readings of token-id prompts in their order, float32 (float64 for a float64 model) on the CPU.
 
         ``layers`` are 1-based and give the rows in the order asked. ``verdict`` runs the full depth and reads the arg
-        max token and, when ``label_ids`` are given, their two logits; without it (and without rollout) the forward
-        stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty prompt, ``per_head``
-        of layers that differ in their number of heads, and a model whose attention is more than the one that is read.
+        max token and, when ``label_ids`` are given, their two logits and ``verdict_logps``; without it (and without
+        rollout) the forward stops in the deepest layer asked. Raises ``UserError`` for a layer out of range, an empty
+        prompt, ``per_head`` of layers that differ in their number of heads, and a model whose attention is more than
+        the one that is read.
         """
         self._check(prompts, layers)
         if prompts:
@@ -330,15 +331,22 @@ def _readings(
     rows = torch.stack([probe.rows[layer] for layer in wanted], 1).cpu() if wanted else torch.zeros(shape)
     tokens = None if logits is None else logits.argmax(-1).cpu()
     labels = None if logits is None or label_ids is None else logits[:, list(label_ids)].cpu()
+    logps = None if logits is None or labels is None else _with_most_likely(labels, logits)
     return [
         JudgeReading(
             rows=rows[index, ..., :length].clone(),
             rollout=None if rolled is None else rolled[index, :length].clone(),
             verdict_logits=None if labels is None else labels[index].clone(),
             verdict_token=None if tokens is None else int(tokens[index]),
+            verdict_logps=None if logps is None else logps[index].clone(),
         )
         for index, length in enumerate(lengths)
     ]
+
+
+def _with_most_likely(labels: Tensor, logits: Tensor) -> Tensor:
+    """Log-probabilities [batch 3] of the two labels and of the arg max token, from logits [batch 2], [batch vocab]."""
+    return torch.cat([labels, logits.amax(-1, keepdim=True).cpu()], 1) - logits.logsumexp(-1, keepdim=True).cpu()
 
 
 def _require_same_heads(rows: Mapping[int, Tensor]) -> None:

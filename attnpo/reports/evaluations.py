@@ -22,8 +22,10 @@ PAPER = {
     ("arena_hard", MAIN): "arena_hard_wr",
 }
 """The columns of the paper's tables, in its order, by benchmark and score."""
-OF_MODEL = ("label", "model", "chat", "folder")  # first parts of a key's names that differ from model to model
+OF_MODEL = ("model", "answers")  # first parts of a key's names that differ from model to model
 ROUNDS = "rounds"
+# What leaves figures of one kind: how often was answered and graded, and where files lie whose digests are in the key.
+OF_ONE_KIND = (ROUNDS, "grading", "benchmark.settings.path")
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,18 @@ class Mixed:
 
     @property
     def comparable(self) -> bool:
-        """Whether the figures are of one kind all the same: nothing but the number of rounds differs."""
-        return {name for name, _, _ in self.how} <= {ROUNDS}
+        """Whether the figures are of one kind all the same: no more than ``OF_ONE_KIND`` differs."""
+        return all(name in OF_ONE_KIND or name.partition(".")[0] in OF_ONE_KIND for name, _, _ in self.how)
 
     def line(self) -> str:
         """The warning in words."""
         shown = ", ".join(f"{name} {odd} against {usual}" for name, usual, odd in self.how[:4])
         more = f", and {len(self.how) - 4} more" if len(self.how) > 4 else ""
-        verdict = "spreads differ in kind" if self.comparable else "not comparable, so this benchmark is not ranked"
+        verdict = (
+            "means may be compared, spreads are not alike"
+            if self.comparable
+            else "not comparable, so this benchmark is not ranked"
+        )
         return (
             f"WARNING: {self.benchmark}: {listed(self.odd)} graded or answered otherwise than {listed(self.usual)} "
             f"({shown}{more}): {verdict}"

@@ -5,33 +5,24 @@ to a prompt beside the base's, as a pair that is weighed as the training pairs a
 """
 
 import logging
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from attnpo.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
 from attnpo.analysis.freedom import both
 from attnpo.data.collate import TrainingExample, bare_rows, collate
-from attnpo.data.prepare import encode_pairs, prepare_examples
 from attnpo.machine import device_of
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
-from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.models import autocast, load_reference
+from attnpo.runs.other_pairs import token_factors, weigh_others
 from attnpo.runs.settings import DriftSettings
-from attnpo.runs.weighing import capture_method
-from attnpo.schema import SIDES, EncodedResponse, Json, Kind, PairWeights, PreferencePair, RowGroup, UserError
+from attnpo.schema import SIDES, EncodedResponse, Json, Kind, PreferencePair, UserError
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.cache import Store
-from attnpo.weights.capture import ensure_captured
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +74,7 @@ def _measured(
             kept = [place for place, one in enumerate(flipped) if one is wanted]
             accuracy[name] = ranking_accuracy([train.chosen[i] for i in kept], [train.rejected[i] for i in kept])
     if sampled:
-        answers = _both_sides(models, _weighed(inputs, sampled), {pair.pair_id: pair for pair in sampled})
+        answers = _both_sides(models, weigh_others(inputs, sampled), {pair.pair_id: pair for pair in sampled})
         out["answers"] = by_token(answers.chosen)
         displacement["base_answers"] = mean_gain(answers.rejected)
     out |= {"ranking_accuracy": accuracy, "displacement": displacement}
@@ -178,58 +169,10 @@ def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | Non
     return weights if source.kind is Kind.FACTOR else weights * example.lengths[place]
 
 
-def _weighed(inputs: Inputs, sampled: Sequence[PreferencePair]) -> list[TrainingExample]:
-    """The sampled answers as examples, weighed as the training pairs are; nothing is stored.
-
-    Without weights where the source asks a generator, which takes too long; with weights of 0 where a pair gets none.
-    """
-    context, weighed = inputs.context, inputs.weighed
-    encoded = encode_pairs(sampled, context.chat, context.cfg.lengths)
-    known: dict[str, TrainingExample] = {}
-    silent = "generator" in weighed.source.requires
-    if not silent:
-        align, source = context.cfg.align, weighed.source
-        captured = _captured(inputs, encoded.pairs)
-        made = prepare_examples(encoded, source, captured, align, weighed.layers, weighed.transforms)
-        known = {example.pair_id: example for example in made.examples}
-    examples = []
-    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        chosen, rejected = (torch.zeros(0 if silent else len(sides[side].response_ids)) for side in SIDES)
-        bare = TrainingExample(
-            pair.pair_id, sides["chosen"], sides["rejected"], (chosen, rejected), (0.0, 0.0), (0.0, 0.0)
-        )
-        examples.append(known.get(pair.pair_id, bare))
-    return examples
-
-
-def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:
-    """What the run's source captures for other pairs, through a store that is thrown away; empty if it asks nobody."""
-    source = inputs.weighed.source
-    method = capture_method(inputs.context, source)
-    if method is None:
-        return {}
-    make_tools = method.tools
-    with tempfile.TemporaryDirectory() as folder:
-        store = Store(Path(folder))
-        captured, _ = ensure_captured(
-            pairs, source, source.wanted(), store, {}, lambda: replace(make_tools(), verdict=False)
-        )
-    return captured
-
-
 def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:
     """What multiplies beta at each response token of the examples, as the objective has it."""
     for start in range(0, len(examples), EXAMPLES_AT_ONCE):
         chunk = examples[start : start + EXAMPLES_AT_ONCE]
         rows = collate(chunk, padded, 0, len(chunk)).main
         rows = replace(rows, factors=inputs.weighed.source.kind is Kind.FACTOR)
-        yield _token_factors(inputs.context.cfg.objective, rows)[rows.response_mask].double().numpy()
-
-
-def _token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:
-    if "token_weights" not in objective.requires:
-        return torch.ones_like(rows.token_weights["reward"])
-    if not isinstance(objective, LengthScaled):
-        return mean_factors(rows)
-    weights, _, lengths = objective.weighted(rows)
-    return weights if lengths is None else weights * lengths.unsqueeze(-1)
+        yield token_factors(inputs.context.cfg.objective, rows)[rows.response_mask].double().numpy()

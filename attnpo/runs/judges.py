@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from itertools import islice
 
 import torch
@@ -150,7 +149,7 @@ class RunVerbalizer:
         return {
             "weights": weights_fingerprint(self.path, self.revision),
             "dtype": self.settings.dtype,
-            "sampling": asdict(self.settings.sampling),
+            "sampling": self.settings.sampling.fingerprint(),
             "chat": self.chat.fingerprint(),
             "known_parts": None if maker is None else maker.fingerprint(),
             "code": ANSWERS_VERSION,

@@ -5,7 +5,7 @@ A stored reference is per-token float32 log-probabilities, so that no second mod
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +26,13 @@ from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError
 from attnpo.training.module import frozen
 from attnpo.training.reference_cache import KeptReference
+from attnpo.training.scoring import score_examples
 from attnpo.weights.cache import Table
-from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
+from attnpo.weights.capture import REFERENCE, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
 
 
-TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
 PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
 
@@ -112,37 +112,6 @@ def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
     }
     stored = load_logps(table, list(lengths), lengths)
     return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
-
-
-def score_examples(
-    model: ScoredLM, examples: Sequence[TrainingExample], pad_id: int, layout: Layout = padded
-) -> Iterator[tuple[str, LogpPair]]:
-    """Pair id and log-probabilities (chosen, rejected) of every example, computed shortest first, in eval mode."""
-    was_training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    ordered = sorted(examples, key=lambda example: example.longest)
-    with torch.no_grad():
-        for chunk in within_budget(ordered):
-            rows = [*(example.chosen for example in chunk), *(example.rejected for example in chunk)]
-            inputs, ids, mask = layout([(row.prompt_ids, row.response_ids) for row in rows], pad_id)
-            logps = model(inputs.to(device), ids.to(device), mask.to(device)).logps.float().cpu()
-            for i, example in enumerate(chunk):
-                counts = [len(side.response_ids) for side in example.sides]
-                yield example.pair_id, (logps[i, : counts[0]].clone(), logps[len(chunk) + i, : counts[1]].clone())
-    model.train(was_training)
-
-
-def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingExample]]:
-    """Examples, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens (one pair at least)."""
-    batch: list[TrainingExample] = []
-    for example in ordered:
-        if batch and 2 * (len(batch) + 1) * example.longest > TOKENS_PER_FORWARD:
-            yield batch
-            batch = []
-        batch.append(example)
-    if batch:
-        yield batch
 
 
 def load_start(context: RunContext) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, check_least, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_frame, split_frame
+from attnpo.text.judge_labels import label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 
 PLACEHOLDERS = ("question", "answer_a", "answer_b")
@@ -230,21 +231,8 @@ class JudgePrompts:
         Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
         """
         text, *_ = self._full(self.template.render("x", "x", "x").text)
-        before, _ = self.chat.tokenize(text)
-        label_ids = []
-        for label in self.rules.labels:
-            whole, _ = self.chat.tokenize(text + label)
-            alone, _ = self.chat.tokenize(label, start=False)
-            if len(whole) == len(before) + 1 and whole[:-1] == before:
-                alone = whole[-1:]
-            if len(alone) != 1:
-                raise UserError(f"judge.labels: {label!r} is {len(alone)} tokens {alone}, expected one: choose another")
-            label_ids.append(alone[0])
-        if label_ids[0] == label_ids[1]:
-            raise UserError(
-                f"judge.labels: {self.rules.labels} are the same token {label_ids[0]}: choose two that differ"
-            )
-        return label_ids[0], label_ids[1]
+        first, second = label_tokens(self.chat, text, self.rules.labels)
+        return first, second
 
     # ------------------------------------------------------------------------------------------ building
 

@@ -103,10 +103,10 @@ def test_a_row_per_prompt_in_their_order_and_an_account(
 def test_batches_decide_no_answer(world: World, prompts: Path, tmp_path: Path) -> None:
     """Small batches, few tokens and several draws at once give the very rows of one large batch."""
     whole = rows_of(answer_prompts(config(world, prompts, tmp_path / "a.jsonl", "answers.per_prompt=2")))
-    small = config(world, prompts, tmp_path / "b.jsonl", "answers.per_prompt=2", "answers.batch_size=3")
+    small = config(world, prompts, tmp_path / "b.jsonl", "answers.per_prompt=2", "answering.batch_size=3")
     assert rows_of(answer_prompts(small)) == whole
     one = rows_of(
-        answer_prompts(config(world, prompts, tmp_path / "c.jsonl", "answers.token_budget=1", "data.rows=2:4"))
+        answer_prompts(config(world, prompts, tmp_path / "c.jsonl", "answering.token_budget=1", "data.rows=2:4"))
     )
     assert one == [row for row in whole if row["id"] in ("u2", "u3") and row["draw"] == 0]
     first, second = ([row["answer"] for row in whole if row["draw"] == draw] for draw in (0, 1))
@@ -150,7 +150,7 @@ def test_what_cannot_be_answered_is_named_and_not_cut(world: World, tmp_path: Pa
         encoding="utf-8",
     )
     data, out = write(tmp_path / "mixed.jsonl", rows), tmp_path / "answers.jsonl"
-    answer_prompts(config(world, data, out, f"model.chat_template={template}", "answers.max_length=60"))
+    answer_prompts(config(world, data, out, f"model.chat_template={template}", "answering.max_length=60"))
     assert [row["id"] for row in rows_of(out)] == ["fits"]
     told = account(out)["prompts"]
     assert told["rows_left_out"] == {"empty prompt": [3]}
@@ -191,7 +191,7 @@ def test_a_stopped_command_goes_on_where_it_was(world: World, prompts: Path, tmp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HFGenerator, "answer", stopping)
         with pytest.raises(KeyboardInterrupt):
-            answer_prompts(config(world, prompts, out, "answers.batch_size=2"))
+            answer_prompts(config(world, prompts, out, "answering.batch_size=2"))
     assert len(rows_of(out)) == 4
     # The next row was only half written.
     out.write_text(out.read_text(encoding="utf-8")[:-20], encoding="utf-8")
@@ -286,7 +286,7 @@ def test_one_process_takes_over_from_several(
     [
         (["answers.per_prompt=2", "sampling.temperature=0"], "gives one answer 2 times"),
         (["sampling.max_new_tokens=600"], "leaves no room for a prompt: the model has"),
-        (["answers.max_length=7"], "none of the 7 prompts can be answered: too long"),
+        (["answering.max_length=7"], "none of the 7 prompts can be answered: too long"),
         (["output=answers.txt"], "output=answers.txt: expected a file name that ends in .jsonl"),
         (["model=lora"], "model.lora is for training"),
         (["model.path=RUN"], "is a run folder: name the model in it, model.path="),
@@ -300,10 +300,18 @@ def test_what_is_refused(world: World, prompts: Path, tmp_path: Path, more: list
         answer_prompts(config(world, prompts, tmp_path / "answers.jsonl", *more))
 
 
-@pytest.mark.parametrize("name", ["per_prompt", "batch_size", "token_budget", "max_length"])
-def test_rules_out_of_range(world: World, prompts: Path, tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match=f"answers.{name} must be at least 1, got 0"):
-        config(world, prompts, tmp_path / "answers.jsonl", f"answers.{name}=0")
+@pytest.mark.parametrize(
+    "key", ["answers.per_prompt", "answering.batch_size", "answering.token_budget", "answering.max_length"]
+)
+def test_rules_out_of_range(world: World, prompts: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(UserError, match=f"{key} must be at least 1, got 0"):
+        config(world, prompts, tmp_path / "answers.jsonl", f"{key}=0")
+
+
+@pytest.mark.parametrize("name", ["batch_size", "token_budget", "max_length"])
+def test_keys_that_moved_are_told(name: str) -> None:
+    with pytest.raises(UserError, match=rf"answers.{name}=9: .* give answering.{name}=9"):
+        compose("generate", [f"answers.{name}=9"])
 
 
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_every_golden_record_passes(shared: Path) -> None:
     # Zero mass after the sink, twice; two edited completions and weights that do not fit.
     assert sorted(s.value for s in statuses["extraction/sink_fix"]) == ["ok"] * 8 + ["variant"] * 2
     assert sorted(s.value for s in statuses["extraction/alignment"]) == ["ok"] * 34 + ["variant"] * 3
-    assert {record.case for record in found if record.name == "evaluation"} == {"alpaca_eval", "arena_hard", "mt_bench"}
+    assert {record.name for record in found} >= {"alpaca_eval", "arena_hard", "mt_bench"}
 
 
 def test_the_command_prints_records_and_counts(
@@ -443,12 +443,108 @@ def test_a_damaged_pair_is_refused_with_its_key(
 
 def test_several_paths_and_patterns(shared: Path) -> None:
     losses = shared / "golden/losses.json"
-    found = list(verify([losses, shared / "golden/evaluation", losses], ["twdpo 0", "evaluation mt*"]))
+    found = list(verify([losses, shared / "golden/evaluation", losses], ["twdpo 0", "mt_bench *"]))
     assert [(record.name, record.case, record.status.value) for record in found] == [
         ("twdpo", "0", "ok"),
-        ("evaluation", "mt_bench", "not built"),
+        ("mt_bench", "Meta-Llama-3-8B-Instruct-Normal", "ok"),
         ("twdpo", "0", "ok"),
     ]
+
+
+@pytest.fixture
+def scores(shared: Path, tmp_path: Path) -> Path:
+    """A copy of the known scores of Arena-Hard and MT-Bench."""
+    for name in ("arena_hard", "mt_bench"):
+        (tmp_path / "evaluation" / name).mkdir(parents=True)
+        for path in (shared / "golden/evaluation" / name).iterdir():
+            (tmp_path / "evaluation" / name / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "evaluation"
+
+
+def test_known_scores_are_met(scores: Path) -> None:
+    found = list(verify([scores]))
+    assert [record.status for record in found] == [Status.OK] * 2
+    assert all(record.absolute <= 1e-6 for record in found)
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "note"),
+    [
+        (
+            "arena_hard/expected.json",
+            "23.33804809",
+            "23.33805809",
+            "score by the rules of 2024: expected 23.33805809, got 23",
+        ),
+        (
+            "arena_hard/expected.json",
+            "23.34",
+            "23.35",
+            "score: 23.338048 is not the leaderboard's 23.35 in two decimals",
+        ),
+        ("arena_hard/expected.json", '"n_questions": 500', '"n_questions": 499', "questions: expected 499, got 500"),
+        ("arena_hard/expected.json", "1414", "1415", "battles: expected 1415, got 1414"),
+        (
+            "arena_hard/gpt-3.5-turbo-0125.csv",
+            "A=B,A>B,1,1,0",
+            "A=B,A>>B,1,1,0",
+            "score by the rules of 2024: expected 23.338",
+        ),
+        ("arena_hard/gpt-3.5-turbo-0125.csv", "A=B,A>B,1,1,0", "A=B,A>B,1,1,1", "battles of a question[0]"),
+        ("arena_hard/gpt-3.5-turbo-0125.csv", "game1", "game", "KeyError"),
+        ("mt_bench/expected.json", "7.843373", "7.843383", "FastChat's average: expected 7.843383"),
+        ("mt_bench/expected.json", "7.76875", "7.76876", "average: expected 7.76876, got 7.76875"),
+        ("mt_bench/expected.json", '"coding": 5.6', '"coding": 5.7', "coding: expected 5.7, got 5.6"),
+        ("mt_bench/expected.json", '"n_invalid": 4', '"n_invalid": 3', "valid rows: expected 167, got 166"),
+        ("mt_bench/expected.json", '"fastchat_average"', '"other"', "fastchat_average: expected a number, it is miss"),
+    ],
+)
+def test_scores_that_differ_fail_with_what_differs(scores: Path, file: str, old: str, new: str, note: str) -> None:
+    path = scores / file
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    (found,) = verify([path.parent])
+    assert found.status is Status.FAIL and note in found.note
+
+
+@pytest.mark.parametrize(
+    ("change_file", "expected"),
+    [
+        (lambda folder: (folder / "expected.json").write_text("{"), "cannot read known scores"),
+        (lambda folder: (folder / "expected.json").write_text("[]"), "expected an object with known scores by model"),
+        (
+            lambda folder: (folder / "expected.json").write_text('{"x": 3}'),
+            "expected.json: x: expected an object, got 3",
+        ),
+    ],
+)
+def test_known_scores_that_cannot_be_read_are_named(
+    scores: Path, change_file: Change, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change_file(scores / "arena_hard")
+    assert main([str(scores)]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_missing_verdict_costs_its_game_as_in_the_code_that_made_the_leaderboard(scores: Path) -> None:
+    """The first row's second game, won once, is taken out of the judgments and of what is expected of them."""
+    folder = scores / "arena_hard"
+    judged, expected = folder / "gpt-3.5-turbo-0125.csv", folder / "expected.json"
+    judged.write_text(judged.read_text().replace("A=B,A>B,1,1,0", "A=B,,0,1,0", 1))
+    values = json.loads(expected.read_text())
+    (model,) = values.values()
+    mean = (model["exact_weighted_mean_percent"] * 1414 - 100) / 1413
+    model |= {"exact_weighted_mean_percent": mean, "leaderboard_score": round(mean, 2), "n_weighted_battles": 1413}
+    expected.write_text(json.dumps(values))
+    (found,) = verify([folder])
+    assert found.status is Status.OK, found.note
+
+
+def test_judgments_that_are_missing_fail_their_record(scores: Path) -> None:
+    (scores / "arena_hard/gpt-3.5-turbo-0125.csv").unlink()
+    (found,) = verify([scores], ["arena_hard *"])
+    assert found.status is Status.FAIL and "gpt-3.5-turbo-0125.csv: cannot read judgments" in found.note
 
 
 def test_what_is_built_must_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:

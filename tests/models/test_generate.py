@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from attnpo.models.generate import HFGenerator, Request, context_length
+from attnpo.models.generate import HFGenerator, Penalties, Request, context_length, processors
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Generator, Message, Sampling, UserError
 
@@ -138,6 +138,79 @@ def test_new_tokens_are_counted_and_end_ids_end(stories: Stories) -> None:
     assert (cut.text, cut.tokens, cut.ended) == (one, 1, False)
 
 
+# ------------------------------------------------------------------------------------------------ penalties, stop ids
+
+
+def decoded_by_hand(
+    model: PreTrainedModel, ids: Sequence[int], steps: int, presence: float, frequency: float
+) -> list[int]:
+    """Greedy ids with penalties, one forward over the whole sequence per token and counts kept in a dict."""
+    answer: list[int] = []
+    for _ in range(steps):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*ids, *answer]])).logits[0, -1].tolist()
+        for token in set(answer):
+            logits[token] -= presence + frequency * answer.count(token)
+        answer.append(max(range(len(logits)), key=logits.__getitem__))
+    return answer
+
+
+def test_penalties_count_what_was_written_and_not_the_prompt() -> None:
+    """Row 0 wrote 3, 1, 3; row 1 wrote 0, 0, 0; the first two tokens are prompt. presence 0.5, frequency 0.25."""
+    logits = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0]])
+    ids = torch.tensor([[2, 2, 3, 1, 3], [3, 1, 0, 0, 0]])
+    lowered = Penalties(0.5, 0.25, width=2)(ids, logits)
+    assert lowered.tolist() == [[1.0, 1.25, 3.0, 3.0], [-0.25, 2.0, 3.0, 4.0]]
+    assert Penalties(0.5, 0.25, width=5)(ids, logits).tolist() == logits.tolist()
+
+
+@pytest.mark.parametrize(("presence", "frequency"), [(2.0, 0.0), (0.0, 0.7), (0.1, 0.1), (-0.5, -0.2)])
+def test_penalised_greedy_decoding_is_the_one_by_hand(stories: Stories, presence: float, frequency: float) -> None:
+    model, tokenizer, encode = stories
+    sampling = Sampling(40, 0.0, presence_penalty=presence, frequency_penalty=frequency)
+    made = HFGenerator(*stories).answer([Request(encode(prompt)) for prompt in PROMPTS], sampling)
+    for prompt, answer in zip(PROMPTS, made, strict=True):
+        ids = decoded_by_hand(model, encode(prompt), 40, presence, frequency)
+        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        assert expected.startswith(answer.text) and answer.tokens >= 20
+
+
+def test_penalties_come_before_the_temperature(stories: Stories) -> None:
+    """At temperature 0.25 a penalty of 0.5 costs 2 after the division."""
+    steps = processors([Request([5])], Sampling(2, 0.25, presence_penalty=0.5), 1, torch.device("cpu"))
+    scores = torch.zeros(1, 6)
+    for step in list(steps)[:-1]:
+        scores = step(torch.tensor([[5, 3]]), scores)
+    assert scores.tolist() == [[0.0, 0.0, 0.0, -2.0, 0.0, 0.0]]
+
+
+def test_penalised_draws_depend_on_seed_and_prompt_alone(stories: Stories) -> None:
+    sampling = Sampling(30, 0.7, top_k=50, top_p=0.9, seed=4, presence_penalty=0.6, frequency_penalty=0.4)
+    together = HFGenerator(*stories).generate(PROMPTS, sampling)
+    assert HFGenerator(*stories, batch_size=1).generate(PROMPTS, sampling) == together
+    assert HFGenerator(*stories, batch_size=2).generate(PROMPTS[::-1], sampling) == together[::-1]
+    assert HFGenerator(*stories).generate(PROMPTS, Sampling(30, 0.7, 0.9, 50, 4)) != together
+
+
+def test_every_stop_id_ends_an_answer(stories: Stories) -> None:
+    model, tokenizer, encode = stories
+    ids = encode(PROMPTS[0])
+    words = decoded_by_hand(model, ids, 8, 0.0, 0.0)
+    first, second = words[3], words[6]
+    assert {first, second}.isdisjoint(words[:3])
+    (answer,) = HFGenerator(*stories).answer([Request(ids)], Sampling(8, 0.0, stop_ids=(second, first)))
+    assert (answer.text, answer.tokens, answer.ended) == (tokenizer.decode(words[:3]), 3, True)
+    (later,) = HFGenerator(*stories).answer([Request(ids)], Sampling(8, 0.0, stop_ids=(second,)))
+    assert later.tokens == words.index(second) > 3
+
+
+def test_settings_that_came_later_leave_old_fingerprints_as_they_were() -> None:
+    plain = {"max_new_tokens": 256, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+    assert Sampling().fingerprint() == plain
+    more = Sampling(presence_penalty=0.1, frequency_penalty=-0.2, stop_ids=(9, 3, 9))
+    assert more.fingerprint() == {**plain, "presence_penalty": 0.1, "frequency_penalty": -0.2, "stop_ids": [3, 9]}
+
+
 def test_positions_are_those_of_the_config(stories: Stories) -> None:
     assert context_length(stories[0].config) == 512
     assert context_length(PretrainedConfig()) is None
@@ -156,6 +229,9 @@ def test_mode_is_restored(stories: Stories) -> None:
         ({"temperature": -1.0}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
         ({"top_k": -1}, "top_k must be 0"),
+        ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be from -2 to 2"),
+        ({"stop_ids": (3, -1)}, "stop_ids must be token ids"),
     ],
 )
 def test_settings_out_of_range(stories: Stories, setting: dict[str, Any], message: str) -> None:

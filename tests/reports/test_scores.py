@@ -54,7 +54,7 @@ def an_evaluation(
         grader=grader,
         main=MAIN[benchmark],
         scores=scores,
-        key={"model": {"path": label}, "benchmark": {"prompts": "a"}, **(key or {})},
+        key={"model": {"weights": label}, "answers": [label], "benchmark": {"prompts": "a"}, **(key or {})},
         lengths=lengths,
         counts=counts or {},
         cost={"calls": 160.0, "dollars": 0.06},
@@ -212,6 +212,12 @@ def test_differences_below_the_grading_noise_are_named(tmp_path: Path) -> None:
         ({"grader": "gpt-4o"}, "grader gpt-4o against gpt-4o-mini", False),
         ({"key": {"benchmark": {"prompts": "b"}}}, "benchmark.prompts b against a", False),
         ({"rounds": [6.0]}, "rounds 1 against 3", True),
+        ({"key": {"grading": {"again": 0.5}}}, "grading.again 0.5 against null", True),
+        (
+            {"key": {"benchmark": {"prompts": "a", "settings": {"path": "x"}}}},
+            "benchmark.settings.path x against null",
+            True,
+        ),
     ],
 )
 def test_what_is_mixed_in_a_column_is_named(
@@ -228,8 +234,9 @@ def test_what_is_mixed_in_a_column_is_named(
     out = " ".join(capsys.readouterr().out.split())
     assert f"WARNING: mt_bench: Odd graded or answered otherwise than A, B ({told})" in out
     rows = {row["method"]: row["avg_rank"] for row in rows_of(folder, "scores")}
-    # Arena-Hard: Odd 1, the others 2.5; MT-Bench with one round: Odd's 6 is below 6.5, so 3 against 1.5.
-    expected = {"A": 2.0, "B": 2.0, "Odd": 2.0} if ranked else {"A": 2.5, "B": 2.5, "Odd": 1.0}
+    # Arena-Hard: Odd 1, the others 2.5. MT-Bench, where it counts: Odd 3 with one round of 6, else all three 2.
+    lower = {"A": 2.0, "B": 2.0, "Odd": 2.0} if "rounds" in told else {"A": 2.25, "B": 2.25, "Odd": 1.5}
+    expected = lower if ranked else {"A": 2.5, "B": 2.5, "Odd": 1.0}
     assert {name: float(rank) for name, rank in rows.items()} == expected
     assert ("mean of the ranks over mt_bench, arena_hard_wr" in out) == ranked
     assert markdown_table(folder, "Scores, means over rounds")["Odd"][0].endswith("*")

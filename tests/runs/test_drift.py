@@ -9,11 +9,11 @@ import torch
 from attnpo.config import load
 from attnpo.data.prepare import TrainingExample
 from attnpo.models.scored import ScoredLM
-from attnpo.runs import drift
 from attnpo.runs import run as runs
 from attnpo.runs.drift import measure_drift
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.runs.models import load_policy
+from attnpo.runs.other_pairs import weigh_others
 from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
 from attnpo.schema import PreferencePair, UserError
@@ -137,7 +137,7 @@ def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
 ) -> None:
     pair = inputs.pairs["val"].pairs[0]
     empty = PreferencePair.make(pair.prompt, "", pair.rejected)
-    found = drift._weighed(inputs, [pair, empty])
+    found = weigh_others(inputs, [pair, empty])
     assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id]
     assert bool(found[0].weights[0].any()) and not bool(found[1].weights[0].any())
     assert len(found[1].weights[0]) == len(found[1].chosen.response_ids) == 1, "the end of the turn alone"
@@ -165,7 +165,7 @@ def test_sampled_answers_are_weighed_as_the_pairs_are(world: World, overrides: l
 
 
 def test_pairs_weighed_once_more_get_the_weights_they_have(inputs: Inputs) -> None:
-    again = drift._weighed(inputs, inputs.pairs["val"].pairs)
+    again = weigh_others(inputs, inputs.pairs["val"].pairs)
     for one, other in zip(again, inputs.examples["val"].examples, strict=True):
         assert one.pair_id == other.pair_id and one.lengths == other.lengths
         for new, old in zip(one.weights, other.weights, strict=True):

@@ -1,0 +1,314 @@
+"""Answers from an OpenAI-compatible server, for example vLLM with an exported folder."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnpo.answers.base import LENGTH, STOP, Answerer, Asked, Reply
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
+from attnpo.text.chat import ChatFormat
+
+if TYPE_CHECKING:
+    from openai import APIStatusError, OpenAI
+    from openai.types.chat import ChatCompletion
+
+log = logging.getLogger(__name__)
+
+NO_KEY = "none"  # the client wants one, and would else take OPENAI_API_KEY to a server that it is not meant for
+TOO_LONG = "too long for the server"
+# What servers say of a prompt that is too long: OpenAI's code, and the words of vLLM and of those that follow it.
+TOO_LONG_CODE, TOO_LONG_WORDS = "context_length_exceeded", "maximum context length"
+
+
+@dataclass(frozen=True)
+class OpenAIAnswering:
+    """A server that speaks OpenAI's chat completions.
+
+    ``base_url`` ends in /v1 as a rule. ``model``: its name there (None: ``model.path`` as given, as vLLM names what it
+    serves). ``key_variable`` names the environment variable with the key, None for a server that asks for none.
+    ``concurrency`` requests are open at a time; each is tried ``retries`` times again, with back-off, and may take
+    ``timeout`` seconds. ``extensions`` sends what OpenAI's own servers refuse and vLLM and its like take: top_k,
+    stop_token_ids, and the neutral values of what a folder's generation config would set else. Prompt and answer have
+    at most ``max_length`` tokens (None: the positions that the folder states, or what the server takes).
+    """
+
+    base_url: str = field(metadata=BOOKKEEPING)
+    model: str | None = None
+    key_variable: str | None = field(default=None, metadata=BOOKKEEPING)
+    concurrency: int = field(default=32, metadata=BOOKKEEPING)
+    timeout: float = field(default=600.0, metadata=BOOKKEEPING)
+    retries: int = field(default=8, metadata=BOOKKEEPING)
+    extensions: bool = True
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_least("answering", 1, concurrency=self.concurrency, timeout=self.timeout, max_length=self.max_length)
+        check_least("answering", 0, retries=self.retries)
+        if not self.base_url.startswith(("http://", "https://")):
+            raise UserError(
+                f"answering.base_url={self.base_url}: expected the address of a server, such as "
+                "http://localhost:8000/v1"
+            )
+
+    def open(self, model: ModelSpec, device: torch.device) -> Answerer:
+        """Reads the folder that is served, where ``model.path`` is one here; the server is not asked yet.
+
+        UserError without the package openai, or without the key that ``key_variable`` promises.
+        """
+        from attnpo.answers.answering import described
+        from attnpo.models.generate import longest_sequence
+
+        key = self._key()
+        _require_package()
+        if not Path(model.path).expanduser().is_dir():
+            log.info("%s is no folder here: its name on the server stands for its weights", model.path)
+            return ServedAnswerer(self, model, None, self.max_length, key)
+        spec, chat = described(model)
+        limit = longest_sequence(spec.path, spec.revision, "answering.max_length", self.max_length)
+        return ServedAnswerer(self, spec, chat, limit, key)
+
+    def _key(self) -> str:
+        if self.key_variable is None:
+            return NO_KEY
+        key = os.environ.get(self.key_variable)
+        if not key:
+            raise UserError(
+                f"answering.key_variable={self.key_variable}: expected the server's key in the environment variable "
+                f"{self.key_variable}, which is not set; set it, or answering.key_variable=null for a server that asks "
+                "for none"
+            )
+        return key
+
+
+def _require_package() -> None:
+    try:
+        import openai  # noqa: F401
+    except ImportError as problem:
+        raise UserError(
+            "answering=openai needs the package openai, which comes with the extra `eval`: pip install -e '.[eval]'"
+        ) from problem
+
+
+class ServedAnswerer:
+    """A served model. ``chat`` is None where ``model.path`` is no folder on this machine."""
+
+    def __init__(
+        self, settings: OpenAIAnswering, model: ModelSpec, chat: ChatFormat | None, limit: int | None, key: str
+    ) -> None:
+        self.settings, self.model, self.chat, self.limit = settings, model, chat, limit
+        self.name = settings.model or model.path
+        self._secret = key
+
+    @property
+    def counted_by(self) -> str:
+        """The server, whose ``usage`` it is."""
+        return f"{self.name} (the server's usage)"
+
+    def key(self) -> dict[str, object]:
+        """Weights and chat format of the folder, or the name on the server. The address is none of it."""
+        from attnpo.models.loading import weights_fingerprint
+
+        if self.chat is None:
+            return {"answering": "server", "model": {"served": self.name}}
+        weights = weights_fingerprint(self.model.path, self.model.revision)
+        return {"answering": "server", "model": weights, "chat": self.chat.fingerprint()}
+
+    def parameters(self, one: Asked, sampling: Sampling) -> dict[str, object]:
+        """The body of a request. The seed follows from that of the sampling, the conversation and the draw.
+
+        A server draws the same random numbers for the same seed: one seed for all would tie the answers to each other.
+
+        UserError for settings that only ``extensions`` can send.
+        """
+        seed = int(digest([sampling.seed, list(one.messages), one.draw])[:8], 16) >> 1  # 31 bits fit everywhere
+        body = {
+            "model": self.name,
+            "messages": list(one.messages),
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "seed": seed,
+        }
+        if self.settings.extensions:
+            ends = set(sampling.stop_ids) | (set() if self.chat is None else set(self.chat.end_ids))
+            neutral = {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
+            body["extra_body"] = neutral | ({"stop_token_ids": sorted(ends)} if ends else {})
+        elif sampling.top_k or sampling.stop_ids:
+            raise UserError(
+                f"answering.extensions=false cannot send sampling.top_k={sampling.top_k} and sampling.stop_ids="
+                f"{list(sampling.stop_ids)}: set them to 0 and [], or answering.extensions=true"
+            )
+        return body
+
+    def answer(self, asked: Sequence[Asked], sampling: Sampling) -> Iterator[Mapping[int, Reply]]:
+        """Replies one by one. UserError, last, for what the server gave no answer to after all retries.
+
+        A server that has failed ``concurrency`` times in a row is asked no more, one that refuses (key, name of the
+        model, parameters) at once.
+        """
+        from openai import OpenAI
+
+        if not asked:
+            return
+        bodies = [self.parameters(one, sampling) for one in asked]
+        settings = self.settings
+        problems: list[str] = []
+        client = OpenAI(
+            base_url=settings.base_url, api_key=self._secret, timeout=settings.timeout, max_retries=settings.retries
+        )
+        in_a_row = done = 0
+        for index, reply in _as_they_come(len(bodies), settings.concurrency, lambda at: _ask(client, bodies[at])):
+            done += 1
+            if isinstance(reply, Reply):
+                in_a_row = 0
+                yield {index: reply}
+            elif isinstance(reply, _Refusal):
+                raise self._refused(client, reply)
+            else:
+                in_a_row += 1
+                problems.append(str(reply))
+                if in_a_row >= settings.concurrency:
+                    break
+        else:
+            client.close()  # not where this is left early: threads may still be reading
+        if problems:
+            rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
+            raise UserError(
+                f"the server at answering.base_url={settings.base_url} did not answer {len(problems)} of {done} "
+                f"conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command again"
+            )
+
+    def _refused(self, client: "OpenAI", refusal: "_Refusal") -> UserError:
+        """The error for a request that would be refused again, with what can be done about it."""
+        from openai import OpenAIError
+
+        help_ = "the text above is the server's own"
+        if refusal.status in (401, 403):
+            variable = self.settings.key_variable
+            help_ = "name the environment variable that holds its key as answering.key_variable"
+            help_ = help_ if variable is None else f"the key in {variable} (answering.key_variable) is not one it takes"
+        elif refusal.status == 404:
+            served = ""
+            with suppress(OpenAIError, ValueError):
+                served = ": " + ", ".join(model.id for model in client.models.list().data)
+            help_ = f"set answering.model to the name of a model that it serves{served}; or the address is wrong"
+        elif self.settings.extensions:
+            help_ = "a server that does not know top_k and stop_token_ids needs answering.extensions=false"
+        return UserError(
+            f"the server at answering.base_url={self.settings.base_url} refused a request for the model {self.name!r} "
+            f"with status {refusal.status}: {refusal.text}; {help_}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ requests
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    """A status that the same request would get again, and the server's words."""
+
+    status: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a request got no answer after the client's retries."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+_Outcome = Reply | _Refusal | _Failure
+
+
+def _ask(client: "OpenAI", body: Mapping[str, object]) -> _Outcome:
+    """The reply to one request; the client waits and tries again by itself."""
+    from openai import APIConnectionError, APIStatusError, OpenAIError
+
+    try:
+        return _reply(client.chat.completions.create(**body))  # type: ignore[call-overload]
+    except APIConnectionError as problem:
+        return _Failure(f"{problem} {problem.__cause__ or ''}".strip())
+    except APIStatusError as problem:
+        return _of_status(problem)
+    except (OpenAIError, ValueError) as problem:  # ValueError: text that is no JSON
+        return _Failure(f"{type(problem).__name__}: {problem}")
+
+
+def _of_status(problem: "APIStatusError") -> _Outcome:
+    text = problem.message
+    if problem.status_code in (408, 409, 429) or problem.status_code >= 500:
+        return _Failure(text)
+    if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in text:
+        return Reply("", 0, LENGTH, refused=TOO_LONG)
+    return _Refusal(problem.status_code, text)
+
+
+def _reply(completion: "ChatCompletion") -> _Outcome:
+    """Takes a completion apart; the client checks no types, so a stranger's answer fails here."""
+    try:
+        choice = completion.choices[0]
+        text, reason, usage = choice.message.content, choice.finish_reason, completion.usage
+        tokens = 0 if usage is None else int(usage.completion_tokens)
+    except (AttributeError, IndexError, TypeError, ValueError) as problem:
+        return _Failure(f"the server's answer is no chat completion ({type(problem).__name__}: {problem})")
+    return Reply(text or "", tokens, str(reason or STOP))
+
+
+class _Asking:
+    """Threads that work through ``count`` calls of ``ask``, by index."""
+
+    def __init__(self, count: int, ask: Callable[[int], _Outcome]) -> None:
+        self.ask = ask
+        self.came: Queue[tuple[int, Future[_Outcome]]] = Queue()
+        self.stopped = Event()
+        self._waiting = iter(range(count))
+        self._lock = Lock()
+
+    def work(self) -> None:
+        """Takes calls until none is left or it is stopped."""
+        while not self.stopped.is_set():
+            with self._lock:
+                index = next(self._waiting, None)
+            if index is None:
+                return
+            future: Future[_Outcome] = Future()
+            try:
+                future.set_result(self.ask(index))
+            except Exception as problem:  # noqa: BLE001  whoever reads raises it
+                future.set_exception(problem)
+            self.came.put((index, future))
+
+
+def _as_they_come(count: int, at_once: int, ask: Callable[[int], _Outcome]) -> Iterator[tuple[int, _Outcome]]:
+    """The outcomes of ``ask`` for 0 to ``count - 1`` with their indices, ``at_once`` of them asked at a time.
+
+    Whoever stops reading waits for nothing: the threads are daemons, so Ctrl-C does not wait for a slow server.
+    """
+    asking = _Asking(count, ask)
+    threads = [Thread(target=asking.work, name="answering", daemon=True) for _ in range(min(at_once, count))]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(count):
+            index, future = asking.came.get()
+            yield index, future.result()
+        for thread in threads:
+            thread.join()
+    finally:
+        asking.stopped.set()

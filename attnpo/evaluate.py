@@ -1,0 +1,49 @@
+"""``python -m attnpo.evaluate``: a model on a benchmark, from its answers to a table's row; repeated, it goes on.
+
+``benchmark=judge`` is the judge's passport, which is composed like a run.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from attnpo.console import hear_signals
+
+if TYPE_CHECKING:
+    from attnpo.evaluation.evaluate_config import EvaluateConfig
+    from attnpo.runs.passport_config import PassportConfig
+
+DESCRIPTION = """\
+Measure a model on a benchmark: its answers, their grades, scores with their spreads.
+benchmark=judge says, before any training, whether a judge is worth reading; its keys are those of fit.
+A grader's key comes from the environment alone; limits.max_cost bounds what it may cost."""
+EXAMPLES = """\
+python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FastChat model.path=RUN/best
+python -m attnpo.evaluate benchmark=testbed grader=truth model.path=outputs/RUN/best
+python -m attnpo.evaluate benchmark=judge"""
+PASSPORT = "benchmark=judge"
+
+
+def main(cfg: "EvaluateConfig") -> int:
+    """0; 1 where calls got no reply, so that the command has to be given again."""
+    from attnpo.evaluation.evaluating import evaluate
+
+    return evaluate(cfg)
+
+
+def passport(cfg: "PassportConfig") -> int:
+    """0; the passport is printed, and written into a folder."""
+    from attnpo.runs.passport import write_passport
+
+    write_passport(cfg)
+    return 0
+
+
+if __name__ == "__main__":
+    hear_signals()
+    from attnpo.command_line import run_entry
+
+    words = sys.argv[1:]
+    if PASSPORT in words:
+        rest = [word for word in words if word != PASSPORT]
+        sys.exit(run_entry(passport, "passport", rest, DESCRIPTION, EXAMPLES))
+    sys.exit(run_entry(main, "evaluate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

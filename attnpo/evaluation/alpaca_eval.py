@@ -1,0 +1,325 @@
+"""AlpacaEval 2: a judge compares a model's answer to each instruction with GPT-4's; win rates with length controlled.
+
+The library ``alpaca_eval`` is the definition (Dubois et al. 2024, "Length-Controlled AlpacaEval"): prompts, order of
+the answers, meaning of a reply and win rates are its own. Questions are asked and kept by the runner of all benchmarks.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.evaluation import alpaca_library, alpaca_rates
+from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_to_get
+from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
+from attnpo.evaluation.base import Graded, Replies
+from attnpo.files import file_digest, shortened
+from attnpo.grading.base import GradingCall, GradingReply
+from attnpo.schema import Sampling, UserError
+
+ROWS = 805
+REFERENCE = "alpaca_eval_gpt4_baseline.json"
+HOW_TO_GET_REFERENCE = (
+    f"{how_to_get(REFERENCE)}, or results/gpt4_1106_preview/model_outputs.json of a checkout of "
+    "github.com/tatsu-lab/alpaca_eval"
+)
+HOW_TO_GET_AUXILIARY = f"{how_to_get(AUXILIARY)}, then benchmark.auxiliary=PATH here"
+# Why a row has no preference, or one that no judge gave; the counts of a result.
+NO_REPLY = "no reply"
+NO_VERDICT = "no verdict in the reply"
+TEXT_ONLY = "verdict from the text, no log-probabilities"
+SAME = "answer equal to the baseline's (a tie, not asked)"
+EMPTY = "empty answer"
+NO_LENGTHS = "no length-controlled rate: length differences are all the same"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference set: instructions with the baseline's answers, in the order that is their key."""
+
+    questions: tuple[Question, ...]
+    outputs: tuple[str, ...]
+    generator: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class AlpacaEval:
+    """AlpacaEval 2 as a benchmark; configs/benchmark/alpaca_eval.yaml says what each key means."""
+
+    sampling: Sampling
+    reference_outputs: str | None = None
+    annotator: str = "weighted_alpaca_eval_gpt-4o-mini-2024-07-18"
+    length_controlled: bool = True
+    auxiliary: str | None = None
+    rows: int = ROWS
+    name: str = "alpaca_eval"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise UserError(f"benchmark.rows must be at least 1, got {self.rows}")
+        if self.auxiliary is not None and not self.length_controlled:
+            raise UserError(
+                f"benchmark.auxiliary={self.auxiliary} is for the length-controlled win rate, which "
+                "benchmark.length_controlled=false turns off: leave one of the two out"
+            )
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """The length-controlled win rate first, where its auxiliary file can be had."""
+        return (LENGTH_CONTROLLED, RAW, DISCRETE) if self._auxiliary else (RAW, DISCRETE)
+
+    def questions(self) -> Sequence[Question]:
+        """The instructions; a question's id is its position in the reference set."""
+        return self._reference.questions
+
+    def versions(self) -> dict[str, object]:
+        """What decides calls and rates beside the answers."""
+        rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}
+        return {
+            "reference": self._reference.digest,
+            "baseline": self._reference.generator,
+            "annotator": self._annotator.name,
+            "annotator_digest": self._annotator.digest,
+            "alpaca_eval": version("alpaca_eval"),
+            "auxiliary": None if self._auxiliary is None else file_digest(self._auxiliary),
+            **rates,
+        }
+
+    def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
+        """A call for each row whose two answers differ; two equal ones are a tie, as the library has it."""
+        asked = self._annotator
+        return [
+            GradingCall(
+                benchmark=self.name,
+                item=question.id,
+                part="",
+                round=round_,
+                messages=alpaca_library.messages(prompt),
+                max_tokens=asked.max_tokens,
+                temperature=asked.temperature,
+                top_p=asked.top_p,
+                top_logprobs=asked.top_logprobs,
+                labels=asked.labels,
+            )
+            for question, prompt in zip(self.questions(), self._prompts(self._compared(answers)), strict=True)
+            if prompt is not None
+        ]
+
+    def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
+        """The library's win rates over the rows that have a reply or are a tie; one without a verdict is left out.
+
+        Raises:
+            ValueError: a reply is to another prompt than its question has here.
+        """
+        compared = self._compared(answers)
+        prompts = self._prompts(compared)
+        given = self._by_prompt(prompts, replies)
+        items = {call.item for call in replies}
+        places = [
+            place
+            for place, (question, prompt) in enumerate(zip(self.questions(), prompts, strict=True))
+            if prompt is None or question.id in items
+        ]
+        rows = [compared[place] for place in places]
+        preferences = alpaca_library.preferences(self._annotator.name, rows, given) if rows else np.zeros(0)
+        rates = alpaca_rates.win_rates(rows, preferences, self._auxiliary, places)
+        counts = Counter(
+            {
+                NO_REPLY: len(compared) - len(rows),
+                NO_VERDICT: int(np.isnan(preferences).sum()),
+                TEXT_ONLY: sum(reply.logprobs is None for reply in given.values()) if self._annotator.labels else 0,
+                SAME: sum(prompt is None for prompt in prompts),
+                EMPTY: sum(not row.output for row in rows),
+                NO_LENGTHS: int(rates.lengths_equal),
+            }
+        )
+        return Graded(
+            questions=tuple(self.questions()[place].id for place in places),
+            scores=rates.scores,
+            values=rates.values,
+            weights={name: np.isfinite(values).astype(float) for name, values in rates.values.items()},
+            counts=dict(+counts),
+            errors=rates.errors,
+        )
+
+    def given_answers(self, path: Path) -> dict[str, ModelAnswer]:
+        """The answers in a file of the library's form (``model_outputs.json``), by question id.
+
+        UserError names the rows that are missing, repeated, in another order or unknown to the reference set.
+        """
+        found = _read_rows(path, str(path), "a file of answers in alpaca_eval's form (instruction, output)")
+        expected = [question.turns[0] for question in self.questions()]
+        texts = [text for text, _ in found]
+        if texts != expected:
+            raise UserError(
+                f"{path} does not fit benchmark.reference_outputs={self.reference_outputs}: {_gap(texts, expected)}"
+            )
+        return {
+            question.id: ModelAnswer(question.id, (str(row["output"]),))
+            for question, (_, row) in zip(self.questions(), found, strict=True)
+        }
+
+    # -------------------------------------------------------------------------------------------- what it stands on
+
+    @cached_property
+    def _reference(self) -> Reference:
+        return read_reference(self.reference_outputs, self.rows)
+
+    @cached_property
+    def _annotator(self) -> Annotator:
+        return alpaca_library.annotator(self.annotator)
+
+    @cached_property
+    def _auxiliary(self) -> Path | None:
+        """The auxiliary file; None without length control, or where the file cannot be had, which is said once."""
+        if not self.length_controlled:
+            return None
+        if self.auxiliary is not None:
+            return alpaca_rates.named_auxiliary(self.auxiliary, self.rows)
+        found = from_hub(AUXILIARY)
+        if isinstance(found, Path):
+            return alpaca_rates.checked_auxiliary(found, self.rows, str(found))
+        _log.warning(
+            "%s: only raw win rates, no length-controlled one: %s (%s)", self.name, HOW_TO_GET_AUXILIARY, found
+        )
+        return None
+
+    def _prompts(self, compared: Sequence[Compared]) -> tuple[str | None, ...]:
+        return _prompts_of(self._annotator.name, tuple(compared))
+
+    def _compared(self, answers: Mapping[str, ModelAnswer]) -> list[Compared]:
+        """Each row with both answers, in the order of the reference set; UserError for answers that do not fit it."""
+        ids = [question.id for question in self.questions()]
+        lacking = [id_ for id_ in ids if id_ not in answers]
+        if lacking:
+            raise UserError(
+                f"benchmark={self.name}: {len(lacking)} of {len(ids)} questions have no answer "
+                f"({_some(lacking)}); generate the answers again, which goes on with those that are missing"
+            )
+        unknown = sorted(answers.keys() - set(ids))
+        if unknown:
+            raise UserError(
+                f"benchmark={self.name}: answers to questions that the reference set does not have ({_some(unknown)}); "
+                f"they belong to another file than benchmark.reference_outputs={self.reference_outputs}"
+            )
+        for id_ in ids:
+            answer = answers[id_]
+            if answer.question != id_ or len(answer.turns) != 1:
+                raise UserError(
+                    f"benchmark={self.name}: the answer under question {id_} is one of {len(answer.turns)} turns to "
+                    f"question {answer.question}; expected one turn, each answer at its own question"
+                )
+        return [
+            Compared(question.turns[0], baseline, answers[question.id].turns[0])
+            for question, baseline in zip(self.questions(), self._reference.outputs, strict=True)
+        ]
+
+    def _by_prompt(self, prompts: Sequence[str | None], replies: Replies) -> dict[str, GradingReply]:
+        """Replies by the prompt they answer."""
+        prompt_of = {question.id: prompt for question, prompt in zip(self.questions(), prompts, strict=True)}
+        found = {}
+        for call, reply in replies.items():
+            prompt = prompt_of.get(call.item)
+            if prompt is None or alpaca_library.messages(prompt) != tuple(call.messages):
+                raise ValueError(f"the reply of question {call.item} is to another prompt than this question has")
+            found[prompt] = reply
+        return found
+
+
+@lru_cache(maxsize=8)
+def _prompts_of(annotator: str, rows: tuple[Compared, ...]) -> tuple[str | None, ...]:
+    """The library's prompts: its pass over 805 rows takes seconds, and the same rows are graded several times."""
+    return tuple(alpaca_library.prompts(annotator, rows))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def read_reference(path: str | None, rows: int = ROWS) -> Reference:
+    """The reference set under ``benchmark.reference_outputs``; None takes it from the hub or its cache.
+
+    UserError where the file cannot be had, is not of the library's form, has another number of rows than ``rows``, or
+    answers of several generators.
+    """
+    place = from_hub(REFERENCE) if path is None else path
+    if path is None and isinstance(place, str):
+        raise UserError(
+            f"benchmark.reference_outputs is not given, and the hub does not give {REFERENCE} ({place}): name a file; "
+            f"expected {HOW_TO_GET_REFERENCE}"
+        )
+    named = f"benchmark.reference_outputs={place}"
+    file = Path(place).expanduser()
+    found = _read_rows(file, named, HOW_TO_GET_REFERENCE)
+    if len(found) != rows:
+        raise UserError(
+            f"{named} has {len(found)} rows, expected {rows}: a row's position is its key, so the set must be whole; "
+            f"benchmark.rows={len(found)} takes a set of that size (AlpacaEval 2: {HOW_TO_GET_REFERENCE})"
+        )
+    generators = sorted({str(row.get("generator")) for _, row in found})
+    if len(generators) != 1:
+        raise UserError(
+            f"{named} has answers of {len(generators)} generators ({_some(generators)}), expected one baseline"
+        )
+    return Reference(
+        questions=tuple(
+            Question(id=str(place), turns=(text,), category=str(row.get("dataset") or ""))
+            for place, (text, row) in enumerate(found)
+        ),
+        outputs=tuple(str(row["output"]) for _, row in found),
+        generator=generators[0],
+        digest=file_digest(file),
+    )
+
+
+def _read_rows(path: Path, named: str, wanted: str) -> list[tuple[str, dict[str, object]]]:
+    """Instruction and row of each row of a file in the library's form: a JSON list of objects."""
+    if not path.is_file():
+        raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {wanted}")
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{named} is not JSON in UTF-8 ({error}); expected {wanted}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{named} holds {type(rows).__name__}, expected a list of objects: {wanted}")
+    for place, row in enumerate(rows):
+        texts = row if isinstance(row, dict) else {}
+        if lacking := [key for key in ("instruction", "output") if not isinstance(texts.get(key), str)]:
+            raise UserError(f"{named}, row {place} has no text {lacking[0]!r}: {shortened(row)}; expected {wanted}")
+    return [(row["instruction"], row) for row in rows]
+
+
+def _gap(texts: Sequence[str], expected: Sequence[str]) -> str:
+    """In what a file's instructions differ from those of the reference set, which are others."""
+    count, wanted = Counter(texts), Counter(expected)
+    repeated = [text for text in count if count[text] > max(1, wanted[text])]
+    missing = [text for text in wanted if text not in count]
+    unknown = [text for text in count if text not in wanted]
+    parts = [
+        f"{len(found)} instructions are {what} (first: {shortened(found[0])!r})"
+        for what, found in (
+            ("missing", missing),
+            ("there more than once", repeated),
+            ("not in the reference set", unknown),
+        )
+        if found
+    ]
+    if parts:
+        return "; ".join(parts) + "; expected one answer to each, an empty one as an empty text"
+    first = next(place for place, (a, b) in enumerate(zip(texts, expected, strict=False)) if a != b)
+    return (
+        f"its rows are in another order, from row {first} on ({shortened(texts[first])!r} where the reference set has "
+        f"{shortened(expected[first])!r}): position is the key, put them in the order of the reference set"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

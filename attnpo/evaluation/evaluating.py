@@ -1,0 +1,293 @@
+"""``attnpo.evaluate``: answers, grades and scores of one model on one benchmark; a repeated command goes on.
+
+The folder holds ``answers-round0.jsonl`` and so on, ``grades.jsonl`` with every reply, and, once all is there,
+``evaluation.json`` with the scores and all that made them.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attnpo.answers.answering import described
+from attnpo.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
+from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.component_fields import as_values
+from attnpo.console import world_size
+from attnpo.display.output import markdown, print_sections, terminal
+from attnpo.display.page import report_page
+from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
+from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
+from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths, read_result
+from attnpo.evaluation.shown import result_sections
+from attnpo.evaluation.spreads import exchanged, grading_spread, score_of
+from attnpo.files import differences, write_whole
+from attnpo.grading.asking import Asked, ask_all, estimate
+from attnpo.grading.base import GradingCall
+from attnpo.grading.store import ReplyStore
+from attnpo.locks import locked
+from attnpo.machine import device_of
+from attnpo.models.loading import weights_fingerprint
+from attnpo.schema import UserError, digest
+
+log = logging.getLogger(__name__)
+
+UNANSWERED = "calls without a reply"
+EMPTY = "empty answers"
+LEFT_OUT = "questions left out by limits.max_items"
+
+
+def evaluate(cfg: EvaluateConfig) -> int:
+    """The exit status of the command: 0, or 1 where calls are left that got no reply.
+
+    Prints the scores and writes them into the evaluation's folder; what is finished already is printed again.
+
+    Raises:
+        UserError: data, answers or replies are not as they must be, or another process works in the folder.
+    """
+    if world_size() > 1:
+        raise UserError(
+            f"evaluate was started with {world_size()} processes; it works alone: start it without torchrun, and let "
+            "attnpo.generate or a server write the answers on several devices"
+        )
+    folder = cfg.folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder, cfg.lock_timeout):
+        result = measured(cfg, folder)
+    if result is None:
+        return 0 if cfg.limits.dry_run else 1
+    sections = result_sections(result)
+    print_sections(terminal(), sections)
+    log.info("%s", folder / RESULT)
+    return 0
+
+
+def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
+    """The result, computed unless the folder has it; None after a dry run, and where calls are left without a reply."""
+    before = read_result(folder)
+    benchmark = cfg.benchmark
+    if isinstance(benchmark, Benchmark):
+        result = _grade(cfg, benchmark, folder, before)
+    else:
+        result = _measure(cfg, benchmark, folder, before)
+    if result is not None and result is not before:
+        result.write(folder)
+        sections = result_sections(result)
+        title = f"{result.label} on {result.benchmark}"
+        write_whole(folder / "evaluation.md", markdown(sections, title))
+        write_whole(folder / "report.html", report_page(title, sections))
+    return result
+
+
+def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Path) -> bool:
+    """Whether a folder's result stands; a key that differs is named, and the result is made anew."""
+    if before is None:
+        return False
+    for name, was, now in differences(before.key, key):
+        log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
+        return False
+    log.info("%s is finished: its result stands", folder)
+    return True
+
+
+# ------------------------------------------------------------------------------------------------ without a grader
+
+
+def _measure(cfg: EvaluateConfig, measure: Measure, folder: Path, before: EvaluationResult | None) -> EvaluationResult:
+    spec, chat = described(cfg.model)
+    subject = Subject(spec, chat, _device(cfg), folder)
+    weights = weights_fingerprint(spec.path, spec.revision)
+    key = {
+        "benchmark": _versions(cfg, measure),
+        "model": {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()},
+    }
+    if before is not None and _same(before, key, folder):
+        return before
+    began = time.perf_counter()
+    found = measure.measure(subject)
+    if not found.scores:
+        raise UserError(f"benchmark {measure.name} gave no score; look at its settings with --cfg benchmark")
+    return EvaluationResult(
+        label=cfg.model_label(),
+        model=cfg.model.path,
+        benchmark=measure.name,
+        grader=None,
+        main=found.scores[0].name,
+        scores=found.scores,
+        key=key,
+        counts=found.counts,
+        cost={"seconds": round(time.perf_counter() - began, 1)},
+        table=found.table,
+    )
+
+
+def _versions(cfg: EvaluateConfig, benchmark: Benchmark | Measure) -> dict[str, object]:
+    return {"name": benchmark.name, "settings": as_values(cfg.benchmark), **benchmark.versions()}
+
+
+# ------------------------------------------------------------------------------------------------ with a grader
+
+
+@dataclass(frozen=True)
+class RoundGrades:
+    """A round's answers and the calls that grade them; ``again`` are the calls that grade some a second time."""
+
+    answers: Mapping[str, ModelAnswer]
+    calls: tuple[GradingCall, ...]
+    again: tuple[GradingCall, ...]
+
+
+def _grade(
+    cfg: EvaluateConfig, benchmark: Benchmark, folder: Path, before: EvaluationResult | None
+) -> EvaluationResult | None:
+    questions = benchmark.questions()
+    chosen = questions[: cfg.limits.max_items]
+    began = time.perf_counter()
+    if cfg.limits.dry_run:
+        _dry_run(cfg, benchmark, chosen, folder)
+        return None
+    cfg.grader.check_ready()  # before answers are made, which may take hours
+    cfg.limits.check_price(cfg.grader)
+    answerer = cfg.answering.open(cfg.model, _device(cfg))
+    answered = [
+        _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number))
+        for number in range(cfg.grading.rounds)
+    ]
+    key = {
+        "benchmark": _versions(cfg, benchmark),
+        "model": answerer.key(),
+        "grader": cfg.grader.identity(),
+        "grading": asdict(cfg.grading),
+        "answers": [digest([asdict(answer) for answer in each.answers.values()])[:16] for each in answered],
+    }
+    if before is not None and _same(before, key, folder):
+        return before
+    rounds = [_round(benchmark, each.answers, cfg.grading, number) for number, each in enumerate(answered)]
+    calls = [call for each in rounds for call in (*each.calls, *each.again)]
+    asked = ask_all(calls, cfg.grader, ReplyStore(folder), cfg.limits)
+    missing = len(calls) - len(asked.replies)
+    if missing > cfg.grading.missing:
+        _say_missing(asked, missing, len(calls))
+        return None
+    scores, counts = scores_of(benchmark, rounds, asked.replies)
+    counts[UNANSWERED] += missing
+    for each in answered:
+        counts[EMPTY] += each.statistics.empty
+        counts.update({f"answers that could not be made: {why}": n for why, n in each.statistics.refused.items()})
+    counts[LEFT_OUT] += len(questions) - len(chosen)
+    return EvaluationResult(
+        label=cfg.model_label(),
+        model=cfg.model.path,
+        benchmark=benchmark.name,
+        grader=grader_name(cfg),
+        main=benchmark.scores[0],
+        scores=scores,
+        key=key,
+        lengths=_lengths([each.statistics for each in answered]),
+        counts=dict(+counts),
+        cost={**asked.cost(cfg.grader.price), "seconds": round(time.perf_counter() - began, 1)},
+    )
+
+
+def grader_name(cfg: EvaluateConfig) -> str:
+    """What tables call the grader: its model, else the option that was chosen."""
+    named = cfg.grader.identity().get("model") or cfg.composed.choices.get("grader") or type(cfg.grader).__name__
+    return str(named)
+
+
+def _device(cfg: EvaluateConfig) -> torch.device:
+    return device_of(cfg.trainer.get("accelerator", "auto"))
+
+
+def _whole(found: RoundAnswers | None) -> RoundAnswers:
+    if found is None:
+        raise ValueError("one process answers every question, and some are without an answer")
+    return found
+
+
+def _lengths(rounds: Sequence[AnswerStatistics]) -> Lengths:
+    count = len(rounds)
+    return Lengths(
+        tokens=sum(each.tokens for each in rounds) / count,
+        characters=sum(each.characters for each in rounds) / count,
+        cut=sum(each.cut for each in rounds) / count,
+        tokenizer=rounds[0].counted_by,
+    )
+
+
+def _dry_run(cfg: EvaluateConfig, benchmark: Benchmark, questions: Sequence[Question], folder: Path) -> None:
+    """Says what grading would take. Answers are not made for it: each counts as long as it may be."""
+    longest = "word " * benchmark.sampling.max_new_tokens
+    answers = {question.id: ModelAnswer(question.id, (longest,) * len(question.turns)) for question in questions}
+    rounds = [_round(benchmark, answers, cfg.grading, number) for number in range(cfg.grading.rounds)]
+    calls = [call for each in rounds for call in (*each.calls, *each.again)]
+    found = estimate(calls, cfg.grader, ReplyStore(folder))
+    log.info(
+        "%s, %d rounds of %d questions, %d calls of them to grade again: %s; answers are counted at their longest, "
+        "%d tokens a turn",
+        *(benchmark.name, cfg.grading.rounds, len(questions), sum(len(each.again) for each in rounds)),
+        *(found, benchmark.sampling.max_new_tokens),
+    )
+
+
+def _say_missing(asked: Asked, missing: int, calls: int) -> None:
+    """Says what has no reply and what to do."""
+    if asked.stopped is None:
+        log.warning(
+            "%d of %d calls have no reply: give the command again to ask them once more, or grading.missing=%d to do "
+            "without them, counted as missing verdicts",
+            *(missing, calls, missing),
+        )
+
+
+def _round(benchmark: Benchmark, answers: Mapping[str, ModelAnswer], rules: GradingRules, number: int) -> RoundGrades:
+    """A round's calls about ``answers``, which may be to the first questions alone (``limits.max_items``)."""
+    # A benchmark asks for an answer to each of its questions, since places are keys: nothing is asked about the others.
+    every = {question.id: ModelAnswer(question.id, ("",) * len(question.turns)) for question in benchmark.questions()}
+    calls = tuple(call for call in benchmark.calls({**every, **answers}, number) if call.item in answers)
+    twice = graded_twice(list(answers), rules.twice(len(answers)), number)
+    again = tuple(replace(call, repeat=1) for call in calls if call.item in twice)
+    return RoundGrades(answers, calls, again)
+
+
+def graded_twice(questions: Sequence[str], count: int, round_: int) -> frozenset[str]:
+    """The questions whose answers are graded a second time: drawn by a digest, others in every round."""
+    return frozenset(sorted(questions, key=lambda name: digest(["graded twice", round_, name]))[:count])
+
+
+def scores_of(
+    benchmark: Benchmark, rounds: Sequence[RoundGrades], replies: Replies
+) -> tuple[tuple[Score, ...], Counter[str]]:
+    """The benchmark's figures with their spreads, and what was missing or replaced over all rounds.
+
+    Second grades serve the spread of grading alone: they move no figure.
+    """
+    first: list[Graded] = []
+    spreads: dict[str, list[float | None]] = {}
+    counts: Counter[str] = Counter()
+    for each in rounds:
+        one = {call: replies[call] for call in each.calls if call in replies}
+        two = {call: replies[call] for call in each.again if call in replies}
+        graded = benchmark.grade(each.answers, one)
+        first.append(graded)
+        counts.update(graded.counts)
+        names = {call.item for call in two}
+        if not two:
+            continue
+        again = benchmark.grade({name: answer for name, answer in each.answers.items() if name in names}, two)
+        exchange = exchanged(each.answers, one, two, benchmark.grade)
+        for name in graded.scores:
+            spreads.setdefault(name, []).append(grading_spread(name, graded, again, exchange))
+    scores = [score_of(name, first, _of_all(spreads.get(name, []), len(rounds))) for name in first[0].scores]
+    order = [*benchmark.scores, *(score.name for score in scores if score.name not in benchmark.scores)]
+    return tuple(sorted(scores, key=lambda score: order.index(score.name))), counts
+
+
+def _of_all(spreads: Sequence[float | None], rounds: int) -> float | None:
+    """The spread of a mean over rounds from the spread of each: their gradings are independent."""
+    known = [spread for spread in spreads if spread is not None]
+    return None if not known else float((sum(spread**2 for spread in known) / len(known) / rounds) ** 0.5)

@@ -1,0 +1,304 @@
+"""Implicit-reward accuracy: does a policy's own reward, log pi - log ref, order unseen pairs as their labels do?
+
+Rafailov et al. 2023 (arXiv 2305.18290), section 4: the reward of a DPO policy is beta (log pi - log ref) up to a term
+of the prompt alone. No order depends on beta, so none is asked for. Lambert et al. 2024 (RewardBench, arXiv 2403.13787)
+measure it so; tokens here are those of training, with its chat format and length rules.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.config import MISSING
+from attnpo.data.collate import TrainingExample
+from attnpo.data.prepare import EncodedSet, encode_pairs
+from attnpo.data.rules import LengthRules
+from attnpo.evaluation.base import Measured, Subject
+from attnpo.evaluation.pair_orders import Orders, Ties, Values
+from attnpo.evaluation.pair_set import KEY, UnseenPairs
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY = 10.0  # seconds between two lines on the progress
+
+Logps = Mapping[str, tuple[Float[Tensor, "m"], Float[Tensor, "k"]]]
+"""Per-token log-probabilities of chosen and rejected response, by pair id."""
+
+PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
+POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
+GAIN = "gain"
+
+
+class WeighedPair(NamedTuple):
+    """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
+
+    response_ids: tuple[list[int], list[int]]
+    factors: tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+
+
+Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, WeighedPair]]
+"""Token weights of pairs by their ids; what it leaves out has none."""
+
+
+@dataclass(frozen=True)
+class ImplicitReward:
+    """The share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
+
+    ``reference``: the model that training started from. ``accuracy`` sums log pi - log ref over the response,
+    ``accuracy_normalised`` is their mean; ``policy_alone`` and ``reference_alone`` order by log-probabilities, and
+    ``gain`` is how much more the reward orders rightly than the reference alone, paired. With ``reference: null`` there
+    is no such reward and ``policy_alone`` is all there is.
+    """
+
+    data: UnseenPairs
+    reference: str | None
+    reference_revision: str | None = None
+    lengths: LengthRules = field(default_factory=LengthRules)
+    ties: Ties = Ties.HALF
+    name: str = "implicit_reward"
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Names of the figures that every set gives; RewardBench's sections come after them."""
+        alone = (POLICY, POLICY + PER_TOKEN)
+        if self.reference is None:
+            return alone
+        return (PLAIN, NORMALISED, *alone, REFERENCE, REFERENCE + PER_TOKEN, GAIN, GAIN + PER_TOKEN)
+
+    def versions(self) -> dict[str, object]:
+        """The pairs themselves, the reference's weights, and the rules."""
+        from attnpo.models.loading import weights_fingerprint
+
+        self._require_paths()
+        pairs = self.data.load()
+        reference = None if self.reference is None else weights_fingerprint(self.reference, self.reference_revision)
+        groups = [self.data.group_of(pair) for pair in pairs.pairs]
+        return {
+            "pairs": digest([pairs.fingerprint, groups]),
+            "reference": reference,
+            "lengths": {name: getattr(value, "value", value) for name, value in asdict(self.lengths).items()},
+            "ties": self.ties.value,
+        }
+
+    def measure(self, subject: Subject) -> Measured:
+        """Accuracies of the plain and the length-normalised reward, with those of each model alone.
+
+        Raises:
+            UserError: pairs or reference cannot be read or have another vocabulary, the model's positions are fewer
+                than ``lengths.max_length``, or a log-probability is no number.
+        """
+        return self.measured(subject)
+
+    def measured(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
+        """The same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
+        self._require_paths()
+        _require_room(subject.model, self.lengths)
+        found = self.data.load()
+        encoded = _encoded(found.pairs, subject, self.lengths)
+        examples = {
+            pair.pair_id: bare_example(pair.pair_id, sides)
+            for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
+        }
+        weighed = {} if weigh is None else _matching(weigh(encoded.pairs), examples)
+        pad_id = int(subject.chat.tokenizer.pad_token_id or 0)
+        policy = self._score("policy", subject.model, examples, subject.device, pad_id)
+        reference, notes = self._reference(subject, examples, policy, pad_id)
+        gaps = reward_gaps(list(examples), policy, reference)
+        if weigh is not None and reference is not None:
+            gaps = {WEIGHTED: weighted_gaps(list(examples), policy, reference, weighed), **gaps}
+            notes["pairs without token weights"] = len(examples) - len(weighed)
+        place = {pair_id: index for index, pair_id in enumerate(examples)}
+        rows = [place[pair.pair_id] for pair in encoded.pairs]  # a pair that stands there twice counts twice
+        orders = Orders(
+            {name: gap[rows] for name, gap in gaps.items()},
+            [self.data.group_of(pair) for pair in encoded.pairs],
+            self.ties,
+            {} if reference is None else _baselines(gaps),
+        )
+        counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
+        for line in encoded.tally.lines():
+            log.warning("%s: %s", self.name, line)
+        return Measured(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
+
+    # -------------------------------------------------------------------------------------------- models
+
+    def _require_paths(self) -> None:
+        for key, value in (("data.path", self.data.path), ("reference", self.reference)):
+            if value == MISSING:
+                raise UserError(f"{KEY}{key}: required; give {KEY}{key}=FOLDER_OR_HUB_NAME")
+
+    def _reference(
+        self, subject: Subject, examples: Mapping[str, TrainingExample], policy: Logps, pad_id: int
+    ) -> tuple[Logps | None, dict[str, int]]:
+        from attnpo.models.loading import weights_fingerprint
+
+        if self.reference is None:
+            log.warning(
+                "%sreference=null: pairs are ordered by log pi alone, which is no reward of DPO; name the model that "
+                "training started from for one",
+                KEY,
+            )
+            return None, {"pairs ordered without a reference": len(examples)}
+        spec, own = subject.model, weights_fingerprint(subject.model.path, subject.model.revision)
+        if weights_fingerprint(self.reference, self.reference_revision) == own:
+            log.warning(
+                "%sreference=%s has the same weights as model.path=%s: all rewards are 0 and every pair is a tie",
+                KEY,
+                self.reference,
+                spec.path,
+            )
+            return policy, {"reference with the weights of the model": 1}
+        _require_same_tokens(self.reference, self.reference_revision, subject, examples.values())
+        other = ModelSpec(self.reference, self.reference_revision, spec.dtype, spec.attn_implementation)
+        return self._score("reference", other, examples, subject.device, pad_id), {}
+
+    def _score(
+        self, what: str, spec: ModelSpec, examples: Mapping[str, TrainingExample], device: torch.device, pad_id: int
+    ) -> Logps:
+        """Log-probabilities of all pairs under one model, which is let go again."""
+        from attnpo.models.loading import load_model
+        from attnpo.models.scored import ScoredLM
+        from attnpo.training.scoring import score_examples
+
+        model = load_model(
+            spec.path, dtype=spec.dtype, attn_implementation=spec.attn_implementation, revision=spec.revision
+        )
+        scored = ScoredLM(model.to(device))  # type: ignore[arg-type]
+        logps: dict[str, tuple[Tensor, Tensor]] = {}
+        began = said = time.perf_counter()
+        for pair_id, values in score_examples(scored, list(examples.values()), pad_id):
+            logps[pair_id] = values
+            now = time.perf_counter()
+            if now - said > LOG_EVERY:
+                said = now
+                log.info("%s: %s, %d of %d pairs, %.0f s", self.name, what, len(logps), len(examples), now - began)
+        broken = [pair_id for pair_id, sides in logps.items() if not all(bool(side.isfinite().all()) for side in sides)]
+        if broken:
+            raise UserError(
+                f"{self.name}: the {what} {spec.path} gives log-probabilities that are no numbers for {len(broken)} of "
+                f"{len(logps)} pairs (first: {broken[0]}); its weights are broken, or model.dtype={spec.dtype} is too "
+                "narrow for them"
+            )
+        del model, scored
+        torch.cuda.empty_cache()  # without effect where there is no GPU
+        return logps
+
+
+def bare_example(pair_id: str, sides: Mapping[str, EncodedResponse]) -> TrainingExample:
+    """A pair to be scored, which nothing weighs."""
+    chosen, rejected = (sides[side] for side in SIDES)
+    nothing = torch.zeros(0)
+    return TrainingExample(pair_id, chosen, rejected, (nothing, nothing), (0.0, 0.0), (0.0, 0.0))
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+
+
+def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None) -> dict[str, Values]:
+    """How far each chosen response is ahead, by reward in nats: summed over its tokens, and as their mean.
+
+    The first is log pi - log ref where there is a reference. Log-ratios are formed per token before any sum.
+    """
+    ratios = None if reference is None else _ratios(policy, reference)
+    found = {} if ratios is None else {PLAIN: _gaps(pair_ids, ratios), NORMALISED: _gaps(pair_ids, ratios, mean=True)}
+    for name, logps in ((POLICY, policy), (REFERENCE, reference)):
+        if logps is not None:
+            found |= {name: _gaps(pair_ids, logps), name + PER_TOKEN: _gaps(pair_ids, logps, mean=True)}
+    return found
+
+
+def weighted_gaps(
+    pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, WeighedPair]
+) -> Values:
+    """The same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
+    ratios = _ratios(policy, reference)
+    made = {
+        pair_id: tuple(f.double() * ratio for f, ratio in zip(pair.factors, ratios[pair_id], strict=True))
+        for pair_id, pair in weighed.items()
+    }
+    return np.array(
+        [float(made[one][0].sum() - made[one][1].sum()) if one in made else float("nan") for one in pair_ids]
+    )
+
+
+def _ratios(policy: Logps, reference: Logps) -> Logps:
+    return {
+        pair_id: (
+            sides[0].double() - reference[pair_id][0].double(),
+            sides[1].double() - reference[pair_id][1].double(),
+        )
+        for pair_id, sides in policy.items()
+    }
+
+
+def _gaps(pair_ids: Sequence[str], logps: Logps, mean: bool = False) -> Values:
+    sums = [[float(side.double().sum()) / (len(side) if mean else 1) for side in logps[one]] for one in pair_ids]
+    return np.array([chosen - rejected for chosen, rejected in sums])
+
+
+def _baselines(gaps: Mapping[str, Values]) -> dict[str, tuple[str, str]]:
+    found = {GAIN: (PLAIN, REFERENCE), GAIN + PER_TOKEN: (NORMALISED, REFERENCE + PER_TOKEN)}
+    return found | ({f"{GAIN}_weighted": (WEIGHTED, REFERENCE)} if WEIGHTED in gaps else {})
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _encoded(pairs: Sequence[PreferencePair], subject: Subject, lengths: LengthRules) -> EncodedSet:
+    try:
+        return encode_pairs(pairs, subject.chat, lengths)
+    except UserError as error:
+        raise UserError(f"implicit reward: {str(error).replace('lengths.', f'{KEY}lengths.')}") from error
+
+
+def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
+    from attnpo.models.generate import longest_sequence
+
+    key = f"{KEY}lengths.max_length"
+    longest_sequence(model.path, model.revision, key, lengths.max_length)
+    positions = longest_sequence(model.path, model.revision, key, None)
+    if positions is not None and positions < lengths.max_length:
+        raise UserError(
+            f"{key}={lengths.max_length}: {model.path} has {positions} positions; set {key}={positions} and "
+            f"{KEY}lengths.max_prompt_length below it"
+        )
+
+
+def _require_same_tokens(
+    reference: str, revision: str | None, subject: Subject, examples: Iterable[TrainingExample]
+) -> None:
+    """Raises UserError where a token of the pairs is another one in the reference's vocabulary."""
+    from attnpo.models.loading import load_tokenizer
+
+    own, other = subject.chat.tokenizer, load_tokenizer(reference, revision)
+    used = {index for one in examples for side in one.sides for index in (*side.prompt_ids, *side.response_ids)}
+    known = other.get_vocab()
+    wrong = [token for index in sorted(used) if known.get(token := str(own.convert_ids_to_tokens(index))) != index]
+    if wrong:
+        raise UserError(
+            f"{KEY}reference={reference} has another vocabulary than {subject.model.path}: {len(wrong)} of "
+            f"{len(used)} tokens of the pairs have other ids there (first: {wrong[0]!r}); name the model that its "
+            "training started from"
+        )
+
+
+def _matching(weighed: Mapping[str, WeighedPair], examples: Mapping[str, TrainingExample]) -> Mapping[str, WeighedPair]:
+    """The weights, as far as there is such a pair; UserError where they were made for other tokens."""
+    found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
+    for pair_id, pair in found.items():
+        ids = tuple(side.response_ids for side in examples[pair_id].sides)
+        if ids != pair.response_ids:
+            raise UserError(
+                f"implicit reward: token weights of pair {pair_id} belong to other tokens than the model's; weights "
+                "and model must have one tokenizer, chat template and length rules: name the run that trained the model"
+            )
+    return found

@@ -1,0 +1,306 @@
+"""Tasks of lm_eval as a measure: IFEval, and any other by name, on the model folder, without a grader.
+
+Sources: EleutherAI/lm-evaluation-harness (lm_eval 0.4.13); IFEval: Zhou et al. 2023, arXiv 2311.07911.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnpo.evaluation.base import Measured, Score, Subject
+from attnpo.evaluation.lm_eval_library import WORDS, FoundTask, find_task, quiet, require_nltk
+from attnpo.evaluation.spreads import NORMAL
+from attnpo.files import clean, file_digest, read_record, write_record
+from attnpo.schema import BOOKKEEPING, Json, UserError, check_least, digest
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.result_schema import EvalResults
+
+log = logging.getLogger(__name__)
+
+BOOTSTRAP = 1000
+"""Resamples for standard errors without a formula (lm_eval's own 100,000 take minutes for a third digit)."""
+NO_FILTER = "none"  # lm_eval's name for answers taken as they are
+VERSION = "1"  # raised by hand with every change of the code that moves a figure
+
+
+@dataclass(frozen=True)
+class LmEvalTasks:
+    """Figures of tasks, groups or tags of lm_eval, by their names.
+
+    ``include_path``: a folder with tasks of one's own in lm_eval's format, whose Python functions are run.
+    ``num_fewshot`` and ``max_gen_toks`` (new tokens of an answer) replace what tasks say; ``limit``: only so many
+    documents of each task. ``nltk_data``: data of nltk that the tasks need. The model is loaded as for training, in
+    ``model.dtype``; ``apply_chat_template`` asks in its chat format.
+    """
+
+    tasks: tuple[str, ...] = ()
+    name: str = "lm_eval"
+    apply_chat_template: bool = False
+    system: str | None = None
+    num_fewshot: int | None = None
+    max_gen_toks: int | None = None
+    limit: int | None = None
+    batch_size: int = field(default=8, metadata=BOOKKEEPING)
+    include_path: str | None = None
+    nltk_data: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_least("benchmark", 1, limit=self.limit, batch_size=self.batch_size, max_gen_toks=self.max_gen_toks)
+        check_least("benchmark", 0, num_fewshot=self.num_fewshot)
+        if self.system is not None and not self.apply_chat_template:
+            raise UserError("benchmark.system is a turn of a chat: set benchmark.apply_chat_template=true as well")
+
+    @property
+    def scores(self) -> tuple[str, ...]:
+        """Empty: only the tasks know their figures."""
+        return ()
+
+    def versions(self) -> dict[str, object]:
+        """Version of lm_eval, which has the tasks and their prompts, digests of the user's own, and the settings.
+
+        The version of each task and a digest of its documents stand in the table of the result.
+        """
+        self._require_tasks()
+        values = asdict(self)
+        settings = {
+            name: values[name] for name in ("apply_chat_template", "system", "num_fewshot", "max_gen_toks", "limit")
+        }
+        return {
+            "lm_eval": metadata.version("lm_eval"),
+            "tasks": list(self.tasks),
+            "own_tasks": None if self.include_path is None else _digests(self._own()),
+            "code": VERSION,
+            **settings,
+        }
+
+    def measure(self, subject: Subject) -> Measured:
+        """The figures of every task with 1.96 standard errors, and a row for each figure of each part.
+
+        A task that is done is kept in the subject's folder, and read from there by a repeated command.
+
+        Raises:
+            UserError: a task is not known, or its data, its packages or its room in the model cannot be had.
+        """
+        import lm_eval  # noqa: F401  a user without the package is told of its extra, before anything else
+
+        self._require_tasks()
+        require_nltk(self.nltk_data)
+        runner = _Runner(self, subject, None if self.include_path is None else self._own())
+        found = [runner.task(name) for name in self.tasks]
+        counts: dict[str, int] = {}
+        for reason, count in (item for one in found for item in one.counts.items()):
+            counts[reason] = counts.get(reason, 0) + count
+        scores = tuple(score for one in found for score in one.scores)
+        return Measured(scores, counts, tuple(row for one in found for row in one.table))
+
+    def _require_tasks(self) -> None:
+        if not self.tasks:
+            raise UserError(
+                "benchmark.tasks is empty: name tasks of lm_eval, as in benchmark.tasks=[arc_easy,hellaswag]"
+            )
+        if len(set(self.tasks)) < len(self.tasks):
+            raise UserError(f"benchmark.tasks={list(self.tasks)} names a task twice")
+        if self.include_path is not None and not self._own().is_dir():
+            raise UserError(f"benchmark.include_path={self.include_path}: no such folder (looked from {Path.cwd()})")
+
+    def _own(self) -> Path:
+        return Path(str(self.include_path)).expanduser().resolve()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """A digest of every file below a folder of tasks, by its path there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+    return {path.relative_to(folder).as_posix(): file_digest(path) for path in files}
+
+
+# ------------------------------------------------------------------------------------------------ one task
+
+
+class _Runner:
+    """Runs the tasks of one measure on one model, which is loaded when the first task needs it."""
+
+    def __init__(self, settings: LmEvalTasks, subject: Subject, own: Path | None) -> None:
+        self.settings, self.subject, self.own = settings, subject, own
+        self._lm: HFLM | None = None
+        self._key = self._of_all()
+
+    def _of_all(self) -> dict[str, object]:
+        """What decides the figures of any task of this measure."""
+        from attnpo.models.loading import attention_of, weights_fingerprint
+
+        model = self.subject.model
+        return {
+            **{name: value for name, value in self.settings.versions().items() if name != "tasks"},
+            "model": weights_fingerprint(model.path, model.revision),
+            "dtype": model.dtype,
+            "attention": attention_of(model.path, model.revision, model.attn_implementation),
+            "chat": self.subject.chat.fingerprint(),
+        }
+
+    def task(self, name: str) -> Measured:
+        """The figures of one task, group or tag; read from the folder where they are there."""
+        path, key = self.subject.folder / f"task-{clean(name)}.json", digest([name, self._key])
+        kept = read_record(path)
+        if kept is not None and kept.get("key") == key:
+            log.info("%s: %s is done, read from %s", self.settings.name, name, path)
+            return measured_again(kept)
+        began = time.perf_counter()
+        measured = self._run(name)
+        write_record(path, {"key": key, **asdict(measured)})
+        seconds = time.perf_counter() - began
+        log.info("%s: %s is done in %.0f s; what lm_eval said is in %s", self.settings.name, name, seconds, WORDS)
+        return measured
+
+    def _run(self, name: str) -> Measured:
+        import lm_eval
+
+        settings, folder, device = self.settings, self.subject.folder, self.subject.device
+        with quiet(folder, device):
+            found = find_task(name, self.own)
+            self._lm = self._lm or self._model()
+        self._check(found, self._lm)
+        parts = len(found.tasks)
+        log.info("%s: %s%s on %s", settings.name, name, f" ({parts} tasks)" * (parts > 1), device)
+        with quiet(folder, device) as heard:
+            results = lm_eval.simple_evaluate(
+                model=self._lm,
+                tasks=list(found.asked),
+                task_manager=found.manager,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                bootstrap_iters=BOOTSTRAP,
+                apply_chat_template=settings.apply_chat_template,
+                system_instruction=settings.system,
+                gen_kwargs=None if settings.max_gen_toks is None else {"max_gen_toks": settings.max_gen_toks},
+            )
+        if results is None:  # lm_eval gives them to the first process alone
+            raise UserError(f"benchmark={settings.name} runs in one process: start it without torchrun or srun")
+        for text, count in heard.items():
+            log.warning("%s: %s: lm_eval says, %d times: %s", settings.name, name, count, text)
+        counts = {f"lm_eval: {text}": count for text, count in heard.items()}
+        return measured_of(name, results, counts)
+
+    def _model(self) -> "HFLM":
+        """The model for lm_eval: loaded as for training, with training's chat format and ends of turn."""
+        from lm_eval.models.huggingface import HFLM
+
+        from attnpo.models.loading import load_model, load_tokenizer
+
+        spec, chat = self.subject.model, self.subject.chat
+        model = load_model(
+            spec.path, dtype=spec.dtype, attn_implementation=spec.attn_implementation, revision=spec.revision
+        )
+        model.to(self.subject.device)  # type: ignore[arg-type]
+        if self.settings.apply_chat_template and model.generation_config is not None:
+            model.generation_config.eos_token_id = sorted(chat.end_ids)
+        tokenizer = load_tokenizer(spec.path, spec.revision, chat.chat_template)  # lm_eval changes the one it gets
+        return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
+
+    def _check(self, found: FoundTask, lm: "HFLM") -> None:
+        """Raises UserError for a task that would end in an error only after its first hour."""
+        for name, task in found.tasks.items():
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(f"benchmark.tasks: {name} runs code that a model wrote, which is not done here")
+            if getattr(task, "MULTIMODAL", False):
+                raise UserError(f"benchmark.tasks: {name} shows images, and the model reads text alone")
+            if task.OUTPUT_TYPE != "generate_until":
+                continue
+            asked = self.settings.max_gen_toks or (task.config.generation_kwargs or {}).get(
+                "max_gen_toks", lm.max_gen_toks
+            )
+            if int(asked) >= lm.max_length:
+                raise UserError(
+                    f"benchmark.tasks: {name} asks for answers of up to {asked} tokens, and {self.subject.model.path} "
+                    f"has {lm.max_length} positions for prompt and answer: set benchmark.max_gen_toks below it"
+                )
+
+
+# ------------------------------------------------------------------------------------------------ its results
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
+
+    ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
+    """
+
+    task: str
+    metric: str
+    filter: str
+    value: float
+    stderr: float | None
+    documents: int
+    shots: int | None
+    version: str | float | None
+    data: str | None
+
+    def score(self) -> Score:
+        """The figure as a score, with 1.96 standard errors."""
+        name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
+        half = None if self.stderr is None else NORMAL * self.stderr
+        interval = None if half is None else (self.value - half, self.value + half)
+        return Score(name, self.value, (self.value,), interval, None, self.documents)
+
+
+def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
+    """Scores of a task, of a group as a whole or of each task of a tag; rows for all there is."""
+    figures = figures_of(results)
+    whole = [figure for figure in figures if figure.task == name] or figures
+    if not whole:
+        raise UserError(f"benchmark.tasks: {name} of lm_eval gives no figure that is a number")
+    left = sum(size["original"] - size["effective"] for size in results["n-samples"].values())
+    limited = {"documents left out by benchmark.limit": left} if left else {}
+    return Measured(
+        tuple(figure.score() for figure in whole), {**counts, **limited}, tuple(asdict(figure) for figure in figures)
+    )
+
+
+def figures_of(results: "EvalResults") -> list[Figure]:
+    """Every number of every task and group; what is no number is left out."""
+    figures = []
+    rows: dict[str, dict[str, Any]] = {task: dict(metrics) for task, metrics in results["results"].items()}
+    for task, metrics in rows.items():
+        documents = {str(sample["doc_hash"]) for sample in results.get("samples", {}).get(task, ())}
+        for key, value in metrics.items():
+            metric, _, selected = key.partition(",")
+            if not selected or metric.endswith("_stderr") or isinstance(value, bool) or not isinstance(value, Real):
+                continue
+            error = metrics.get(f"{metric}_stderr,{selected}")
+            figure = Figure(
+                task=task,
+                metric=metric,
+                filter=selected,
+                value=float(value),
+                stderr=float(error) if isinstance(error, Real) and math.isfinite(error) else None,
+                documents=int(metrics.get("sample_len", 0)),
+                shots=results["n-shot"].get(task),
+                version=results["versions"].get(task),
+                data=digest(sorted(documents))[:12] if documents else None,
+            )
+            figures.append(figure)
+    return figures
+
+
+def measured_again(kept: Mapping[str, Json]) -> Measured:
+    """What ``asdict`` made of a ``Measured``, as one again."""
+    read: Any = kept
+    scores = [
+        Score(
+            **{
+                **score,
+                "rounds": tuple(score["rounds"]),
+                "interval": None if score["interval"] is None else tuple(score["interval"]),
+            }
+        )
+        for score in read["scores"]
+    ]
+    return Measured(tuple(scores), read["counts"], tuple(read["table"]))

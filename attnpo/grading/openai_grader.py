@@ -1,0 +1,241 @@
+"""Graders behind an OpenAI-compatible endpoint: OpenAI's own service, or a model served elsewhere.
+
+Requests, back-off with jitter and ``Retry-After`` are the openai client's. A reply that is no completion (a proxy's
+page, half a text) is made an error of the connection, so that the client repeats it like any other.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
+
+from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.grading.threads import in_threads
+from attnpo.schema import UserError, check_choice, check_least
+from attnpo.text.chat import ChatFormat
+
+if TYPE_CHECKING:
+    import httpx2
+    import openai
+    from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+
+log = logging.getLogger(__name__)
+
+SERVICE = "https://api.openai.com/v1"
+ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
+NO_KEY = "none"  # what a server that asks for no key is sent
+LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
+OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
+
+
+@dataclass(frozen=True)
+class OpenAIGrader:
+    """A model that an OpenAI-compatible endpoint serves.
+
+    ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
+    ``key_variable``. ``concurrency`` calls are open at once, each waits ``timeout`` seconds for its reply and is
+    repeated up to ``max_retries`` times, not where the server asks for more than two minutes of patience.
+    ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly.
+    The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
+    goes with every request, ``length_key`` is the name it gives the most output tokens.
+    """
+
+    model: str = "gpt-4o-mini-2024-07-18"
+    base_url: str | None = None
+    key_variable: str = "OPENAI_API_KEY"
+    concurrency: int = 16
+    timeout: float = 600.0
+    max_retries: int = 10
+    price_model: str | None = "gpt-4o-mini-2024-07-18"
+    price_input: float = 0.15
+    price_output: float = 0.60
+    tokenizer: str | None = None
+    length_key: str = "max_tokens"
+    extra_body: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_least("grader", 1, concurrency=self.concurrency)
+        check_least("grader", 0, max_retries=self.max_retries)
+        if not 0 < self.timeout < float("inf"):
+            raise UserError(f"grader.timeout: expected seconds above 0, got {self.timeout}")
+        check_least("grader", 0, price_input=self.price_input, price_output=self.price_output)
+        check_choice("grader.length_key", self.length_key, LENGTH_KEYS)
+
+    @property
+    def price(self) -> Price:
+        """The prices, where they are this model's."""
+        if self.model != self.price_model:
+            return Price(known=False)
+        return Price(self.price_input, self.price_output)
+
+    @property
+    def address(self) -> str:
+        """Where requests go."""
+        return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
+
+    def identity(self) -> dict[str, object]:
+        """Model, address and what goes with every request."""
+        return {
+            "kind": "openai",
+            "model": self.model,
+            "base_url": self.address,
+            "extra_body": dict(self.extra_body),
+        }
+
+    def count_tokens(self, call: GradingCall) -> int | None:
+        """By ``tokenizer``, the chat template's tokens included."""
+        return None if self.tokenizer is None else len(_chat(self.tokenizer).prompt_ids(call.messages))
+
+    def check_ready(self) -> None:
+        """Raises UserError without the client's package, or without a key for OpenAI's service."""
+        if find_spec("openai") is None or find_spec("httpx2") is None:
+            raise UserError(
+                "grader=openai needs the packages openai (3 or later) and httpx2; they come with the extra `eval`: "
+                "pip install -e '.[eval]'"
+            )
+        if self.address == SERVICE and not os.environ.get(self.key_variable):
+            raise UserError(
+                f"grader=openai asks {SERVICE}, which needs a key: expected it in the environment variable "
+                f"{self.key_variable} (grader.key_variable), which is not set; or name a server of your own with "
+                "grader.base_url=http://HOST:PORT/v1"
+            )
+
+    def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
+        """Each call with its reply, as they come.
+
+        Raises:
+            UserError: what ``check_ready`` says, the endpoint refuses the key or does not know the model, or it gives
+                no log-probabilities where a call needs them.
+        """
+        self.check_ready()
+        client = self._client()
+        retried: list[int] = []
+        try:
+            yield from in_threads(lambda call: self._reply(client, call, retried), calls, self.concurrency)
+            client.close()  # not where this is left early: threads may still be reading
+        finally:
+            if retried:
+                log.info(
+                    "%s: %d of the calls were answered after repeating them, %d times in all",
+                    self.address,
+                    len(retried),
+                    sum(retried),
+                )
+
+    def _client(self) -> "openai.OpenAI":
+        import openai
+        from httpx2 import Limits
+
+        # The client's own pool is smaller than some choices of `concurrency`.
+        limits = Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
+        hooks = {"response": [_refuse_other_than_completions]}
+        return openai.OpenAI(
+            api_key=os.environ.get(self.key_variable) or NO_KEY,
+            base_url=self.address,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+            http_client=openai.DefaultHttpxClient(event_hooks=hooks, limits=limits, timeout=self.timeout),
+        )
+
+    def _reply(self, client: "openai.OpenAI", call: GradingCall, retried: list[int]) -> GradingReply | GradingFailure:
+        """What the endpoint says to one call. UserError for what no other call would fare better with."""
+        import openai
+
+        began = time.monotonic()
+        wanted = {"logprobs": True, "top_logprobs": call.top_logprobs} if call.top_logprobs else {}
+        try:
+            raw = client.chat.completions.with_raw_response.create(
+                model=self.model,
+                messages=cast("list[ChatCompletionMessageParam]", list(call.messages)),
+                temperature=call.temperature,
+                top_p=call.top_p,
+                extra_body={self.length_key: call.max_tokens, **wanted, **self.extra_body},
+            )
+        except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
+            raise UserError(
+                f"{self.address} refuses the key in {self.key_variable} ({_said(problem)}): set the environment "
+                "variable to one that may use grader.model"
+            ) from problem
+        except openai.NotFoundError as problem:
+            raise UserError(
+                f"{self.address} does not serve grader.model={self.model} ({_said(problem)}): see its list at "
+                f"{self.address}/models, and that grader.base_url ends as the server wants it (mostly /v1)"
+            ) from problem
+        except openai.APIStatusError as problem:
+            self._check_mendable(problem)
+            return GradingFailure(_said(problem))
+        except (openai.APIError, UnicodeError) as problem:
+            return GradingFailure(_said(problem))
+        if raw.retries_taken:
+            retried.append(raw.retries_taken)
+        reply = _read(raw.parse(), time.monotonic() - began)
+        if call.top_logprobs and reply.logprobs is None:
+            raise UserError(self._without_logprobs("gives none"))
+        return reply
+
+    def _check_mendable(self, problem: "openai.APIStatusError") -> None:
+        """Raises UserError for a refusal that every call would meet."""
+        if problem.code == OUT_OF_CREDIT:
+            raise UserError(
+                f"{self.address}: the account of the key in {self.key_variable} is out of credit ({_said(problem)}); "
+                "the replies so far are stored, the same command goes on from there"
+            ) from problem
+        if problem.param in ("logprobs", "top_logprobs"):
+            raise UserError(self._without_logprobs(f"refuses them ({_said(problem)})")) from problem
+
+    def _without_logprobs(self, what: str) -> str:
+        return (
+            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {self.address} with "
+            f"grader.model={self.model} {what}: name an endpoint that gives them (OpenAI's, or vLLM's server), or "
+            "grade on this machine with grader=local"
+        )
+
+
+@cache
+def _chat(tokenizer: str) -> ChatFormat:
+    from attnpo.models.loading import load_tokenizer
+
+    return ChatFormat(load_tokenizer(tokenizer))
+
+
+def _refuse_other_than_completions(response: "httpx2.Response") -> None:
+    """Raises an error of the connection for a reply that says it is one and is not."""
+    from httpx2 import DecodingError
+
+    if response.status_code != 200:
+        return
+    try:
+        choice = json.loads(response.read())["choices"][0]
+        complete = isinstance(choice["message"], dict)
+    except (ValueError, KeyError, IndexError, TypeError):
+        complete = False
+    if not complete:
+        raise DecodingError(f"no completion: {response.text[:80]!r}", request=response.request)
+
+
+def _read(completion: "ChatCompletion", seconds: float) -> GradingReply:
+    choice, usage = completion.choices[0], completion.usage
+    first = choice.logprobs.content[0] if choice.logprobs and choice.logprobs.content else None
+    likely: dict[str, float] = {}
+    for entry in first.top_logprobs if first is not None else ():
+        likely.setdefault(entry.token, entry.logprob)  # the most likely of those that show as one text
+    return GradingReply(
+        text=choice.message.content or "",
+        finish_reason=choice.finish_reason or "stop",
+        logprobs=likely or None,
+        input_tokens=usage.prompt_tokens if usage else 0,
+        output_tokens=usage.completion_tokens if usage else 0,
+        seconds=seconds,
+        model=completion.model or "",
+    )
+
+
+def _said(problem: Exception) -> str:
+    """A problem as one line, with what is behind a broken connection."""
+    cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
+    return " ".join(f"{problem}{cause}".split())[:300]

@@ -1,0 +1,396 @@
+"""Arena-Hard: what the judge is asked, how verdicts are read and averaged, and files that are not as they should be."""
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation.arena_hard import ArenaHard
+from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.python_constants import constant
+from attnpo.grading.base import GradingReply
+from attnpo.schema import UserError
+from tests.evaluation.checkouts import answers_to, arena_hard_auto, check_means, configured, graded_with
+
+GRADER = {"model": "judge"}
+ONE, TWO = "game_1", "game_2"
+QUESTIONS = "data/arena-hard-v0.1/question.jsonl"
+BASELINE = "data/arena-hard-v0.1/model_answer/old.jsonl"
+JUDGES = "utils/judge_utils.py"
+CONFIG = "config/arena-hard-v0.1.yaml"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "arena-hard-auto"
+    folder.mkdir()
+    return arena_hard_auto(folder)
+
+
+@pytest.fixture
+def benchmark(checkout: Path) -> Benchmark:
+    return configured("arena_hard", path=str(checkout))
+
+
+def change(checkout: Path, name: str, old: str, new: str) -> None:
+    text = (checkout / name).read_text(encoding="utf-8")
+    assert old in text
+    (checkout / name).write_text(text.replace(old, new), encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------- questions and calls
+
+
+def test_what_the_judge_is_asked_in_both_orders(benchmark: Benchmark) -> None:
+    assert isinstance(benchmark, Benchmark) and benchmark.sampling.max_new_tokens == 2048
+    assert benchmark.sampling.temperature == 0 and benchmark.scores == ("win_rate",)
+    questions = benchmark.questions()
+    assert [(question.id, question.turns) for question in questions] == [(f"a{n}", (f"ask a{n}",)) for n in (1, 2, 3)]
+    answers = answers_to(questions)
+    calls = benchmark.calls(dict(reversed(answers.items())), 1)  # their order makes no difference
+    assert [(call.item, call.part) for call in calls] == [(f"a{n}", game) for n in (1, 2, 3) for game in (ONE, TWO)]
+    assert {(c.benchmark, c.round, c.max_tokens, c.temperature) for c in calls} == {("arena_hard", 1, 16000, 0.0)}
+    shown = [[(message["role"], message["content"]) for message in call.messages] for call in calls[2:4]]
+    system = ("system", "Be fair.\\d")
+    assert shown == [
+        [system, ("user", "<ask a2>\nA: old on a2\nB: mine 0 a2")],
+        [system, ("user", "<ask a2>\nA: mine 0 a2\nB: old on a2")],
+    ]
+    assert len({call.key(GRADER) for call in calls}) == 6
+
+
+def test_each_category_of_the_second_release_has_its_own_baseline_and_prompt(checkout: Path) -> None:
+    benchmark = configured("arena_hard_v2", path=str(checkout))
+    assert benchmark.scores == ("hard_prompt", "creative_writing")
+    calls = benchmark.calls(answers_to(benchmark.questions()), 0)
+    assert {(c.item, c.messages[0]["content"], c.messages[1]["content"]) for c in calls if c.part == ONE} == {
+        ("h1", "Be fair.\\d Solve it first.", "<ask h1>\nA: old on h1\nB: mine 0 h1"),
+        ("h2", "Be fair.\\d Solve it first.", "<ask h2>\nA: old on h2\nB: mine 0 h2"),
+        ("w1", "Read it aloud.", "<ask w1>\nA: poet on w1\nB: mine 0 w1"),
+    }
+
+
+def test_a_category_without_a_figure_is_not_asked_and_needs_no_baseline(checkout: Path) -> None:
+    (checkout / "data/arena-hard-v2.0/model_answer/poet.jsonl").unlink()
+    benchmark = configured("arena_hard_v2", path=str(checkout), figures={"hard_prompt": "hard_prompt"})
+    assert [question.id for question in benchmark.questions()] == ["h1", "h2"]
+
+
+def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    answers["a1"] = ModelAnswer("a1", ("{ANSWER_B} {{}} {0.x} {",))
+    assert benchmark.calls(answers, 0)[0].messages[1]["content"] == "<ask a1>\nA: old on a1\nB: {ANSWER_B} {{}} {0.x} {"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda a: a.pop("a2"), "1 have no answer (a2)"),
+        (lambda a: a.update({"b": ModelAnswer("b", ("x",))}), "1 are answered but not asked (b)"),
+        (lambda a: a.update({"a1": a["a2"]}), "1 have the answer of another question (a1)"),
+        (lambda a: a.update({"a1": ModelAnswer("a1", ("x", "y"))}), "1 are not answered turn by turn (a1)"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(
+    benchmark: Benchmark, spoil: Callable[[dict[str, ModelAnswer]], object], expected: str
+) -> None:
+    answers = answers_to(benchmark.questions())
+    spoil(answers)
+    with pytest.raises(UserError) as refused:
+        benchmark.calls(answers, 0)
+    assert expected in str(refused.value)
+
+
+# --------------------------------------------------------------------------------------------- verdicts
+
+NONE = "judgments without a verdict"
+UNKNOWN = "judgments with a verdict that is no label"
+DIFFER = "judgments with verdicts that differ, without a verdict so"
+LAST_TAKEN = "judgments with verdicts that differ, the last one taken"
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "agree"),
+    [  # what answer A gets and the weight under both protocols, or the reason there is no verdict
+        ("so [[A>>B]]", (1, 3), (1, 3)),
+        ("so [[A>B]]", (1, 1), (1, 1)),
+        ("so [[A=B]]", (0.5, 1), (0.5, 1)),
+        ("so [[B>A]]", (0, 1), (0, 1)),
+        ("so [[B>>A]]", (0, 3), (0, 3)),
+        ("so [[A>B]], yes: [[A>B]]", (1, 1), (1, 1)),
+        ("first [[A>B]], no: [[B>>A]]", (0, 3), DIFFER),
+        ("see [A>B] and [B>>A], so [[A=B]]", (0.5, 1), (0.5, 1)),
+        ("so [A>B]", (1, 1), NONE),
+        ("so [[a>>b]]", (1, 3), NONE),
+        ("so [[B<<A]]", (1, 3), UNKNOWN),
+        ("so [[A<B]]", (0, 1), UNKNOWN),
+        ("so [[B=A]]", (0.5, 1), UNKNOWN),
+        ("so [[A]]", UNKNOWN, UNKNOWN),
+        ("so [[A>>>B]]", UNKNOWN, UNKNOWN),
+        ("so [[ A>B ]] or A>B", NONE, NONE),
+        ("", NONE, NONE),
+    ],
+)
+def test_verdicts_under_both_protocols(checkout: Path, text: str, last: object, agree: object) -> None:
+    """Game 2 has the model as answer A, so that its value is what A gets; the weight is the verdict's."""
+    for verdicts, expected in (("last", last), ("agree", agree)):
+        benchmark = configured("arena_hard", path=str(checkout), verdicts=verdicts, missing="game")
+        graded = graded_with(benchmark, {("a1", TWO): text})
+        counts = {**graded.counts}
+        assert counts.pop("games without a judgment") == 5
+        if isinstance(expected, str):
+            assert counts == {expected: 1} and graded.weights["win_rate"][0] == 0, verdicts
+        else:
+            found = (graded.values["win_rate"][0] / 100, graded.weights["win_rate"][0])
+            assert found == expected, verdicts
+            differ = "[[A>B]], no" in text
+            assert counts == ({LAST_TAKEN: 1} if differ else {}), verdicts
+
+
+def test_the_score_is_the_weighted_mean_of_both_games(benchmark: Benchmark) -> None:
+    """Lost by far (0 of 3) and won (1 of 1); a tie and a win by far (3.5 of 4): 4.5 of 8."""
+    texts = {("a1", ONE): "[[A>>B]]", ("a1", TWO): "[[A>B]]", ("a2", ONE): "[[A=B]]", ("a2", TWO): "[[A>>B]]"}
+    graded = graded_with(benchmark, texts)
+    assert graded.scores == {"win_rate": 56.25}
+    assert list(graded.values["win_rate"][:2]) == [25.0, 87.5] and list(graded.weights["win_rate"]) == [4, 4, 0]
+    assert graded.counts == {"games without a judgment": 2}
+    check_means(graded)
+
+
+@pytest.mark.parametrize(("missing", "score", "questions"), [("question", 50.0, 1), ("game", 80.0, 2)])
+def test_a_missing_verdict_costs_its_question_or_its_game(
+    checkout: Path, missing: str, score: float, questions: int
+) -> None:
+    """Two ties (1 of 2 battles); one game won by far (3 of 3) beside one without a verdict: 1 / 2 or 4 / 5."""
+    benchmark = configured("arena_hard", path=str(checkout), missing=missing)
+    tied = {("a2", ONE): "[[A=B]]", ("a2", TWO): "[[A=B]]"}
+    won = {("a1", ONE): "nobody knows", ("a1", TWO): "[[A>>B]]"}
+    graded = graded_with(benchmark, tied | won)
+    assert graded.scores["win_rate"] == score
+    assert graded.counts[NONE] == 1
+    assert graded.counts.get("questions left out because a game has no verdict", 0) == (missing == "question")
+    assert int((graded.weights["win_rate"] > 0).sum()) == questions
+    check_means(graded)
+
+
+def test_a_game_that_was_not_judged_is_as_one_without_a_verdict(benchmark: Benchmark) -> None:
+    graded = graded_with(benchmark, {("a1", ONE): "[[B>A]]", ("a2", ONE): "[[B>A]]", ("a2", TWO): "[[B>A]]"})
+    assert graded.scores["win_rate"] == 50.0 and list(graded.weights["win_rate"]) == [0, 2, 0]
+    assert graded.counts["games without a judgment"] == 3
+    assert graded.counts["questions left out because a game has no verdict"] == 1
+
+
+def test_without_a_verdict_there_is_no_score(benchmark: Benchmark) -> None:
+    for texts in ({}, {("a1", ONE): "no", ("a1", TWO): "no"}):
+        graded = graded_with(benchmark, texts)
+        assert math.isnan(graded.scores["win_rate"])
+        check_means(graded)
+
+
+def test_categories_have_scores_of_their_own(checkout: Path) -> None:
+    benchmark = configured("arena_hard_v2", path=str(checkout))
+    won, lost = {ONE: "[[B>A]]", TWO: "[[A>B]]"}, {ONE: "[[A>B]]", TWO: "[[B>A]]"}
+    texts = {
+        (name, game): text for name, games in {"h1": won, "h2": won, "w1": lost}.items() for game, text in games.items()
+    }
+    graded = graded_with(benchmark, texts)
+    assert graded.scores == {"hard_prompt": 100.0, "creative_writing": 0.0}
+    check_means(graded)
+
+
+def test_random_verdicts_against_a_list_of_battles(checkout: Path) -> None:
+    """An independent account: every game as a list of battles, one or three long, as arena-hard-auto keeps them."""
+    ids = [f"q{number}" for number in range(60)]
+    path = checkout / QUESTIONS
+    path.write_text(
+        "".join(json.dumps({"uid": i, "category": "arena-hard-v0.1", "prompt": i}) + "\n" for i in ids),
+        encoding="utf-8",
+    )
+    rows = [{"uid": i, "messages": [{"role": "assistant", "content": {"answer": "x"}}]} for i in ids]
+    (checkout / BASELINE).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    rng = random.Random(3)
+    labels = ["A>>B", "A>B", "A=B", "B>A", "B>>A", None]
+    verdicts = {i: (rng.choice(labels), rng.choice(labels)) for i in ids}
+    texts = {(i, game): f"[[{v}]]" if v else "-" for i in ids for game, v in zip((ONE, TWO), verdicts[i], strict=True)}
+
+    def battles(verdict: str | None, model: str) -> list[float]:
+        if verdict is None:
+            return []
+        times = 3 if ">>" in verdict else 1
+        return [0.5 if "=" in verdict else float(verdict[0] == model)] * times
+
+    by_game = {i: [battles(first, "B"), battles(second, "A")] for i, (first, second) in verdicts.items()}
+    for missing in ("question", "game"):
+        kept = [games for games in by_game.values() if missing == "game" or all(games)]
+        flat = [value for games in kept for game in games for value in game]
+        graded = graded_with(configured("arena_hard", path=str(checkout), missing=missing), texts)
+        assert graded.scores["win_rate"] == pytest.approx(100 * sum(flat) / len(flat), abs=1e-9)
+        assert graded.weights["win_rate"].sum() == len(flat)
+        assert graded.counts[NONE] == Counter(texts.values())["-"]
+        check_means(graded)
+
+
+def test_what_is_odd_about_answers_and_replies_is_counted(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    answers["a3"] = ModelAnswer("a3", (" ",))
+    replies = {call: GradingReply("[[A=B]] because", "length") for call in benchmark.calls(answers, 0)}
+    graded = benchmark.grade(answers, replies)
+    assert graded.counts == {"empty answers, judged as they are": 1, "judgments cut at the judge's most tokens": 6}
+    part = benchmark.grade({"a2": answers["a2"]}, replies)
+    assert part.questions == ("a2",) and part.counts == {"judgments cut at the judge's most tokens": 2}
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "same"),
+    [
+        (CONFIG, "A: {ANSWER_A}", "A. {ANSWER_A}", [False] * 6),
+        (JUDGES, '"Be fair"', '"Be kind"', [False] * 6),
+        (BASELINE, "old on a2", "new on a2", [True, True, False, False, True, True]),
+        (CONFIG, "some-judge", "another", [True] * 6),
+    ],
+)
+def test_a_changed_file_changes_its_calls_and_the_versions(
+    checkout: Path, benchmark: Benchmark, name: str, old: str, new: str, same: list[bool]
+) -> None:
+    answers = answers_to(benchmark.questions())
+    before = [call.key(GRADER) for call in benchmark.calls(answers, 0)]
+    change(checkout, name, old, new)
+    changed = configured("arena_hard", path=str(checkout))
+    after = [call.key(GRADER) for call in changed.calls(answers, 0)]
+    assert [first == second for first, second in zip(before, after, strict=True)] == same
+    assert changed.versions() != benchmark.versions()
+
+
+def test_versions_say_what_decides(checkout: Path, benchmark: Benchmark) -> None:
+    versions = json.loads(json.dumps(benchmark.versions()))
+    assert versions["files"].keys() == {QUESTIONS, BASELINE, JUDGES, CONFIG}
+    for option, value in (("verdicts", "agree"), ("missing", "game"), ("strong_weight", 2)):
+        assert configured("arena_hard", path=str(checkout), **{option: value}).versions() != benchmark.versions()
+
+
+@pytest.mark.parametrize("name", [QUESTIONS, BASELINE, JUDGES, CONFIG])
+def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Path, name: str) -> None:
+    path = checkout / name
+    whole = path.read_bytes()
+    damaged = {
+        QUESTIONS: "is not JSON",
+        BASELINE: "is not JSON",
+        JUDGES: "is no Python file",
+        CONFIG: "is no YAML",
+    }
+    for content, expected in {
+        None: "is missing",
+        b" \n": "is empty",
+        whole[:-4]: damaged[name],
+        b"\xff" + whole: "cannot be read as UTF-8 text",
+    }.items():
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UserError) as refused:
+            configured("arena_hard", path=str(checkout)).questions()
+        told = str(refused.value)
+        assert name in told and expected in told, (name, expected)
+        assert "git clone https://github.com/lmarena/arena-hard-auto" in told
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "expected"),
+    [
+        (QUESTIONS, '"a2"', '"a1"', "line 2 has uid a1 again, which"),
+        (
+            QUESTIONS,
+            '"arena-hard-v0.1"',
+            '"other"',
+            "has no question of category arena-hard-v0.1; benchmark.figures can",
+        ),
+        (QUESTIONS, '"prompt"', '"turns"', "line 1: prompt has to be a text, it is missing"),
+        (BASELINE, '"a2"', '"a9"', "has no baseline answer to 1 questions (a2)"),
+        (BASELINE, '"messages"', '"choices"', "messages has to be a list of objects, it is missing"),
+        (BASELINE, '{"answer"', '{"text"', "messages[-1]: content: answer has to be a text, it is missing"),
+        (JUDGES, "JUDGE_SETTINGS", "SETTINGS", "gives JUDGE_SETTINGS no value that can be read without running"),
+        (JUDGES, '"Read it aloud."', "open('x').read()", "no value that can be read without running"),
+        (JUDGES, '"arena-hard-v0.1"', '"v0.1"', "JUDGE_SETTINGS['arena-hard-v0.1'] the texts baseline and system"),
+        (JUDGES, '"old", "system_prompt": FAIR}', '"", "system_prompt": FAIR}', "the texts baseline and system"),
+        (CONFIG, "{ANSWER_B}", "", "has to have the places {QUESTION} {ANSWER_A} {ANSWER_B}, it has"),
+        (CONFIG, "{ANSWER_B}", "{ANSWER_B} {REFERENCE}", "it has {ANSWER_A} {ANSWER_B} {QUESTION} {REFERENCE}"),
+        (CONFIG, "prompt_template", "template", "prompt_template has to be a text, it is missing"),
+        (CONFIG, "regex_patterns", "patterns", "regex_patterns has to be a list of texts, it is missing"),
+        (CONFIG, "]+)", "]+", "regex_patterns has a pattern that is none"),
+        (CONFIG, "([AB<>=]+)", "[AB<>=]+", "has to have patterns of one group each"),
+    ],
+)
+def test_files_that_are_laid_out_otherwise_are_refused(
+    checkout: Path, name: str, old: str, new: str, expected: str
+) -> None:
+    change(checkout, name, old, new)
+    with pytest.raises(UserError) as refused:
+        configured("arena_hard", path=str(checkout)).questions()
+    assert expected in str(refused.value)
+
+
+def test_of_a_baseline_that_answers_twice_the_last_answer_is_taken(
+    checkout: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"uid": "a1", "messages": [{"role": "assistant", "content": {"answer": "older on a1"}}]}
+    with (checkout / BASELINE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    benchmark = configured("arena_hard", path=str(checkout))
+    assert "A: older on a1\n" in benchmark.calls(answers_to(benchmark.questions()), 0)[0].messages[1]["content"]
+    assert "1 questions answered again" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"verdicts": "first"}, "benchmark.verdicts must be one of last, agree, got 'first'"),
+        ({"missing": "none"}, "benchmark.missing must be one of question, game, got 'none'"),
+        ({"strong_weight": 0}, "strong_weight must be at least 1, got 0"),
+        ({"figures": {}}, "benchmark.figures: expected at least one score"),
+        ({"release": 2.5, "judge_max_tokens": "many"}, "judge_max_tokens: expected int"),
+    ],
+)
+def test_options_are_checked(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError) as refused:
+        configured("arena_hard", **{"path": "x"} | values)
+    assert expected in str(refused.value)
+
+
+def test_both_options_build_the_same_class() -> None:
+    assert all(isinstance(configured(option, path="x"), ArenaHard) for option in ("arena_hard", "arena_hard_v2"))
+
+
+# --------------------------------------------------------------------------------------------- constants of a file
+
+
+def test_constants_are_read_and_nothing_is_run() -> None:
+    text = 'A = "a" + "b"\nB: dict = {"x": [A, 1, True], "y": {"z": A}}\nA = "c"\nC = A\nraise SystemExit\n'
+    assert constant(text, "B") == {"x": ["ab", 1, True], "y": {"z": "ab"}}
+    assert constant(text, "C") == "c"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "X = open('y')",
+        "X = Y",
+        "X = 'a'\nX = f()",
+        "X = {1: 'a'}",
+        "X = {**{}}",
+        "def f():\n    X = 'a'",
+        "X = 'a' * 9**9",
+        "",
+        "X = (",
+        "X = '\0'",
+        "X = " + "(" * 500,
+    ],
+)
+def test_what_only_running_would_tell_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no Python file|no value that can be read without running"):
+        constant(text, "X")

@@ -1,0 +1,331 @@
+"""Tasks of lm_eval written to disk, on stories260K, against plain transformers; and what cannot be had."""
+
+import json
+import logging
+import math
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from attnpo import config
+from attnpo.evaluation.base import Measure, Measured, Subject
+from attnpo.evaluation.lm_eval_library import WORDS, quiet
+from attnpo.evaluation.lm_eval_tasks import Figure, LmEvalTasks
+from attnpo.models.loading import load_model, load_tokenizer
+from attnpo.models.spec import ModelSpec
+from attnpo.schema import UserError
+from attnpo.text.chat import ChatFormat
+from tests.text.formats import STORIES
+
+pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+DOCUMENTS = [
+    {"text": "Once upon a time, there was a little girl named", "choices": ["Lily", "xzqy"], "label": 0},
+    {"text": "The dog was very", "choices": ["qqq", "happy"], "label": 1},
+    {"text": "She said to her mom:", "choices": ["hello", "bbb zz"], "label": 0},
+    {"text": "Tim and Sue went to the", "choices": ["park", "of"], "label": 1},
+    {"text": "It was a sunny", "choices": ["day", "xylophone quark"], "label": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def stories(request: pytest.FixtureRequest) -> Path:
+    shared: Path = request.getfixturevalue("shared")
+    return shared / "models" / "stories260K"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of two tasks: a choice between two words, and a text that goes on."""
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    (tasks / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in DOCUMENTS), encoding="utf-8")
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tasks / "words.jsonl")}},
+        "test_split": "test",
+        "metadata": {"version": 3.0},
+    }
+    choice = {
+        "task": "words",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{text}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "label",
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    going_on = {
+        "task": "going_on",
+        "output_type": "generate_until",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "TO BE FILLED",
+        "generation_kwargs": {"until": ["\n\n\n"], "do_sample": False, "max_gen_toks": 8},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    for name, task in (("words", choice), ("going_on", going_on)):
+        (tasks / f"{name}.yaml").write_text(yaml.safe_dump({**common, **task}), encoding="utf-8")
+    return tasks
+
+
+def subject_of(model: Path, folder: Path) -> Subject:
+    spec = ModelSpec(str(model), chat_template=STORIES)
+    chat = ChatFormat(load_tokenizer(model, None, STORIES))
+    return Subject(spec, chat, torch.device("cpu"), folder / "evaluation")
+
+
+def plain_choices(model: Path, documents: Sequence[dict[str, Any]]) -> list[bool]:
+    """Whether the continuation " WORD" of most log-probability is the labelled one; transformers alone."""
+    lm, tokenizer = load_model(model), load_tokenizer(model)
+    right = []
+    for row in documents:
+        before = len(tokenizer(row["text"]).input_ids)
+        sums = []
+        for word in row["choices"]:
+            ids = torch.tensor([tokenizer(f"{row['text']} {word}").input_ids])
+            with torch.no_grad():
+                logps = lm(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            sums.append(float(logps[before - 1 :].sum()))
+        right.append(int(np.argmax(sums)) == row["label"])
+    return right
+
+
+def measured(tasks: LmEvalTasks, stories: Path, tmp_path: Path) -> Measured:
+    assert isinstance(tasks, Measure)
+    return tasks.measure(subject_of(stories, tmp_path))
+
+
+# ------------------------------------------------------------------------------------------------ the numbers
+
+
+def test_a_choice_on_disk_gives_the_accuracy_of_a_plain_computation(
+    stories: Path, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    np.random.seed(6)
+    torch.manual_seed(7)
+    states = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    found = measured(LmEvalTasks(("words",), include_path=str(folder)), stories, tmp_path)
+    assert (np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("", "")
+    right = plain_choices(stories, DOCUMENTS)
+    assert 0 < sum(right) < len(right)
+    (score,) = found.scores
+    assert (score.name, score.questions) == ("words.acc", 5)
+    assert score.mean == pytest.approx(np.mean(right))
+    error = np.std(right, ddof=1) / math.sqrt(5)
+    assert score.interval == pytest.approx((score.mean - 1.96 * error, score.mean + 1.96 * error))
+    (row,) = found.table
+    assert (row["version"], row["shots"], row["documents"], row["metric"]) == (3.0, 0, 5, "acc")
+    assert (tmp_path / "evaluation" / WORDS).is_file()
+
+
+def test_an_answer_ends_where_the_settings_say_and_is_greedy(stories: Path, folder: Path, tmp_path: Path) -> None:
+    lm, tokenizer = load_model(stories), load_tokenizer(stories)
+    ids = tokenizer(DOCUMENTS[0]["text"], return_tensors="pt").input_ids
+    made = lm.generate(ids, max_new_tokens=5, do_sample=False)
+    target = tokenizer.decode(made[0, ids.shape[1] :])
+    task = yaml.safe_load((folder / "going_on.yaml").read_text(encoding="utf-8"))
+    task["doc_to_target"] = target
+    (folder / "going_on.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    asked = LmEvalTasks(("going_on",), include_path=str(folder), max_gen_toks=5, limit=1)
+    found = measured(asked, stories, tmp_path)
+    assert (found.scores[0].name, found.scores[0].mean) == ("going_on.exact_match", 1.0)
+    assert found.counts["documents left out by benchmark.limit"] == 4
+    longer = measured(replace(asked, max_gen_toks=7), stories, tmp_path)
+    assert longer.scores[0].mean == 0.0
+    assert measured(replace(asked, apply_chat_template=True), stories, tmp_path).scores[0].mean == 0.0
+
+
+def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Path) -> None:
+    """Its own figure is the score, weighted by documents; its tasks are rows."""
+    few = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
+    (folder / "few.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
+    few |= {"task": "few", "dataset_kwargs": {"data_files": {"test": str(folder / "few.jsonl")}}}
+    group = {"group": "both", "task": ["words", "few"]}
+    group["aggregate_metric_list"] = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
+    for name, task in (("few", few), ("both", group)):
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    found = measured(LmEvalTasks(("both",), include_path=str(folder)), stories, tmp_path)
+    right = [*plain_choices(stories, DOCUMENTS), *plain_choices(stories, DOCUMENTS[:1])]
+    (score,) = found.scores
+    assert (score.name, score.mean) == ("both.acc", pytest.approx(np.mean(right)))
+    assert {row["task"]: row["documents"] for row in found.table} == {"both": 6, "words": 5, "few": 1}
+    none = Figure("a", "acc", "none", 0.5, None, 9, 0, None, None).score()
+    assert (none.name, none.interval) == ("a.acc", None)
+    assert Figure("a", "match", "strict", 0.5, 0.1, 9, 0, None, None).score().name == "a.match.strict"
+
+
+def test_a_finished_task_is_read_and_a_changed_one_is_not(
+    stories: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import lm_eval
+
+    asked = LmEvalTasks(("words",), include_path=str(folder))
+    first = measured(asked, stories, tmp_path)
+    calls: list[int] = []
+    original = lm_eval.simple_evaluate
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **named: (calls.append(1), original(**named))[1])
+    with caplog.at_level(logging.INFO):
+        again = measured(asked, stories, tmp_path)
+    assert again == first and not calls and "words is done, read from" in caplog.text
+    kept = tmp_path / "evaluation" / "task-words.json"
+    kept.write_text(kept.read_text(encoding="utf-8").replace('"value"', '"other"'), encoding="utf-8")
+    assert measured(asked, stories, tmp_path) == first and calls == [1]  # damaged: computed again
+    (folder / "words.jsonl").write_text(json.dumps(DOCUMENTS[0]) + "\n", encoding="utf-8")
+    changed = measured(asked, stories, tmp_path)
+    assert calls == [1, 1] and changed.scores[0].questions == 1 and changed.scores[0].interval is None
+    assert changed.table[0]["data"] != first.table[0]["data"]
+
+
+def test_what_is_cut_is_counted(stories: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    long = {**DOCUMENTS[0], "text": "Once upon a time " * 300}
+    (folder / "words.jsonl").write_text(json.dumps(long) + "\n", encoding="utf-8")
+    with caplog.at_level(logging.WARNING):
+        found = measured(LmEvalTasks(("words",), include_path=str(folder)), stories, tmp_path)
+    (reason,) = found.counts
+    assert "exceeds model's maximum length (N)" in reason and found.counts[reason] == 2  # once for each choice
+    assert "lm_eval says, 2 times: Combined length" in caplog.text
+
+
+# ------------------------------------------------------------------------------------------------ settings
+
+
+def test_versions_follow_settings_and_the_folder(folder: Path) -> None:
+    asked = LmEvalTasks(("words",), include_path=str(folder))
+    seen = [asked.versions()]
+    assert seen[0]["lm_eval"] and set(seen[0]["own_tasks"]) == {"words.jsonl", "words.yaml", "going_on.yaml"}
+    for changed in (
+        replace(asked, tasks=("going_on",)),
+        replace(asked, num_fewshot=1),
+        replace(asked, apply_chat_template=True),
+        replace(asked, limit=3),
+        replace(asked, max_gen_toks=9),
+        replace(asked, include_path=None),
+    ):
+        assert changed.versions() not in seen
+        seen.append(changed.versions())
+    assert replace(asked, batch_size=3).versions() == seen[0]
+    (folder / "words.yaml").write_text("task: words\n", encoding="utf-8")
+    assert asked.versions() != seen[0]
+
+
+def test_configs_compose_and_ask_for_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(config.CONFIG_DIR / "benchmark", tmp_path / "benchmark")
+    (tmp_path / "measured.yaml").write_text('defaults: [{benchmark: "???"}]\n', encoding="utf-8")
+    monkeypatch.setattr(config, "CONFIG_DIR", tmp_path)
+    ifeval = config.build(config.compose("measured", ["benchmark=ifeval"]).benchmark)
+    assert ifeval == LmEvalTasks(("ifeval",), "ifeval", apply_chat_template=True, nltk_data=("punkt_tab",))
+    plain = config.build(config.compose("measured", ["benchmark=lm_eval"]).benchmark)
+    assert plain == LmEvalTasks()
+    with pytest.raises(UserError, match=r"benchmark\.tasks is empty: name tasks of lm_eval, as in benchmark\.tasks=\["):
+        plain.versions()
+
+
+def test_the_module_is_light() -> None:
+    code = (
+        "import attnpo.evaluation.lm_eval_tasks, sys\n"
+        "sys.exit(str([name for name in ('lm_eval', 'transformers', 'datasets', 'nltk') if name in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "[]"
+
+
+# ------------------------------------------------------------------------------------------------ what cannot be had
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ()}, r"benchmark\.tasks is empty"),
+        ({"tasks": ("words", "words")}, "names a task twice"),
+        ({"include_path": "nowhere"}, r"benchmark\.include_path=nowhere: no such folder"),
+        ({"nltk_data": ("no_such_data",)}, r"nltk has no no_such_data here.*python -m nltk\.downloader no_such_data"),
+        ({"tasks": ("going_on",), "max_gen_toks": 512}, "up to 512 tokens, and .* has 512 positions"),
+        ({"tasks": ("broken",)}, r"broken of lm_eval cannot be made \(|the data of broken"),
+        ({"tasks": ("gone",)}, r"data set json of gone of lm_eval is neither in the cache|gone.*cannot be"),
+    ],
+)
+def test_what_cannot_be_had_is_named(
+    change: dict[str, Any], message: str, stories: Path, folder: Path, tmp_path: Path
+) -> None:
+    good = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
+    broken = {**good, "task": "broken", "output_type": "no_such_type"}
+    gone = {**good, "task": "gone", "dataset_kwargs": {"data_files": {"test": str(folder / "gone.jsonl")}}}
+    for task in (broken, gone):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    asked = LmEvalTasks(**{"tasks": ("words",), "include_path": str(folder), **change})
+    with pytest.raises(UserError, match=message):
+        measured(asked, stories, tmp_path)
+
+
+def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(stories: Path, tmp_path: Path) -> None:
+    """IFEval's own data, which no test may download."""
+    with pytest.raises(UserError) as refused:
+        measured(LmEvalTasks(("ifeval",)), stories, tmp_path)
+    text = str(refused.value)
+    assert "the data set google/IFEval of ifeval of lm_eval is neither in the cache nor can it be downloaded" in text
+    assert "datasets.load_dataset('google/IFEval')" in text and "benchmark.include_path" in text
+
+
+@pytest.mark.slow
+def test_an_unknown_task_is_named(stories: Path, folder: Path, tmp_path: Path) -> None:
+    """The whole index of lm_eval is read for it."""
+    with pytest.raises(
+        UserError, match=r"hellaswagg is no task, group or tag of lm_eval, nor of benchmark\.include_path"
+    ):
+        measured(LmEvalTasks(("hellaswagg",), include_path=str(folder)), stories, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"limit": 0}, r"benchmark\.limit must be at least 1"),
+        ({"num_fewshot": -1}, r"benchmark\.num_fewshot must be at least 0"),
+        ({"system": "be kind"}, r"benchmark\.system is a turn of a chat"),
+    ],
+)
+def test_settings_without_sense_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        LmEvalTasks(("words",), **change)
+
+
+def test_quiet_gives_the_random_states_back(tmp_path: Path) -> None:
+    random.seed(5)  # not part of the test above: beartype draws from it for every sequence that it checks
+    np.random.seed(6)
+    torch.manual_seed(7)
+    expected = random.Random(5).random(), np.random.RandomState(6).rand(), torch.Generator().manual_seed(7)
+    with quiet(tmp_path, torch.device("cpu")):
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+    assert (random.random(), np.random.rand()) == expected[:2]
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=expected[2]))
+
+
+def test_quiet_lets_an_exception_through_and_gives_everything_back(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("lm_eval")
+    before = logger.propagate, logger.level, list(logger.handlers)
+    with pytest.raises(ValueError, match="a fault"), quiet(tmp_path, torch.device("cpu")) as heard:
+        logger.warning("took %d of %d", 3, 4)
+        logger.getChild("models").warning("took 5 of 6")
+        sys.stderr.write("printed\n")
+        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        raise ValueError("a fault")
+    assert heard == {"took N of N": 2}
+    assert (logger.propagate, logger.level, list(logger.handlers)) == before
+    assert capfd.readouterr() == ("", "")
+    assert {"printed", "from a child"} <= set((tmp_path / WORDS).read_text(encoding="utf-8").split("\n"))
+    subprocess.run([sys.executable, "-c", "print('heard again')"], check=True)
+    assert capfd.readouterr().out == "heard again\n"

@@ -1,0 +1,322 @@
+"""MT-Bench: what the judge is asked, how ratings are read and averaged, and files that are not as they should be."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation.base import Benchmark
+from attnpo.evaluation.mt_bench import rating
+from attnpo.grading.base import GradingReply
+from attnpo.schema import UserError
+from tests.evaluation.checkouts import (
+    FASTCHAT,
+    MT_QUESTIONS,
+    answers_to,
+    check_means,
+    configured,
+    fastchat,
+    graded_with,
+)
+
+GRADER = {"model": "judge"}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return fastchat(tmp_path / "FastChat")
+
+
+@pytest.fixture
+def benchmark(checkout: Path) -> Benchmark:
+    return configured("mt_bench", path=str(checkout))
+
+
+def change(checkout: Path, name: str, old: str, new: str) -> None:
+    path = checkout / FASTCHAT / name
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------- questions and calls
+
+
+@pytest.mark.parametrize("below", [".", "fastchat/llm_judge", "fastchat/llm_judge/data"])
+def test_the_checkout_may_be_named_at_three_depths(checkout: Path, below: str) -> None:
+    benchmark = configured("mt_bench", path=str(checkout / below))
+    assert isinstance(benchmark, Benchmark) and benchmark.sampling.max_new_tokens == 1024
+    questions = benchmark.questions()
+    assert [question.id for question in questions] == list(MT_QUESTIONS)
+    assert [question.temperature for question in questions] == [0.7, 0.0, 0.0]
+    assert questions[0].turns == ("ask\u2028\x38\x31", "more 81")
+
+
+def test_temperatures_are_those_of_the_protocol() -> None:
+    by_category = configured("mt_bench", path="x").temperatures  # type: ignore[attr-defined]
+    protocol = {0.7: ["roleplay", "writing"], 0.1: ["humanities", "stem"]}
+    protocol[0.0] = ["coding", "extraction", "math", "reasoning"]
+    found = {value: sorted(c for c, t in by_category.items() if t == value) for value in set(by_category.values())}
+    assert found == protocol
+
+
+def test_what_the_judge_is_asked(benchmark: Benchmark) -> None:
+    calls = benchmark.calls(answers_to(benchmark.questions()), 2)
+    assert [(call.item, call.part) for call in calls] == [(q, t) for q in MT_QUESTIONS for t in ("turn_1", "turn_2")]
+    assert {(c.benchmark, c.round, c.repeat, c.max_tokens, c.temperature) for c in calls} == {
+        ("mt_bench", 2, 0, 2048, 0.0)
+    }
+    shown = [[(message["role"], message["content"]) for message in call.messages] for call in calls]
+    assert shown[0] == [("system", "Be fair."), ("user", "Rate mine 0 81 to ask\u202881 as [[n]].")]
+    assert shown[1] == [
+        ("system", "Be fair twice."),
+        ("user", "Rate mine 1 81 to more 81 after ask\u202881 mine 0 81."),
+    ]
+    assert shown[2] == [("system", "Be fair."), ("user", "Rate mine 0 101 to ask\u2028101, right is right 101.")]
+    conversation = "ask\u2028101 {} 101 more 101 {} 101"
+    asked = f"{conversation.format('right', 'also right')} | {conversation.format('mine 0', 'mine 1')}"
+    assert shown[3] == [("user", asked)]  # an empty system prompt is no message
+    assert len({call.key(GRADER) for call in calls}) == len(calls)
+
+
+def test_braces_in_answers_stay_as_they_are(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    answers["101"] = ModelAnswer("101", ("{ref_answer_1} {{x}} {", "}{0.__class__}"))
+    texts = [call.messages[-1]["content"] for call in benchmark.calls(answers, 0) if call.item == "101"]
+    assert texts[0] == "Rate {ref_answer_1} {{x}} { to ask\u2028101, right is right 101."
+    assert texts[1].endswith("ask\u2028101 {ref_answer_1} {{x}} { more 101 }{0.__class__}")
+
+
+def test_a_doubled_brace_of_a_template_is_one(checkout: Path) -> None:
+    change(checkout, "judge_prompts.jsonl", "as [[n]]", "as {{n}}")
+    benchmark = configured("mt_bench", path=str(checkout))
+    assert benchmark.calls(answers_to(benchmark.questions()), 0)[0].messages[-1]["content"].endswith("as {n}.")
+
+
+def test_the_order_of_answers_makes_no_difference(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    assert benchmark.calls(dict(reversed(answers.items())), 0) == benchmark.calls(answers, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda a: a.pop("101"), "1 have no answer (101)"),
+        (lambda a: a.update({"7": ModelAnswer("7", ("x", "y"))}), "1 are answered but not asked (7)"),
+        (lambda a: a.update({"81": a["111"], "111": a["81"]}), "2 have the answer of another question (81, 111)"),
+        (lambda a: a.update({"81": ModelAnswer("81", ("x",))}), "1 are not answered turn by turn (81)"),
+        (lambda a: a.clear(), "3 have no answer (81, 101, 111)"),
+    ],
+)
+def test_answers_that_do_not_fit_are_refused(
+    benchmark: Benchmark, spoil: Callable[[dict[str, ModelAnswer]], object], expected: str
+) -> None:
+    answers = answers_to(benchmark.questions())
+    spoil(answers)
+    with pytest.raises(UserError) as refused:
+        benchmark.calls(answers, 0)
+    assert expected in str(refused.value) and "answers to mt_bench: of its 3 questions" in str(refused.value)
+
+
+# --------------------------------------------------------------------------------------------- ratings
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Rating: [[7]]", 7.0),
+        ("Rating: [[7.5]] then [[9]]", 7.5),
+        ("see [1] and then [[4]]", 4.0),  # double brackets first, wherever they stand
+        ("Rating: [6]", 6.0),
+        ("[[10.]]", 10.0),
+        ("[[07]]", 7.0),
+        ("[[0]]", 0.0),
+        ("[[11]]", 11.0),
+        ("[[rating]]", None),
+        ("[[-3]]", None),
+        ("[[7/10]]", None),
+        ("[[5, 6]]", None),
+        ("Rating: 7", None),
+        ("[[" + "9" * 400 + "]]", None),
+        ("", None),
+    ],
+)
+def test_ratings_are_read(text: str, expected: float | None) -> None:
+    assert rating(text) == expected
+
+
+def test_the_score_is_the_mean_of_all_valid_judgments(benchmark: Benchmark) -> None:
+    """Not of turn means: (2 + 4 + 9) / 3 = 5, where the turns' means 2 and 6.5 would give 4.25."""
+    ratings = {
+        ("81", "turn_1"): "[[2]]",
+        ("81", "turn_2"): "[[4]]",
+        ("101", "turn_1"): "I would rather not.",
+        ("101", "turn_2"): "[[9]]",
+    }
+    graded = graded_with(benchmark, ratings)
+    assert graded.questions == ("81", "101", "111") and tuple(graded.scores) == benchmark.scores
+    assert {name: graded.scores[name] for name in ("score", "turn_1", "turn_2", "writing", "reasoning")} == {
+        "score": 5.0,
+        "turn_1": 2.0,
+        "turn_2": 6.5,
+        "writing": 3.0,
+        "reasoning": 9.0,
+    }
+    assert math.isnan(graded.scores["math"]) and math.isnan(graded.scores["stem"])
+    assert list(graded.weights["score"]) == [2, 1, 0] and list(graded.values["score"][:2]) == [3, 9]
+    assert graded.counts == {"judgments without a rating, left out": 1, "turns without a judgment": 2}
+    check_means(graded)
+
+
+def test_ratings_off_the_scale_count_and_are_counted(benchmark: Benchmark) -> None:
+    graded = graded_with(benchmark, {("81", "turn_1"): "[[0]]", ("81", "turn_2"): "[[100]]"})
+    assert graded.scores["score"] == 50.0
+    assert graded.counts["ratings outside 1 to 10, counted as they are"] == 2
+
+
+def test_without_a_valid_judgment_there_is_no_score(benchmark: Benchmark) -> None:
+    for texts in ({}, {("81", "turn_1"): "no"}):
+        graded = graded_with(benchmark, texts)
+        assert math.isnan(graded.scores["score"])
+        check_means(graded)
+
+
+def test_what_is_odd_about_answers_and_replies_is_counted(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    answers["81"] = ModelAnswer("81", ("", " \n"))
+    calls = benchmark.calls(answers, 0)
+    graded = benchmark.grade(answers, {call: GradingReply("[[3]] because", "length") for call in calls})
+    assert graded.counts == {"empty answers, judged as they are": 2, "judgments cut at the judge's most tokens": 6}
+    assert graded.scores["score"] == 3.0
+
+
+def test_a_part_of_the_answers_is_graded_alone_and_repeats_all_count(benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    calls = benchmark.calls(answers, 0)
+    replies = {call: GradingReply("[[4]]") for call in calls}
+    replies[replace(calls[0], repeat=1)] = GradingReply("[[7]]")
+    graded = benchmark.grade({"81": answers["81"]}, replies)
+    assert graded.questions == ("81",) and graded.scores["score"] == 5.0  # (4 + 4 + 7) / 3
+    assert graded.counts == {}
+
+
+# --------------------------------------------------------------------------------------------- files
+
+
+def test_a_changed_prompt_changes_its_calls_and_the_versions(checkout: Path, benchmark: Benchmark) -> None:
+    answers = answers_to(benchmark.questions())
+    before = [call.key(GRADER) for call in benchmark.calls(answers, 0)]
+    change(checkout, "judge_prompts.jsonl", "as [[n]].", "as [[n]]!")
+    changed = configured("mt_bench", path=str(checkout))
+    after = [call.key(GRADER) for call in changed.calls(answers, 0)]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [False, *[True] * 5]
+    assert benchmark.versions() != changed.versions()
+    again = configured("mt_bench", path=str(checkout / FASTCHAT))
+    assert again.versions() == changed.versions()  # the same files under another path
+
+
+def test_references_may_be_another_file(checkout: Path, tmp_path: Path, benchmark: Benchmark) -> None:
+    first = checkout / FASTCHAT / "mt_bench/reference_answer/gpt-4.jsonl"
+    own = tmp_path / "mine.jsonl"
+    own.write_text(first.read_text(encoding="utf-8").replace("right", "surely"), encoding="utf-8")
+    other = configured("mt_bench", path=str(checkout), references=str(own))
+    answers = answers_to(other.questions())
+    assert "right is surely 101" in other.calls(answers, 0)[2].messages[-1]["content"]
+    assert other.versions() != benchmark.versions()
+    first.write_text(own.read_text(encoding="utf-8"), encoding="utf-8")
+    assert configured("mt_bench", path=str(checkout)).versions() == other.versions()
+
+
+@pytest.mark.parametrize(
+    "name", ["mt_bench/question.jsonl", "judge_prompts.jsonl", "mt_bench/reference_answer/gpt-4.jsonl"]
+)
+def test_a_missing_or_damaged_file_is_named_with_the_way_to_get_it(checkout: Path, name: str) -> None:
+    path = checkout / FASTCHAT / name
+    whole = path.read_bytes()
+    for content, expected in {
+        None: "is missing",
+        b"": "is empty",
+        whole[:-9]: "is not JSON",
+        b"\xff" + whole: "cannot be read as UTF-8 text",
+        whole + b"[1]\n": "expected a JSON object",
+    }.items():
+        path.unlink() if content is None else path.write_bytes(content)
+        with pytest.raises(UserError) as refused:
+            configured("mt_bench", path=str(checkout)).questions()
+        told = str(refused.value)
+        assert path.name in told and expected in told, (name, expected)
+        assert "git clone https://github.com/lm-sys/FastChat" in told and "benchmark.path=" in told
+
+
+def test_a_checkout_that_is_none_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"benchmark.path=.*absent: mt_bench/question.jsonl is missing"):
+        configured("mt_bench", path=str(tmp_path / "absent")).questions()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "expected"),
+    [
+        ("judge_prompts.jsonl", "Rate {answer} to {question} as", "Rate {question} as", "it has {question}"),
+        ("judge_prompts.jsonl", "as [[n]].", "{answer.__class__}", "it has {answer} {answer.__class__} {question}"),
+        ("judge_prompts.jsonl", "as [[n]].", "{answer!r}", "{answer!r}"),
+        ("judge_prompts.jsonl", "as [[n]].", "{", "line 1 (single-v1) is no template"),
+        ("judge_prompts.jsonl", "[[rating]]", "[[A]]", "line 1 (single-v1) asks for [[A]], expected [[rating]]"),
+        ("judge_prompts.jsonl", '"single-math-v1"', '"other"', "has no prompt single-math-v1"),
+        ("judge_prompts.jsonl", '"Be fair."', "3", "line 1: system_prompt has to be a text, got '3'"),
+        ("mt_bench/question.jsonl", "101,", "81,", "line 2 has question_id 81 again"),
+        ("mt_bench/question.jsonl", '"writing"', '"law"', "line 1 has the category law; benchmark.temperatures has"),
+        ("mt_bench/question.jsonl", ', "more 81"', "", "line 1 has 1 turns, expected 2"),
+        ("mt_bench/question.jsonl", '"more 81"', "null", "line 1: turns has to be a list of texts"),
+        ("mt_bench/question.jsonl", '"category"', '"kind"', "line 1: category has to be a text, it is missing"),
+        ("mt_bench/reference_answer/gpt-4.jsonl", "111,", "112,", "has no reference answer to question 111"),
+        ("mt_bench/reference_answer/gpt-4.jsonl", ', "also right 111"', "", "answers one turn only of question 111"),
+        ("mt_bench/reference_answer/gpt-4.jsonl", '"choices"', '"picks"', "choices has to be a list of objects"),
+    ],
+)
+def test_files_that_are_laid_out_otherwise_are_refused(
+    checkout: Path, name: str, old: str, new: str, expected: str
+) -> None:
+    change(checkout, name, old, new)
+    with pytest.raises(UserError) as refused:
+        configured("mt_bench", path=str(checkout)).questions()
+    assert expected in str(refused.value)
+
+
+def test_references_that_are_nowhere_are_told_with_those_there_are(checkout: Path) -> None:
+    with pytest.raises(UserError, match=r"benchmark.references=gpt-5.jsonl has to be .* \(there: gpt-4.jsonl\)"):
+        configured("mt_bench", path=str(checkout), references="gpt-5.jsonl").questions()
+
+
+def test_without_categories_that_need_references_none_is_read(checkout: Path) -> None:
+    (checkout / FASTCHAT / "mt_bench/reference_answer/gpt-4.jsonl").unlink()
+    benchmark = configured("mt_bench", path=str(checkout), with_reference=[])
+    assert len(benchmark.calls(answers_to(benchmark.questions()), 0)) == 6
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"judge_max_tokens": 0}, "judge_max_tokens must be at least 1, got 0"),
+        ({"judge_temperature": -1.0}, "judge_temperature must be at least 0"),
+        ({"temperatures": {"math": "hot"}}, "temperatures.math: expected float"),
+        ({"temperatures": {"math": -0.1}, "with_reference": []}, "temperatures.math must be at least 0, got -0.1"),
+        ({"with_reference": ["maths"]}, "maths is no category of benchmark.temperatures"),
+        ({"pathh": "x"}, "pathh: unknown key"),
+    ],
+)
+def test_options_are_checked(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(UserError) as refused:
+        configured("mt_bench", **{"path": "x"} | values)
+    assert expected in str(refused.value)
+
+
+def test_versions_say_what_decides(benchmark: Benchmark) -> None:
+    assert json.loads(json.dumps(benchmark.versions()))["files"].keys() == {
+        "mt_bench/question.jsonl",
+        "judge_prompts.jsonl",
+        "references",
+    }

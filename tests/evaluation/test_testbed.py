@@ -1,0 +1,255 @@
+"""The testbed as a benchmark: the truth's scores against the grammar itself, a judge's beside them."""
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from attnpo import config
+from attnpo.answers.answering import chat_generator
+from attnpo.answers.questions import ModelAnswer
+from attnpo.evaluation import pairwise
+from attnpo.evaluation.base import Benchmark, Graded
+from attnpo.evaluation.testbed import NO_REPLY, NO_REWARD, TestbedBenchmark
+from attnpo.grading.base import Grader, GradingReply
+from attnpo.grading.local_grader import LocalGrader
+from attnpo.grading.truth_grader import TruthGrader
+from attnpo.models.loading import load_model, load_tokenizer
+from attnpo.schema import Message, Sampling, UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.scoring import win_rate
+from attnpo.text.chat import ChatFormat
+from tests.runs.worlds import GRAMMAR, World, build_world
+
+COUNT = 24
+SAMPLING = Sampling(max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def bench(world: World) -> TestbedBenchmark:
+    return TestbedBenchmark(GRAMMAR, baseline=str(world.model), prompts=COUNT, sampling=SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def alone() -> TestbedBenchmark:
+    return TestbedBenchmark(GRAMMAR, prompts=COUNT, sampling=SAMPLING)
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, ModelAnswer]:
+    """Reviews of the grammar, the third of them empty."""
+    rng = random.Random(11)
+    prompts = GRAMMAR.prompts("test")[:COUNT]
+    texts = [GRAMMAR.sample_review(rng, prompt) if place != 2 else "" for place, prompt in enumerate(prompts)]
+    return {prompt.text: ModelAnswer(prompt.text, (text,)) for prompt, text in zip(prompts, texts, strict=True)}
+
+
+def graded(bench: TestbedBenchmark, answers: Mapping[str, ModelAnswer], grader: Grader) -> Graded:
+    replies = {call: reply for call, reply in grader.ask(bench.calls(answers, 0)) if isinstance(reply, GradingReply)}
+    return bench.grade(answers, replies)
+
+
+def rewards(texts: Mapping[str, str]) -> np.ndarray:
+    return np.array(
+        [GRAMMAR.true_reward(text, GRAMMAR.parse_prompt(name).topic).reward for name, text in texts.items()]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ questions
+
+
+def test_questions_are_held_out_prompts_in_their_order(bench: TestbedBenchmark) -> None:
+    questions = bench.questions()
+    assert [question.id for question in questions] == [prompt.text for prompt in GRAMMAR.prompts("test")[:COUNT]]
+    assert all(question.turns == (question.id,) and question.system is None for question in questions)
+    assert not {question.id for question in questions} & {prompt.text for prompt in GRAMMAR.prompts("train")}
+    every = replace(bench, prompts=10**6, split="validation").questions()
+    assert len(every) == len(GRAMMAR.prompts("validation"))
+    assert isinstance(bench, Benchmark)
+
+
+def test_a_world_without_held_out_prompts_is_refused() -> None:
+    with pytest.raises(UserError, match=r"raise benchmark\.grammar\.test_share"):
+        TestbedBenchmark(Grammar(test_share=0.0)).questions()
+    with pytest.raises(UserError, match=r"benchmark\.split must be one of test, validation"):
+        TestbedBenchmark(split="train")
+    with pytest.raises(UserError, match=r"benchmark\.prompts must be at least 1"):
+        TestbedBenchmark(prompts=0)
+
+
+# ------------------------------------------------------------------------------------------------ the truth
+
+
+def test_the_truth_gives_the_mean_reward(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    found = graded(alone, answers, TruthGrader(GRAMMAR))
+    expected = rewards({name: answer.turns[0] for name, answer in answers.items()})
+    assert alone.scores == ("reward",) == tuple(found.scores)
+    assert found.questions == tuple(answers) and found.counts == {}
+    assert np.array_equal(found.values["reward"], expected)
+    assert found.scores["reward"] == pytest.approx(expected.mean()) and found.weights["reward"].sum() == COUNT
+    assert expected.std() > 0.1
+
+
+def test_with_a_baseline_the_truth_gives_both_scores(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    found = graded(bench, answers, TruthGrader(GRAMMAR))
+    own = rewards({name: answer.turns[0] for name, answer in answers.items()})
+    rival = rewards(bench.baseline_answers())
+    assert bench.scores == ("win_rate", "reward") == tuple(found.scores)
+    assert np.array_equal(found.values["reward"], own)
+    assert found.scores["win_rate"] == pytest.approx(100 * win_rate(own, rival))
+    assert np.array_equal(found.values["win_rate"], 100 * ((own > rival) + 0.5 * (own == rival)))
+    assert found.counts == ({pairwise.TIES: int((own == rival).sum())} if (own == rival).any() else {})
+    assert (own != rival).any()
+
+
+def test_an_unchanged_model_wins_half(bench: TestbedBenchmark) -> None:
+    """The baseline's own reviews against themselves are ties; its reviews of another seed are other reviews."""
+    same = {name: ModelAnswer(name, (text,)) for name, text in bench.baseline_answers().items()}
+    found = graded(bench, same, TruthGrader(GRAMMAR))
+    assert found.scores["win_rate"] == 50.0 and found.counts == {pairwise.TIES: COUNT}
+    other = replace(bench, sampling=replace(SAMPLING, seed=1)).baseline_answers()
+    assert other.keys() == bench.baseline_answers().keys() and other != bench.baseline_answers()
+
+
+def test_the_baselines_reviews_are_not_those_of_the_models_own_numbers(world: World, bench: TestbedBenchmark) -> None:
+    generator = chat_generator(load_model(world.model), ChatFormat(load_tokenizer(world.model)))
+    prompts = [[Message(role="user", content=question.id)] for question in bench.questions()]
+    assert generator.generate(prompts, SAMPLING) != list(bench.baseline_answers().values())
+    assert dict(replace(bench, prompts=COUNT).baseline_answers()) == dict(bench.baseline_answers())
+
+
+def test_the_mirror_image_of_a_result(world: World, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    """The model's and the baseline's reviews exchanged: each value is 100 less the other, under truth and judge."""
+    rivals = {name: ModelAnswer(name, (text,)) for name, text in bench.baseline_answers().items()}
+    mirror = replace(bench)
+    mirror.__dict__["_baseline_answers"] = {name: answer.turns[0] for name, answer in answers.items()}
+    judge = LocalGrader(str(world.model), accelerator="cpu", batch_size=1)
+    for grader in (TruthGrader(GRAMMAR), judge):
+        one, other = graded(bench, answers, grader), graded(mirror, rivals, grader)
+        total = one.values["win_rate"] + other.values["win_rate"]
+        assert total == pytest.approx(np.full(COUNT, 100.0), abs=1e-12)
+    assert one.values["win_rate"].std() > 0
+
+
+# ------------------------------------------------------------------------------------------------ a judge
+
+
+def test_a_local_judge_gives_the_win_rate_of_the_same_calls(
+    world: World, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    grader = LocalGrader(str(world.model), accelerator="cpu")
+    calls = bench.calls(answers, 0)
+    assert len(calls) == 2 * COUNT and len({call.key({}) for call in calls}) == len(calls)
+    found = graded(bench, answers, grader)
+    assert 0 < found.scores["win_rate"] < 100 and not np.isnan(found.values["win_rate"]).any()
+    assert found.scores.keys() == found.values.keys() == found.weights.keys() == {"win_rate"}
+    assert found.counts[pairwise.OTHER_TOKEN] == 2 * COUNT
+
+
+def test_without_a_baseline_a_judge_is_refused_with_what_to_do(
+    alone: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    replies = {call: GradingReply("good") for call in alone.calls(answers, 0)}
+    with pytest.raises(UserError, match=r"give grader=truth, or benchmark\.baseline=BASE"):
+        alone.grade(answers, replies)
+
+
+# ------------------------------------------------------------------------------------------------ what is missing
+
+
+def test_missing_replies_are_counted_and_left_out(
+    alone: TestbedBenchmark, bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    grader = TruthGrader(GRAMMAR)
+    some = dict(list(grader.ask(alone.calls(answers, 0)))[:5])
+    first = next(iter(some))
+    found = alone.grade(answers, {**some, first: GradingReply("?")})  # type: ignore[dict-item]
+    expected = rewards({name: answer.turns[0] for name, answer in list(answers.items())[1:5]})
+    assert found.counts == {NO_REPLY: COUNT - 5, NO_REWARD: 1}
+    assert found.scores["reward"] == pytest.approx(expected.mean()) and found.weights["reward"].sum() == 4
+    half = dict(list(grader.ask(bench.calls(answers, 0)))[:7])
+    found = bench.grade(answers, half)  # type: ignore[arg-type]
+    assert found.weights["win_rate"].sum() == 3 and found.counts[pairwise.MISSING] == 2 * COUNT - 7
+    assert found.weights["reward"].sum() == 4  # one order is enough to tell what a review is worth
+    assert math.isnan(bench.grade(answers, {}).scores["win_rate"])
+    assert alone.grade(answers, {}).counts == {NO_REPLY: COUNT}
+
+
+def test_some_questions_alone_are_graded_by_themselves(
+    bench: TestbedBenchmark, answers: dict[str, ModelAnswer]
+) -> None:
+    """A trial with ``limits.max_items``: what was never asked is not missing."""
+    few = dict(list(answers.items())[:5])
+    replies = dict(TruthGrader(GRAMMAR).ask(bench.calls(answers, 0)[:10]))
+    found = bench.grade(few, replies)  # type: ignore[arg-type]
+    assert found.questions == tuple(few) and set(found.counts) <= {pairwise.TIES}
+
+
+def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    last = list(answers)[-1]
+    with pytest.raises(UserError, match=rf"1 of {COUNT} questions have no answer \(first: {last}\)"):
+        bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
+
+
+def test_what_the_truth_cannot_tell_apart_is_counted(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    name = next(iter(answers))
+    wicked = {**answers, name: ModelAnswer(name, ("it was raining today .\nreview B :\nwe went there today .",))}
+    found = graded(bench, wicked, TruthGrader(GRAMMAR))
+    assert found.counts[pairwise.NO_VERDICT] == 2 and pairwise.MISSING not in found.counts
+    assert np.isnan(found.values["win_rate"][0]) and np.isnan(found.values["reward"][0])
+    assert found.weights["win_rate"].sum() == found.weights["reward"].sum() == COUNT - 1
+
+
+def test_a_repeated_grading_is_read_like_the_first(alone: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
+    again = [replace(call, repeat=1) for call in alone.calls(answers, 0)[:4]]
+    found = alone.grade(answers, dict(TruthGrader(GRAMMAR).ask(again)))  # type: ignore[arg-type]
+    assert found.weights["reward"].sum() == 4
+
+
+def test_versions_follow_the_world_and_the_baseline(
+    world: World, bench: TestbedBenchmark, alone: TestbedBenchmark
+) -> None:
+    others = [
+        replace(bench, grammar=Grammar(negation=0.5)),
+        replace(bench, prompts=3),
+        replace(bench, split="validation"),
+        replace(bench, sampling=replace(SAMPLING, seed=4)),
+        replace(bench, pairwise=replace(bench.pairwise, strip=True)),
+        alone,
+    ]
+    assert all(other.versions() != bench.versions() for other in others)
+    assert replace(bench).versions() == bench.versions()
+
+
+def test_a_baseline_that_is_not_there_is_named_by_its_key(tmp_path: Path, answers: dict[str, ModelAnswer]) -> None:
+    bench = TestbedBenchmark(GRAMMAR, baseline=str(tmp_path / "none"), prompts=COUNT)
+    with pytest.raises(UserError, match=r"benchmark\.baseline=.*none"):
+        bench.calls(answers, 0)
+
+
+# ------------------------------------------------------------------------------------------------ configs
+
+
+def composed(grader: str, *overrides: str) -> tuple[TestbedBenchmark, Grader]:
+    cfg = config.compose("generate", ["+benchmark=testbed", f"+grader={grader}", *overrides])
+    return config.build(cfg.benchmark), config.build(cfg.grader)
+
+
+def test_the_shipped_configs_fit_together(world: World) -> None:
+    bench, truth = composed("truth", "benchmark.grammar.negation=0.5")
+    assert bench == TestbedBenchmark(Grammar(negation=0.5)) and bench.scores == ("reward",)
+    assert truth == TruthGrader(Grammar(negation=0.5))
+    bench, judge = composed("local", f"grader.path={world.model}", "grader.max_length=300")
+    assert bench.baseline == str(world.model) and bench.scores == ("win_rate", "reward")
+    assert judge == LocalGrader(str(world.model), max_length=300)
+    bench, _ = composed("local", f"grader.path={world.model}", "benchmark.baseline=other")
+    assert bench.baseline == "other"

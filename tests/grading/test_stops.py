@@ -1,0 +1,138 @@
+"""A grading process that is killed or stopped, and goes on: over real processes and a real socket."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from attnpo.grading.asking import ask_all
+from attnpo.grading.openai_grader import OpenAIGrader
+from attnpo.grading.store import GRADES, ReplyStore
+from attnpo.grading.threads import in_threads
+from attnpo.schema import UserError, digest
+from tests.grading.calls import call
+from tests.grading.loopback import Body, Loopback
+
+ROOT = Path(__file__).resolve().parents[2]
+CALLS = [call(number) for number in range(20)]
+PROMPT = 12  # calls that are answered at once; the others wait until the test lets them
+ASKS = """
+import sys
+from attnpo.console import guarded, hear_signals, leave
+hear_signals()
+from pathlib import Path
+from attnpo.grading.asking import ask_all
+from attnpo.grading.openai_grader import OpenAIGrader
+from attnpo.grading.store import ReplyStore
+from tests.grading.test_stops import CALLS
+def main():
+    ask_all(CALLS, OpenAIGrader(base_url=sys.argv[1], concurrency=4, timeout=100.0), ReplyStore(Path(sys.argv[2])))
+    return 0
+leave(guarded(main))
+"""
+
+
+@contextmanager
+def asking(server: Loopback, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that asks all calls, once it has stored as many as are answered at once."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")}
+    command = [sys.executable, "-c", ASKS, server.base_url, str(folder)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            end = time.monotonic() + 60
+            while time.monotonic() < end and process.poll() is None and lines(folder) < PROMPT:
+                time.sleep(0.02)
+            assert lines(folder) == PROMPT, process.communicate(timeout=1) if process.poll() is not None else "too slow"
+            yield process
+        finally:
+            process.kill()
+
+
+def lines(folder: Path) -> int:
+    file = folder / GRADES
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_what_is_stored_is_not_asked_again(number: signal.Signals, tmp_path: Path) -> None:
+    go, lock, seen = threading.Event(), threading.Lock(), []
+
+    def reply(body: Body) -> str:
+        with lock:
+            seen.append(body)
+            waits = len(seen) > PROMPT
+        if waits:
+            go.wait(60)
+        return "Rating: " + body["messages"][1]["content"].split()[2]
+
+    with Loopback(reply) as server:
+        with asking(server, tmp_path) as process:
+            with pytest.raises(UserError, match="in use by process"):
+                ask_all(CALLS, OpenAIGrader(base_url=server.base_url), ReplyStore(tmp_path))
+            sent = time.monotonic()
+            process.send_signal(number)
+            process.wait(timeout=30)
+            ended = time.monotonic() - sent
+        go.set()
+        stored = {json.loads(line)["item"] for line in (tmp_path / GRADES).read_text().splitlines()}
+        before = len(server.requests)
+        asked = ask_all(CALLS, OpenAIGrader(base_url=server.base_url), ReplyStore(tmp_path))
+    assert ended < 20, "it waits for no reply"
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
+    assert len(stored) == PROMPT and before <= PROMPT + 4, "at most the calls in flight are lost"
+    again = {request.digest for request in server.requests[before:]}
+    assert again == {digest(list(each.messages)) for each in CALLS if each.item not in stored}
+    assert len(server.requests) - before == len(again) == asked.made == len(CALLS) - PROMPT
+    assert {each.item: reply.text for each, reply in asked.replies.items()} == {
+        each.item: f"Rating: {each.item[1:]}" for each in CALLS
+    }
+    assert lines(tmp_path) == len(CALLS)
+
+
+def test_a_store_that_was_cut_in_a_line_goes_on(tmp_path: Path) -> None:
+    with Loopback(lambda _: "7") as server:
+        grader = OpenAIGrader(base_url=server.base_url, concurrency=1)
+        ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
+        file = tmp_path / GRADES
+        file.write_bytes(file.read_bytes()[:-30])
+        asked = ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
+    assert (asked.made, len(asked.replies), len(server.requests)) == (1, 5, 6)
+    assert list(server.answered.values()) == [1, 1, 1, 1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ threads
+
+
+def test_results_come_with_their_items_and_no_more_run_than_asked_for() -> None:
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def double(number: int) -> int:
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.002 * (number % 3))
+        with lock:
+            running[0] -= 1
+        return 2 * number
+
+    assert dict(in_threads(double, range(50), 5)) == {number: 2 * number for number in range(50)}
+    assert 1 < most[0] <= 5
+    assert list(in_threads(double, [], 5)) == []
+
+
+def test_what_a_thread_raises_is_raised_to_the_caller() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(ZeroDivisionError):
+        list(in_threads(lambda number: 1 // number, [3, 2, 1, 0], 2))
+    end = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert set(threading.enumerate()) - before == set(), "idle threads end"
