@@ -38,12 +38,16 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table: its columns and rows, with decimals of floats for all columns or by column."""
+    """A table: its columns and rows, with decimals of floats for all columns or by column.
+
+    ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Row]
     caption: str = ""
     digits: Digits = DEFAULT_DIGITS
+    naming: int = 1
 
 
 @dataclass(frozen=True)
