@@ -10,7 +10,7 @@ from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
     from attnpo.evaluation.evaluate_config import EvaluateConfig
-    from attnpo.runs.passport_config import PassportConfig
+    from attnpo.reports.passport_config import PassportConfig
 
 DESCRIPTION = """\
 Measure a model on a benchmark: its answers, their grades, scores with their spreads.
@@ -32,7 +32,7 @@ def main(cfg: "EvaluateConfig") -> int:
 
 def passport(cfg: "PassportConfig") -> int:
     """0; the passport is printed, and written into a folder."""
-    from attnpo.runs.passport import write_passport
+    from attnpo.reports.passport import write_passport
 
     write_passport(cfg)
     return 0
@@ -45,5 +45,5 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if PASSPORT in words:
         rest = [word for word in words if word != PASSPORT]
-        sys.exit(run_entry(passport, "passport", rest, DESCRIPTION, EXAMPLES))
+        sys.exit(run_entry(passport, "passport", rest, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))
     sys.exit(run_entry(main, "evaluate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

@@ -1,4 +1,4 @@
-"""``python -m attnpo.report WHAT ...``: statistics of token weights; tables of finished studies and runs."""
+"""``python -m attnpo.report WHAT ...``: statistics of token weights; tables of finished studies, runs, evaluations."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -14,11 +14,13 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
   weights           statistics of the weights a run would train with
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run; FOLDER ... alone goes by what the folders hold
-  gains FOLDER ...  what is known before training against the gain over uniform weights"""
+  gains FOLDER ...  what is known before training against the gain over uniform weights
+  scores FOLDER ... finished evaluations as the paper's tables: scores, spreads, ranks, lengths
+  ranks FILE.csv .. average ranks and intervals of printed tables, recomputed"""
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
-python -m attnpo.report study outputs/layer_sweep-testbed
-python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1"""
+python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1
+python -m attnpo.report scores outputs/eval-* printed=experiments/paper/mistral_7b_base_sft/printed.csv"""
 
 
 def main(cfg: "ReportConfig") -> int:

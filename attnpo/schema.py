@@ -199,6 +199,11 @@ class JudgeReading:
     verdict_token: int | None = None
     verdict_logps: Float[Tensor, "3"] | None = None
 
+    @property
+    def label_mass(self) -> float | None:
+        """The probability of the two labels together at the verdict position; None where they were not read."""
+        return None if self.verdict_logps is None else min(1.0, float(self.verdict_logps[:2].double().exp().sum()))
+
 
 @runtime_checkable
 class JudgeModel(Protocol):

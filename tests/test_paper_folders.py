@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "experiments" / "paper"
 FOLDERS = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
 LAYERS = 32  # of the models of the paper's settings
+BENCHMARKS = {"alpaca_eval", "mt_bench", "arena_hard"}
+LINK = re.compile(r"\]\(\.\./(\w+)/README\.md")
 COMMAND = re.compile(r"^python -m attnpo\.(\w+) (.+)$", re.MULTILINE)
 HYPERPARAMETERS = [
     ("training", "learning_rate"),
@@ -27,15 +29,23 @@ TABLES = {
     "ablations",
     "attention_from_other_models",
     "beta_search",
+    "hyperparameters",
     "layers",
     "main_results",
+    "main_results_three_runs",
+    "mistral_7b_base_sft",
+    "response_length_arena_hard",
     "sink_share",
     "top_tokens",
     "weight_sources",
     "weight_statistics",
 }
 Row = dict[str, str]
-OURS = ("setting", "arm")  # columns of printed.csv that say which rows of ours are meant; the others are the paper's
+OURS = (
+    "setting",
+    "arm",
+    "benchmark",
+)  # columns of printed.csv that say which rows of ours are meant; the others are the paper's
 # Folders that print a part of a table: the file, and which rows.
 PARTS: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "layers": ("main_results.csv", lambda row: row["method"] in ("Base", "DPO", "AttentionPO")),
@@ -52,6 +62,12 @@ def commands(name: str) -> list[tuple[str, list[str]]]:
     return [(entry, shlex.split(words)) for entry, words in COMMAND.findall(text_of(name))]
 
 
+def with_linked(name: str) -> str:
+    """A folder's README with those it points to."""
+    text = text_of(name)
+    return "\n".join([text, *(text_of(other) for other in dict.fromkeys(LINK.findall(text)))])
+
+
 def rows_of(path: Path) -> list[Row]:
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
@@ -65,22 +81,30 @@ def test_every_table_has_its_folder() -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_commands_are_sound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the testbed and on a paper setting; what is reported was trained by a command above it."""
+    """On the testbed and on a paper setting; what is evaluated and reported was made by a command above it."""
     monkeypatch.chdir(ROOT)
     made, settings = set(), set()
     for entry, words in commands(name):
         overrides = [word for word in words if "=" in word]
         keys = dict(word.split("=", 1) for word in overrides)
-        if entry == "report":
-            assert words[0] in ("weights", "study")
+        if entry == "evaluate":
+            made |= evaluated(name, keys, made)
+            continue
+        if entry == "report" and words[0] == "ranks":
+            assert all((ROOT / word).is_file() for word in words[1:]) and len(words) > 1
+        elif entry == "report":
+            assert words[0] in ("weights", "study", "scores")
             folders = {word.removeprefix("outputs/") for word in words if word.startswith("outputs/")}
             assert folders <= made
             if "printed" in keys:
                 assert keys["printed"] == f"experiments/paper/{name}/printed.csv"
                 printed = rows_of(Path(keys["printed"]))
-                if "label" in keys:  # the name by which ours meets a printed row
-                    assert keys["label"] in {row["model"] for row in printed}
-                assert ("label" in keys) == ("model" in printed[0] and keys["setting"] != "testbed")
+                if words[0] == "scores":  # whose rows stand beside ours, where there are several base models
+                    models = {row["base_model"] for row in printed}
+                    assert keys.get("label", "") in models if len(models) > 1 else "label" not in keys
+                else:  # the name by which ours meets a printed row
+                    assert "label" not in keys or keys["label"] in {row["model"] for row in printed}
+                    assert ("label" in keys) == ("model" in printed[0] and keys["setting"] != "testbed")
         made.add(keys.get("name", ""))
         if "setting" in keys or entry == "fit":
             settings.add(keys.get("setting", "testbed"))
@@ -88,19 +112,33 @@ def test_the_commands_are_sound(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         if entry == "report":
             cfg.what = [word for word in words if "=" not in word]
         check(cfg, complete=False)
-    assert "testbed" in settings and len(settings) > 1
+    assert not settings or ("testbed" in settings and len(settings) > 1)
+    assert any(entry == "report" for entry, _ in commands(name)) or name == "hyperparameters"
+
+
+def evaluated(name: str, keys: dict[str, str], made: set[str]) -> set[str]:
+    """The folders an evaluation makes; it is of a model trained above or of one on the hub, under a name of its row."""
+    assert keys["benchmark"] in BENCHMARKS
+    trained = re.fullmatch(r"outputs/(.+)/best", keys["model.path"])
+    assert trained is None or trained[1] in made
+    methods = {row["method"] for row in rows_of(FOLDER / name / "printed.csv")}
+    assert keys["label"] in methods or keys["label"] in with_linked(name)
+    check(compose("evaluate", [f"{key}={value}" for key, value in keys.items()]), complete=False)
+    return {"eval-*"}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_columns_are_explained(name: str) -> None:
-    """Scores of benchmarks that no command here produces are said to be missing."""
+    """Scores of benchmarks are said to be collected, and not to have been."""
     text = text_of(name)
     columns = text.partition("## Columns")[2]
     names = list(rows_of(FOLDER / name / "printed.csv")[0])
     if "alpacaeval_lc" in names:
-        assert "Not collected yet: all four" in columns
+        assert "All four are collected by `attnpo.evaluate`" in columns
     elif name != "beta_search":
         assert all(f"`{column}`" in columns for column in names if column != "model")
+    if any(entry == "evaluate" for entry, _ in commands(name)):
+        assert "**No GPU run of them exists**" in columns
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -132,4 +170,4 @@ def test_printed_rows_name_arms_of_the_studies_under_their_setting(name: str) ->
 @pytest.mark.parametrize("name", FOLDERS)
 def test_methods_of_the_table_are_mapped_to_arms(name: str) -> None:
     methods = {row["method"] for row in rows_of(FOLDER / name / "printed.csv") if "method" in row}
-    assert all(f"| {method} |" in text_of(name) for method in methods)
+    assert all(f"| {method} |" in with_linked(name) for method in methods)

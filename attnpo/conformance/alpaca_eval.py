@@ -42,8 +42,13 @@ class NeedsLibrary(Check):
 
 def records(folder: Path) -> Iterator[Check]:
     """Two records per model: raw rates against the leaderboard, the length-controlled one against the library's own."""
-    expected: dict[str, Expected] = json.loads((folder / "expected.json").read_text(encoding="utf-8"))
-    for model, figures in expected.items():
+    file = folder / "expected.json"
+    try:
+        expected: dict[str, Expected] = json.loads(file.read_text(encoding="utf-8"))
+        models = expected.items()
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{file}: expected figures by model in JSON, got {error}") from error
+    for model, figures in models:
         yield NeedsLibrary(NAME, f"{model} raw", partial(_raw, folder, model, figures))
         yield NeedsLibrary(NAME, f"{model} lc", partial(_controlled, folder, model, figures))
 

@@ -1,15 +1,28 @@
-"""Sections as text: on a terminal, in Markdown, and as JSON that is read back; their page is ``page.report_page``."""
+"""Sections as text: on a terminal, in Markdown and LaTeX, and as JSON that is read back; ``page`` writes pages."""
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from textwrap import wrap
 
+from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
+from rich.measure import Measurement
 
-from attnpo.display.page import Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
-from attnpo.display.tables import DEFAULT_DIGITS, format_cell, ordered_cells, table_markdown, table_rich
+from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
+from attnpo.display.tables import (
+    DEFAULT_DIGITS,
+    Cell,
+    cell_texts,
+    format_cell,
+    ordered_cells,
+    table_latex,
+    table_markdown,
+    table_rich,
+)
 from attnpo.schema import UserError
 
 WIDTH = 190  # columns, where the output is no terminal
@@ -23,7 +36,8 @@ def terminal() -> Console:
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
     """Prints the sections as text: titles right above tables, figures as the names of their files.
 
-    Tables without text between them stand beside each other where the console is wide enough.
+    Tables without text between them stand beside each other where the console is wide enough. One that is too wide for
+    it, so that numbers would be broken, is continued below.
     """
     for section in sections:
         parts, heading = list(_parts(section)), section.title
@@ -31,11 +45,78 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
             if heading and (tables or not any(shown for shown, _ in parts)):
                 console.print(heading, highlight=False, markup=False, style="bold")
                 heading = ""
-            drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in tables]
-            if drawn:
+            fitted = [part for one in tables for part in fitting(console, one)]
+            drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in fitted]
+            if len(fitted) > len(tables):
+                for table in drawn:
+                    console.print(table)
+            elif drawn:
                 console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
             for line in lines:
                 console.print(f"  {line}", highlight=False, markup=False)
+
+
+def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
+    """A table as parts that are as narrow as the console, each with the columns that name its rows.
+
+    As it is where it has room.
+
+    Columns are kept whole: what cannot be broken between words sets their width, and heads are broken to it.
+    """
+    if _width(console, table).maximum <= console.width:
+        return [table]
+    table = _with_narrow_heads(table)
+    cells = ordered_cells(table.columns, table.rows)
+    naming = list(range(min(table.naming, len(table.columns))))
+    parts: list[list[int]] = [naming]
+    for place in range(len(naming), len(table.columns)):
+        wider = [*parts[-1], place]
+        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider)).minimum > console.width:
+            parts.append([*naming, place])
+        else:
+            parts[-1] = wider
+    cut = [_cut(table, cells, part) for part in parts]
+    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(cut)]
+
+
+def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[int]) -> TableBlock:
+    columns = [table.columns[place] for place in places]
+    return replace(table, columns=columns, rows=[[line[place] for place in places] for line in cells])
+
+
+def _with_narrow_heads(table: TableBlock) -> TableBlock:
+    """The table with heads in lines no longer than its cells need, where words allow: Rich would break words."""
+    cells, _ = cell_texts(table.columns, table.rows, table.digits)
+    heads = {
+        name: "\n".join(
+            wrap(name, max([1, *(cell_len(line[place]) for line in cells)]), break_long_words=False) or [name]
+        )
+        for place, name in enumerate(table.columns)
+    }
+    digits = table.digits
+    renamed = digits if isinstance(digits, int) else {heads.get(name, name): count for name, count in digits.items()}
+    rows = ordered_cells(table.columns, table.rows)
+    return replace(table, columns=list(heads.values()), rows=rows, digits=renamed)
+
+
+def _width(console: Console, table: TableBlock) -> Measurement:
+    """Columns of the terminal that a table needs: with texts broken between words, and with none broken."""
+    drawn = table_rich(table.columns, table.rows, digits=table.digits)
+    return Measurement.get(console, console.options.update(width=10_000), drawn)
+
+
+def latex(sections: Sequence[Section], title: str = "") -> str:
+    """The tables of the sections in LaTeX (package booktabs), what else they say as comments."""
+    told = [title] if title else []
+    parts = ["\n".join(f"% {line}" for line in [*told, r"needs \usepackage{booktabs}"])]
+    for section in sections:
+        for tables, lines in _parts(section):
+            parts += [
+                table_latex(table.columns, table.rows, digits=table.digits, caption=table.caption or section.title)
+                for table in tables
+            ]
+            parts += ["\n".join(f"% {' '.join(line.split())}" for line in lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown(sections: Sequence[Section], title: str = "") -> str:
@@ -62,7 +143,7 @@ def _parts(section: Section) -> Iterator[tuple[list[TableBlock], list[str]]]:
 def _lines(block: Block) -> list[str]:
     """A block as lines of text; none for tables and HTML."""
     match block:
-        case Paragraph(text):
+        case Paragraph(text) | Banner(text):
             return [text]
         case KeyValues(values, digits):
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]

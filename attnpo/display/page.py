@@ -21,6 +21,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
+class Banner:
+    """A verdict in a few words, large: ``good`` and not are told apart by colour and by a mark."""
+
+    text: str
+    good: bool
+
+
+@dataclass(frozen=True)
 class KeyValues:
     """Names and values, floats with ``digits`` decimals."""
 
@@ -30,12 +38,16 @@ class KeyValues:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """A table: its columns and rows, with decimals of floats for all columns or by column."""
+    """A table: its columns and rows, with decimals of floats for all columns or by column.
+
+    ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
+    """
 
     columns: Sequence[str]
     rows: Sequence[Row]
     caption: str = ""
     digits: Digits = DEFAULT_DIGITS
+    naming: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Fragment:
     html: str
 
 
-Block = Paragraph | KeyValues | TableBlock | Image | Preformatted | Fragment
+Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fragment
 
 
 @dataclass(frozen=True)

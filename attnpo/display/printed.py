@@ -1,7 +1,7 @@
 """Numbers of a paper beside ours: tables with key columns, printed tables from CSV files, and printed rows with ours.
 
 Our tables stay as they are. A joined table has the printed rows, each with what of ours meets it by key: for every
-column both know ours, the printed number and, unless they are whole numbers such as ranks, the difference ours minus
+column both know ours, the printed number and, unless both are whole numbers such as ranks, the difference ours minus
 printed. What one of the two lacks stays None in the rows, and is a dash where people read them (``for_reading``).
 """
 
@@ -23,7 +23,8 @@ class KeyedTable:
     """A table whose rows are told apart by ``keys``, the last of them naming the item (a token, a side, an arm).
 
     ``group`` is a column that only ours has (which weights): each of its values is joined with the printed rows anew.
-    ``digits`` are decimals by column.
+    ``digits`` are decimals by column. ``reading`` is the table as people read it, where that is another one than the
+    numbers in full: several of them in a cell, rounded as a paper rounds.
     """
 
     name: str
@@ -33,6 +34,7 @@ class KeyedTable:
     keys: tuple[str, ...]
     group: str | None = None
     digits: Mapping[str, int] = field(default_factory=dict)
+    reading: "KeyedTable | None" = None
 
     def groups(self) -> list[Cell]:
         """The values of ``group`` in their order; [None] for a table without one."""
@@ -120,7 +122,9 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
     keys = shared_keys(table, printed)
     values = [name for name in printed.columns if name not in keys and name in printed.digits]
     known = {name for name in values if name in table.columns}
-    compared = {name for name in known if printed.digits[name]}
+    compared = {
+        name for name in known if printed.digits[name] or any(isinstance(row.get(name), float) for row in table.rows)
+    }
     only_ours = [name for name in (table.group, *table.keys) if name is not None and name not in printed.columns]
     wide = [*only_ours, *(part for name in printed.columns for part in _parts(name, name in values, known, compared))]
 
@@ -154,6 +158,7 @@ def beside(table: KeyedTable, printed: PrintedTable, *, fold: bool = False) -> K
         columns=tuple(wide),
         rows=tuple(rows),
         digits=digits,
+        reading=None,
     )
 
 
@@ -184,7 +189,9 @@ def unmet(table: KeyedTable) -> list[str]:
 
 
 def for_reading(table: KeyedTable) -> KeyedTable:
-    """The table as people read it: a dash where ours or the printed number is missing; any other table as it is."""
+    """The table as people read it: its own form, or a dash where ours or the printed number is missing."""
+    if table.reading is not None:
+        return table.reading
     compared = [name.removesuffix(PRINTED) for name in table.columns if name.endswith(PRINTED)]
     if not compared:
         return table

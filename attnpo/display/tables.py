@@ -1,9 +1,10 @@
-"""Results as tables: plain text, rich, Markdown, CSV, HTML, all with the same numbers of the same number of digits."""
+"""Results as tables: plain text, rich, Markdown, LaTeX, CSV, HTML, the same numbers with the same number of digits."""
 
 import csv
 import io
 import math
 from collections.abc import Mapping, Sequence
+from decimal import ROUND_HALF_UP, Decimal
 
 from rich import box
 from rich.cells import cell_len
@@ -36,6 +37,14 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
     if float(text) != 0:
         return text
     return f"{value:.1e}" if value != 0 else f"{0.0:.{digits}f}"
+
+
+def half_up(value: float, digits: int) -> float:
+    """A finite number rounded to ``digits`` decimals, halves away from zero, as papers print (10.125 gives 10.13).
+
+    Reads the shortest decimal that stands for the number, without what arithmetic leaves in its last places.
+    """
+    return float(Decimal(repr(round(value, digits + 7))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
 def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = "") -> str:
@@ -74,6 +83,28 @@ def table_markdown(columns: Sequence[str], rows: Sequence[Row], *, digits: Digit
     cells, right = cell_texts(columns, rows, digits)
     lines = [list(columns), ["---:" if numeric else "---" for numeric in right], *cells]
     return "\n".join("| " + " | ".join(_markdown_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def table_latex(
+    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
+) -> str:
+    """The table as a LaTeX float with the rules of booktabs, without a trailing newline; every text is escaped."""
+    cells, right = cell_texts(columns, rows, digits)
+    told = [" & ".join(_latex_text(cell) for cell in line) + r" \\" for line in [columns, *cells]]
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        *([rf"\caption{{{_latex_text(caption)}}}"] if caption else []),
+        rf"\begin{{tabular}}{{{''.join('r' if numeric else 'l' for numeric in right)}}}",
+        r"\toprule",
+        told[0],
+        r"\midrule",
+        *told[1:],
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines)
 
 
 def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
@@ -143,3 +174,23 @@ def _padded(line: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -
 
 def _markdown_cell(cell: str) -> str:
     return " ".join(cell.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+
+
+_LATEX = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "±": r"$\pm$",
+        "[": "{[}",  # after a line break in a table a bracket would be read as the break's option
+        "]": "{]}",
+    }
+)
+
+
+def _latex_text(text: str) -> str:
+    return " ".join(text.split()).translate(_LATEX)

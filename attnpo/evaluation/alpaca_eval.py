@@ -36,7 +36,6 @@ NO_REPLY = "no reply"
 NO_VERDICT = "no verdict in the reply"
 TEXT_ONLY = "verdict from the text, no log-probabilities"
 SAME = "answer equal to the baseline's (a tie, not asked)"
-EMPTY = "empty answer"
 NO_LENGTHS = "no length-controlled rate: length differences are all the same"
 _log = logging.getLogger(__name__)
 
@@ -115,35 +114,34 @@ class AlpacaEval:
         ]
 
     def grade(self, answers: Mapping[str, ModelAnswer], replies: Replies) -> Graded:
-        """The library's win rates over the rows that have a reply or are a tie; one without a verdict is left out.
+        """The library's win rates over the answers that have a reply or are a tie; one without a verdict is left out.
+
+        ``answers`` may be to some questions only: nothing is said of the others.
 
         Raises:
             ValueError: a reply is to another prompt than its question has here.
         """
-        compared = self._compared(answers)
+        here = [place for place, question in enumerate(self.questions()) if question.id in answers]
+        compared = self._compared(answers, here)
         prompts = self._prompts(compared)
-        given = self._by_prompt(prompts, replies)
+        ids = [self.questions()[place].id for place in here]
+        given = _by_prompt(dict(zip(ids, prompts, strict=True)), replies)
         items = {call.item for call in replies}
-        places = [
-            place
-            for place, (question, prompt) in enumerate(zip(self.questions(), prompts, strict=True))
-            if prompt is None or question.id in items
-        ]
-        rows = [compared[place] for place in places]
+        kept = [number for number, prompt in enumerate(prompts) if prompt is None or ids[number] in items]
+        rows = [compared[number] for number in kept]
         preferences = alpaca_library.preferences(self._annotator.name, rows, given) if rows else np.zeros(0)
-        rates = alpaca_rates.win_rates(rows, preferences, self._auxiliary, places)
+        rates = alpaca_rates.win_rates(rows, preferences, self._auxiliary, [here[number] for number in kept])
         counts = Counter(
             {
                 NO_REPLY: len(compared) - len(rows),
                 NO_VERDICT: int(np.isnan(preferences).sum()),
                 TEXT_ONLY: sum(reply.logprobs is None for reply in given.values()) if self._annotator.labels else 0,
                 SAME: sum(prompt is None for prompt in prompts),
-                EMPTY: sum(not row.output for row in rows),
                 NO_LENGTHS: int(rates.lengths_equal),
             }
         )
         return Graded(
-            questions=tuple(self.questions()[place].id for place in places),
+            questions=tuple(ids[number] for number in kept),
             scores=rates.scores,
             values=rates.values,
             weights={name: np.isfinite(values).astype(float) for name, values in rates.values.items()},
@@ -196,16 +194,20 @@ class AlpacaEval:
     def _prompts(self, compared: Sequence[Compared]) -> tuple[str | None, ...]:
         return _prompts_of(self._annotator.name, tuple(compared))
 
-    def _compared(self, answers: Mapping[str, ModelAnswer]) -> list[Compared]:
-        """Each row with both answers, in the order of the reference set; UserError for answers that do not fit it."""
-        ids = [question.id for question in self.questions()]
+    def _compared(self, answers: Mapping[str, ModelAnswer], places: Sequence[int] | None = None) -> list[Compared]:
+        """Rows with both answers, in the order of the reference set: all, or those at ``places``.
+
+        UserError for answers that do not fit the set.
+        """
+        wanted = range(len(self.questions())) if places is None else places
+        ids = [self.questions()[place].id for place in wanted]
         lacking = [id_ for id_ in ids if id_ not in answers]
         if lacking:
             raise UserError(
                 f"benchmark={self.name}: {len(lacking)} of {len(ids)} questions have no answer "
                 f"({_some(lacking)}); generate the answers again, which goes on with those that are missing"
             )
-        unknown = sorted(answers.keys() - set(ids))
+        unknown = sorted(answers.keys() - {question.id for question in self.questions()})
         if unknown:
             raise UserError(
                 f"benchmark={self.name}: answers to questions that the reference set does not have ({_some(unknown)}); "
@@ -219,20 +221,20 @@ class AlpacaEval:
                     f"question {answer.question}; expected one turn, each answer at its own question"
                 )
         return [
-            Compared(question.turns[0], baseline, answers[question.id].turns[0])
-            for question, baseline in zip(self.questions(), self._reference.outputs, strict=True)
+            Compared(question.turns[0], self._reference.outputs[place], answers[question.id].turns[0])
+            for place, question in ((place, self.questions()[place]) for place in wanted)
         ]
 
-    def _by_prompt(self, prompts: Sequence[str | None], replies: Replies) -> dict[str, GradingReply]:
-        """Replies by the prompt they answer."""
-        prompt_of = {question.id: prompt for question, prompt in zip(self.questions(), prompts, strict=True)}
-        found = {}
-        for call, reply in replies.items():
-            prompt = prompt_of.get(call.item)
-            if prompt is None or alpaca_library.messages(prompt) != tuple(call.messages):
-                raise ValueError(f"the reply of question {call.item} is to another prompt than this question has")
-            found[prompt] = reply
-        return found
+
+def _by_prompt(prompts: Mapping[str, str | None], replies: Replies) -> dict[str, GradingReply]:
+    """Replies by the prompt they answer; ``prompts`` are by question."""
+    found = {}
+    for call, reply in replies.items():
+        prompt = prompts.get(call.item)
+        if prompt is None or alpaca_library.messages(prompt) != tuple(call.messages):
+            raise ValueError(f"the reply of question {call.item} is to another prompt than this question has")
+        found[prompt] = reply
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -62,11 +62,15 @@ def read_result(folder: Path) -> EvaluationResult | None:
     lengths, scores = values.pop("lengths"), values.pop("scores")
     return EvaluationResult(
         **{**values, "table": tuple(values["table"])},
-        scores=tuple(Score(**{**score, **_as_tuples(score)}) for score in scores),
+        scores=tuple(
+            Score(
+                **{
+                    **score,
+                    "rounds": tuple(score["rounds"]),
+                    "interval": None if score["interval"] is None else tuple(score["interval"]),
+                }
+            )
+            for score in scores
+        ),
         lengths=None if lengths is None else Lengths(**lengths),
     )
-
-
-def _as_tuples(score: Mapping[str, list[float] | None]) -> dict[str, tuple[float, ...] | None]:
-    """The lists of a score as JSON has them, as its fields do."""
-    return {name: None if (given := score[name]) is None else tuple(given) for name in ("rounds", "interval")}

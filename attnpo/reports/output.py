@@ -1,11 +1,12 @@
-"""A report's tables for the terminal, as Markdown, CSV and one page, written into the report's folder."""
+"""A report's tables for the terminal, as Markdown, LaTeX, CSV and one page, written into the report's folder."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
-from attnpo.display.output import markdown, print_sections, terminal
+from attnpo.display.output import latex, markdown, print_sections, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
@@ -30,7 +31,7 @@ def publish(
     by: str | None = None,
     why: str = "",
 ) -> None:
-    """Prints the tables and notes, and writes STEM.md, STEM.csv and report.html with ``sections`` below.
+    """Prints the tables and notes, and writes STEM.md, STEM.tex, STEM.csv and report.html with ``sections`` below.
 
     The CSV has a column that names the table; columns of the others are empty there. ``by``: a table that has this
     column and one more that tells items apart is printed in parts, one beside the other. ``why``: why printed columns
@@ -44,13 +45,14 @@ def publish(
     told = [Section(table.title, [TableBlock(table.columns, table.rows, digits=table.digits)]) for table in read]
     texts = {
         f"{stem}.md": markdown([*told, *below], title),
+        f"{stem}.tex": latex([*told, *below], title),
         f"{stem}.csv": joined_csv(tables),
         "report.html": report_page(title, [*told, *below, *sections]),
     }
     make_folder(folder)
     for name, text in {MARK: json.dumps({"mark": mark, "files": sorted(texts)}) + "\n", **texts}.items():
         write_whole(folder / name, text)
-    console.print(f"  {folder}/report.html, {stem}.md, {stem}.csv", highlight=False, markup=False)
+    console.print(f"  {folder}/report.html, {stem}.md, {stem}.tex, {stem}.csv", highlight=False, markup=False)
 
 
 def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
@@ -67,6 +69,7 @@ def on_terminal(table: KeyedTable, by: str | None) -> list[Section]:
                     [[row.get(name) for name in columns] for row in rows],
                     name,
                     digits,
+                    naming=len(list(takewhile(lambda name: name in table.keys, columns))) or 1,
                 )
                 for name, columns, rows in parts
             ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from attnpo.console import world_size
 from attnpo.locks import locked
 from attnpo.reports.output import check_free, report_folder
-from attnpo.reports.report_config import GAINS, WEIGHTS, ReportConfig, files, kind_of, mark_of
+from attnpo.reports.report_config import GAINS, RANKS, SCORES, WEIGHTS, ReportConfig, files, kind_of, mark_of
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ def report(cfg: ReportConfig) -> None:
 
 
 def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
+    given = [Path(name).expanduser() for name in (cfg.what[1:] if kind else cfg.what)]
     if kind == WEIGHTS:
         from attnpo.reports.weight_report import weight_report
 
@@ -34,9 +35,16 @@ def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
     elif kind == GAINS:
         from attnpo.reports.gains_report import gains_report
 
-        gains_report([Path(name).expanduser() for name in cfg.what[1:]], cfg.level, folder, mark_of(cfg))
+        gains_report(given, cfg.level, folder, mark_of(cfg))
+    elif kind == SCORES:
+        from attnpo.reports.scores_report import scores_report
+
+        scores_report(given, files(cfg.printed), cfg.label, folder, mark_of(cfg))
+    elif kind == RANKS:
+        from attnpo.reports.ranks_report import ranks_report
+
+        ranks_report(given, folder, mark_of(cfg))
     else:
         from attnpo.reports.folder_report import folder_report
 
-        names = cfg.what[1:] if kind else cfg.what
-        folder_report([Path(name).expanduser() for name in names], kind, files(cfg.printed), folder, mark_of(cfg))
+        folder_report(given, kind, files(cfg.printed), folder, mark_of(cfg))

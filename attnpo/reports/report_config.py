@@ -10,8 +10,8 @@ from pathlib import Path
 from attnpo.schema import UserError, digest
 from attnpo.studies.fit_config import FitConfig
 
-WEIGHTS, STUDY, RUN, GAINS = "weights", "study", "run", "gains"
-KINDS = (WEIGHTS, STUDY, RUN, GAINS)
+WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS = "weights", "study", "run", "gains", "scores", "ranks"
+KINDS = (WEIGHTS, STUDY, RUN, GAINS, SCORES, RANKS)
 MARK = "report.json"
 # Parts of the config that move no number of a report.
 PLACES = ("name", "output", "store", "lock_timeout", "composed")
@@ -20,8 +20,14 @@ TRAINING = (
     *("optimizer", "callbacks", "logger", "reference", "resume", "seeds", "grid", "grids", "batch"),
     "verbalized_epochs",
 )
-# Keys that reports of folders read.
-OF_FOLDERS = ("what", "printed", "name", "output", "lock_timeout", "composed")
+# Keys that every report reads, and those that each kind of report on files reads beside them; "" goes by the folders.
+OF_FOLDERS = ("what", "name", "output", "lock_timeout", "composed")
+READ = {
+    **dict.fromkeys(("", STUDY, RUN), ("printed",)),
+    GAINS: ("level",),
+    SCORES: ("printed", "label"),
+    RANKS: (),
+}
 
 
 @dataclass(frozen=True)
@@ -59,22 +65,22 @@ class ReportConfig(FitConfig):
         if not self.what:
             return {}
         kind = kind_of(self.what)
-        gains = (
-            {"printed": "report gains compares with no paper"} if kind == GAINS else {"level": "report gains reads it"}
-        )
-        if kind != WEIGHTS:
-            names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, "level")]
-            return {**dict.fromkeys(names, "finished folders are read as they are"), **gains}
-        return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **gains}
+        of_gains = {"level": "report gains reads it"}
+        if kind == WEIGHTS:
+            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **of_gains}
+        why = {"printed": f"report {kind} compares with no paper", **of_gains}
+        names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
+        return {name: why.get(name, "finished folders are read as they are") for name in names}
 
 
 def kind_of(what: Sequence[str]) -> str:
     """The kind of report its words ask for; empty when they are folders alone. UserError when nothing is asked for."""
     first = what[0] if what else None
-    if first is None or (first in (STUDY, RUN, GAINS) and len(what) == 1):
+    if first is None or (first in KINDS and first != WEIGHTS and len(what) == 1):
         raise UserError(
             f"report{'' if first is None else ' ' + first}: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, "
-            "`gains FOLDER ...` or folders of finished studies or runs; see --help"
+            "`gains FOLDER ...`, `scores FOLDER ...`, `ranks FILE.csv ...` or folders of finished studies or runs; "
+            "see --help"
         )
     return first if first in KINDS else ""
 

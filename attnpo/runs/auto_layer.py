@@ -213,6 +213,16 @@ def layer_rankings(
     }
 
 
+def pooled(encoded: Mapping[str, EncodedSet]) -> EncodedSet:
+    """The pairs of all splits as one set, those of training first."""
+    others = [made for split, made in encoded.items() if split != "train"]
+    return replace(
+        encoded["train"],
+        pairs=[pair for made in (encoded["train"], *others) for pair in made.pairs],
+        encoded=[row for made in (encoded["train"], *others) for row in made.encoded],
+    )
+
+
 def sample_of(encoded: EncodedSet, sample: list[PreferencePair]) -> dict[str, EncodedSet]:
     """``sample``, pairs of ``encoded``, as the splits of a run: all for training."""
     place = {pair.pair_id: number for number, pair in enumerate(encoded.pairs)}

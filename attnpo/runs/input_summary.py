@@ -20,7 +20,7 @@ from attnpo.schema import UserError
 from attnpo.training.trainer import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.verdicts import judge_warning
+from attnpo.weights.verdicts import judge_lines, judge_warning
 
 log = logging.getLogger(__name__)
 
@@ -146,17 +146,11 @@ def log_inputs(inputs: Inputs) -> None:
 
 
 def log_captured(weighed: Weighed) -> None:
-    """Logs how good the judge's verdicts are, with a warning where they tell nothing of preference, and the answers."""
+    """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers."""
     verdicts = weighed.verdicts
     if verdicts is not None and verdicts.pairs:
-        log.info(
-            "judge: picks the chosen answer in %.1f %% of the rounds, %.1f %% with both orders averaged; the orders "
-            "agree in %.1f %%; %.1f %% of the verdicts are neither label",
-            100 * verdicts.agreement,
-            100 * verdicts.pair_accuracy,
-            100 * verdicts.consistency,
-            100 * verdicts.other_tokens,
-        )
+        for line in judge_lines(verdicts):
+            log.info("%s", line)
         warning = judge_warning(verdicts)
         if warning is not None:
             log.warning("warning: %s", warning)

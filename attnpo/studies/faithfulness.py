@@ -17,7 +17,7 @@ from attnpo.analysis.faithfulness import Mode, Rankings, Removal, measure, ranki
 from attnpo.data.prepare import EncodedSet
 from attnpo.display.page import Section
 from attnpo.machine import device_of
-from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, sample_of
+from attnpo.runs.auto_layer import calibration_pairs, layer_rankings, pooled, sample_of
 from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.weighing import weigh
 from attnpo.schema import SIDES, PreferencePair, UserError, check_least
@@ -103,13 +103,8 @@ class Faithfulness:
 
     def _sample(self, encoded: dict[str, EncodedSet]) -> tuple[EncodedSet, list[PreferencePair]]:
         """All pairs as one set, and those measured."""
-        train, others = encoded["train"], [encoded[split] for split in encoded if split != "train"]
-        pool = replace(
-            train,
-            pairs=[*train.pairs, *(pair for made in others for pair in made.pairs)],
-            encoded=[*train.encoded, *(row for made in others for row in made.encoded)],
-        )
-        first = calibration_pairs(train.pairs, self.pairs)
+        pool = pooled(encoded)
+        first = calibration_pairs(encoded["train"].pairs, self.pairs)
         known = {pair.pair_id for pair in first}
         rest = [pair for pair in pool.pairs if pair.pair_id not in known] if len(first) < self.pairs else []
         return pool, [*first, *calibration_pairs(rest, self.pairs - len(first))]

@@ -228,7 +228,8 @@ class JudgePrompts:
     def label_ids(self) -> tuple[int, int]:
         """Ids of the two labels as the judge would write them right after its prompt.
 
-        Raises UserError when a label is more than one token there and also on its own, or when both are the same token.
+        Raises UserError when a label is more than one token there and also on its own, when it is not in the
+        vocabulary, or when both are the same token.
         """
         text, *_ = self._full(self.template.render("x", "x", "x").text)
         first, second = label_tokens(self.chat, text, self.rules.labels)

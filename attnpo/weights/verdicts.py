@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from attnpo.schema import PairWeights, Round
 
@@ -17,7 +18,9 @@ class JudgeStatistics:
     ``agreement``: rounds whose higher label logit picks the chosen response (a tie counts as half).
     ``pair_accuracy``: pairs whose logit difference, averaged over both orders, picks the chosen one (same).
     ``consistency``: pairs whose orders all pick the same response (a tie picks none).
-    ``other_tokens``: rounds whose most likely token is neither label.
+    ``other_tokens``: rounds whose most likely token is neither label. ``chosen_first``, ``chosen_second``: the
+    agreement of the rounds that show the chosen response first (as answer A), and of the others; ``first_picked``:
+    rounds that pick the answer shown first, whichever it is (a tie counts as half in all three).
     """
 
     agreement: float
@@ -25,37 +28,86 @@ class JudgeStatistics:
     consistency: float
     other_tokens: float
     pairs: int
+    chosen_first: float = math.nan
+    chosen_second: float = math.nan
+    first_picked: float = math.nan
+
+
+class Standing(Enum):
+    """What the accuracy of a judge (both orders averaged) says of it, by its 95 % interval.
+
+    ``FEW``: no verdict of it yet, there are fewer than 20 pairs.
+    """
+
+    ABOVE = "above chance"
+    CHANCE = "at chance"
+    BELOW = "below chance"
+    FEW = "too few pairs to say"
 
 
 def judge_statistics(captured: Sequence[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
     """The statistics of all captured pairs that carry verdicts; ``label_ids`` are the tokens of labels (A, B)."""
-    read = [pair for pair in captured if pair.rounds and all(item.verdict_logits is not None for item in pair.rounds)]
-    margins = [[_margin(item) for item in pair.rounds] for pair in read]
+    read = with_verdicts(captured)
+    margins = [[margin_of(item) for item in pair.rounds] for pair in read]
     flat = [margin for pair in margins for margin in pair]
-    tokens = [item.verdict_token for pair in read for item in pair.rounds if item.verdict_token is not None]
+    rounds = [item for pair in read for item in pair.rounds]
+    tokens = [item.verdict_token for item in rounds if item.verdict_token is not None]
+    first = [_won(margin) for item, margin in zip(rounds, flat, strict=True) if item.chosen_is_a]
+    second = [_won(margin) for item, margin in zip(rounds, flat, strict=True) if not item.chosen_is_a]
     return JudgeStatistics(
         agreement=_mean([_won(margin) for margin in flat]),
         pair_accuracy=_mean([_won(_mean(pair)) for pair in margins]),
         consistency=_mean([float(_same_choice(pair)) for pair in margins]),
         other_tokens=_mean([float(token not in label_ids) for token in tokens]),
         pairs=len(read),
+        chosen_first=_mean(first),
+        chosen_second=_mean(second),
+        first_picked=_mean([*first, *(1 - won for won in second)]),
+    )
+
+
+def judge_standing(verdicts: JudgeStatistics) -> Standing:
+    """Where the 95 % interval of the accuracy (both orders averaged) lies: above one half, below it, or around it.
+
+    The interval is Wilson's, which holds one half exactly where a test of size 5 % cannot tell the judge from a coin.
+    """
+    if verdicts.pairs < ENOUGH:
+        return Standing.FEW
+    low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
+    return Standing.ABOVE if low > 0.5 else Standing.BELOW if high < 0.5 else Standing.CHANCE
+
+
+def accuracy_in_words(verdicts: JudgeStatistics) -> str:
+    """Where the judge stands, with its accuracy over both orders and the interval."""
+    right = f"right in {100 * verdicts.pair_accuracy:.1f} % of {verdicts.pairs} pairs, both orders averaged"
+    if verdicts.pairs >= ENOUGH:
+        low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
+        right += f" (95 % interval {100 * low:.1f} to {100 * high:.1f})"
+    return f"{judge_standing(verdicts).value}: {right}"
+
+
+def judge_lines(verdicts: JudgeStatistics) -> tuple[str, str]:
+    """The judge's passport in two lines: whether it knows the better answer, and how steadily it says so."""
+    return (
+        f"judge {accuracy_in_words(verdicts)}; {100 * verdicts.chosen_first:.1f} % where the chosen answer "
+        f"comes first, {100 * verdicts.chosen_second:.1f} % where it comes second",
+        f"judge picks the first answer in {100 * verdicts.first_picked:.1f} % of its verdicts; the orders agree in "
+        f"{100 * verdicts.consistency:.1f} %; {100 * verdicts.other_tokens:.1f} % are neither label",
     )
 
 
 def judge_warning(verdicts: JudgeStatistics) -> str | None:
     """What is wrong with a judge whose verdicts tell nothing of preference, in words; None for any other.
 
-    It does not know which answer is better where the 95 % interval of its accuracy (both orders averaged) holds one
-    half: that of Wilson, which holds it exactly where a test of size 5 % cannot tell the judge from a coin. It does not
-    answer where more than half of its verdicts name no label. How often the orders agree is no criterion of its own: a
-    judge drawn to one place may be right in every pair in which it is not. Accuracy over fewer than 20 pairs is not
-    judged.
+    It does not know which answer is better where it is at chance (``judge_standing``). It does not answer where more
+    than half of its verdicts name no label. How often the orders agree is no criterion of its own: a judge drawn to one
+    place may be right in every pair in which it is not. Accuracy over fewer than 20 pairs is not judged.
     """
     unlabelled = f"{100 * verdicts.other_tokens:.0f} % of its verdicts name no label"
-    silent = verdicts.other_tokens > 0.5  # false where no verdict has a token
+    silent = is_silent(verdicts)
     advice = "choose another judge or wording (judge=...)"
-    low, high = wilson(verdicts.pair_accuracy, verdicts.pairs) if verdicts.pairs >= ENOUGH else (1.0, 1.0)
-    if low <= 0.5 <= high:
+    if judge_standing(verdicts) is Standing.CHANCE:
+        low, high = wilson(verdicts.pair_accuracy, verdicts.pairs)
         told = f"{100 * verdicts.pair_accuracy:.0f} % right of {verdicts.pairs} pairs"
         told += f", 95 % interval {100 * low:.0f} to {100 * high:.0f}" + (f"; {unlabelled}" if silent else "")
         what = f"the judge does not know which answer is better ({told})"
@@ -65,6 +117,11 @@ def judge_warning(verdicts: JudgeStatistics) -> str | None:
     return None
 
 
+def is_silent(verdicts: JudgeStatistics) -> bool:
+    """Whether more than half of the verdicts name no label; false where no verdict's token was read."""
+    return verdicts.other_tokens > 0.5
+
+
 def wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share observed over ``count`` cases."""
     spread = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
@@ -72,9 +129,15 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     return (middle - spread) / scale, (middle + spread) / scale
 
 
-def _margin(item: Round) -> float:
-    """Logit of the chosen response's label minus that of the rejected one's."""
-    assert item.verdict_logits is not None
+def with_verdicts(captured: Sequence[PairWeights]) -> list[PairWeights]:
+    """The pairs that the judge was shown and whose verdicts were read in every round."""
+    return [pair for pair in captured if pair.rounds and all(item.verdict_logits is not None for item in pair.rounds)]
+
+
+def margin_of(item: Round) -> float:
+    """Log-odds in nats of the chosen response's label over the rejected one's. ValueError without a verdict."""
+    if item.verdict_logits is None:
+        raise ValueError("the verdict of this round was not read")
     difference = float(item.verdict_logits[0]) - float(item.verdict_logits[1])
     return difference if item.chosen_is_a else -difference
 

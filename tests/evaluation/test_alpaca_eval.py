@@ -7,22 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from pytest import approx
 
 from attnpo.answers.questions import ModelAnswer
+from attnpo.config import CONFIG_DIR, build
 from attnpo.conformance.alpaca_eval import records
 from attnpo.conformance.records import Status
 from attnpo.evaluation import alpaca_eval as module
 from attnpo.evaluation import alpaca_library
-from attnpo.evaluation.alpaca_eval import EMPTY, NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
+from attnpo.evaluation.alpaca_eval import NO_LENGTHS, NO_REPLY, NO_VERDICT, SAME, TEXT_ONLY, AlpacaEval
 from attnpo.evaluation.alpaca_library import Compared
 from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, named_auxiliary, win_rates
+from attnpo.evaluation.base import Benchmark
 from attnpo.grading.asking import ask_all
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.grading.limits import GradingLimits
@@ -187,7 +190,7 @@ def test_the_order_of_the_answers_is_undone(reference: str) -> None:
             m, other = math.exp(chances(call)["m"]), math.exp(chances(call)["M"])
             share = (m if shown_first[call.item] else other) / (m + other)
             assert graded.values[RAW][int(call.item)] == approx(100 * share)
-    assert graded.values[RAW][7] == 50 and graded.counts == {SAME: 1, EMPTY: 1}
+    assert graded.values[RAW][7] == 50 and graded.counts == {SAME: 1}
     assert graded.scores[RAW] == approx(graded.values[RAW].mean())
     assert graded.scores[DISCRETE] == approx(graded.values[DISCRETE].mean())
     assert graded.questions == tuple(str(place) for place in range(COUNT))
@@ -222,7 +225,7 @@ def test_a_grader_without_logprobs_counts_by_its_text(reference: str) -> None:
 
     graded = ours.grade(answers, replied(calls, prefers_model))
     assert [graded.values[RAW][place] for place in range(COUNT) if place not in (5, 7)] == [100.0] * (COUNT - 2)
-    assert graded.counts == {TEXT_ONLY: COUNT - 1, SAME: 1, EMPTY: 1}
+    assert graded.counts == {TEXT_ONLY: COUNT - 1, SAME: 1}
 
 
 def test_replies_without_a_verdict_are_counted_and_left_out(reference: str) -> None:
@@ -236,7 +239,7 @@ def test_replies_without_a_verdict_are_counted_and_left_out(reference: str) -> N
     graded = ours.grade(
         answers, replied(calls, lambda call: none.get(call.item, GradingReply("m", logprobs={"m": -0.1, "M": -2.4})))
     )
-    assert graded.counts == {NO_VERDICT: 3, TEXT_ONLY: 2, SAME: 1, EMPTY: 1}
+    assert graded.counts == {NO_VERDICT: 3, TEXT_ONLY: 2, SAME: 1}
     assert np.isnan(graded.values[RAW][:3]).all() and (graded.weights[RAW] == [0] * 3 + [1] * (COUNT - 3)).all()
     assert graded.scores[RAW] == approx(np.nanmean(graded.values[RAW]))
     assert graded.scores[DISCRETE] == approx(np.nanmean(graded.values[DISCRETE]))
@@ -256,6 +259,18 @@ def test_what_has_no_reply_is_left_out_and_counted(reference: str, auxiliary: st
     assert graded.scores[LENGTH_CONTROLLED] != win_rates(rows, preferences, file).scores[LENGTH_CONTROLLED]
 
 
+def test_answers_to_some_questions_are_graded_alone(reference: str, auxiliary: str) -> None:
+    """As for the first questions, or for those that are graded twice; a tie elsewhere does not count."""
+    ours, answers = benchmark(reference, auxiliary=auxiliary), answered()
+    replies = replied(ours.calls(answers, 0), lambda call: GradingReply("m", logprobs=chances(call)))
+    some = {id_: answers[id_] for id_ in ("2", "4", "8", "11")}
+    graded = ours.grade(some, {call: reply for call, reply in replies.items() if call.item in some})
+    whole = ours.grade(answers, replies)
+    assert graded.questions == ("2", "4", "8", "11") and graded.counts == {}
+    assert graded.values[RAW] == approx(whole.values[RAW][[2, 4, 8, 11]])
+    assert math.isfinite(graded.scores[LENGTH_CONTROLLED])
+
+
 def test_without_any_reply_there_is_no_rate(reference: str, auxiliary: str) -> None:
     ours = benchmark(reference, auxiliary=auxiliary)
     graded = ours.grade(answered([f"Other {place}" for place in range(COUNT)]), {})
@@ -266,7 +281,7 @@ def test_without_any_reply_there_is_no_rate(reference: str, auxiliary: str) -> N
 def test_a_stopped_evaluation_goes_on_and_asks_every_item_once(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the grader and the store: a 429, a dropped connection and no JSON; stopped in a line; again."""
+    """Through the grader and the store: a 429, a dropped connection, no JSON; stopped, half a line written."""
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     ours, answers = benchmark(reference), answered()
     calls = ours.calls(answers, 0)
@@ -497,6 +512,14 @@ def test_versions_change_with_every_source(reference: str, auxiliary: str, tmp_p
     assert plain["baseline"] == "gpt4_1106_preview" and plain == benchmark(reference).versions()
 
 
+def test_the_config_has_the_papers_sampling() -> None:
+    built: AlpacaEval = build(OmegaConf.load(CONFIG_DIR / "benchmark" / "alpaca_eval.yaml"))
+    paper = {"max_new_tokens": 4096, "temperature": 0.7, "top_k": 50, "top_p": 0.9}
+    assert paper.items() <= asdict(built.sampling).items()
+    assert (built.sampling.presence_penalty, built.sampling.frequency_penalty) == (0.1, 0.1)
+    assert built == AlpacaEval(sampling=built.sampling) and isinstance(built, Benchmark)
+
+
 # ------------------------------------------------------------------------------------------------ annotators
 
 
@@ -507,7 +530,7 @@ def test_an_annotator_that_reads_a_text_works(reference: str) -> None:
     assert calls[0].labels == () and calls[0].top_logprobs == 0 and calls[0].temperature == 0
     ranks = "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"
     graded = ours.grade(answers, replied(calls, lambda call: GradingReply(ranks if call.item != "0" else "Both!")))
-    assert graded.counts == {NO_VERDICT: 1, SAME: 1, EMPTY: 1}
+    assert graded.counts == {NO_VERDICT: 1, SAME: 1}
     assert set(graded.values[RAW][1:]) == {0.0, 50.0, 100.0}
 
 

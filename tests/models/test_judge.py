@@ -81,6 +81,7 @@ def test_verdict_is_the_models_own(tiny: Build) -> None:
             assert reading.verdict_logps is not None
             expected = logits.log_softmax(-1)[[40, 41, reading.verdict_token]]
             assert torch.allclose(reading.verdict_logps, expected, atol=1e-5)
+            assert reading.label_mass == pytest.approx(float(logits.softmax(-1)[[40, 41]].sum()), rel=1e-4)
 
 
 def test_verdict_of_a_model_with_a_step_before_its_head(tiny: Build, caplog: pytest.LogCaptureFixture) -> None:
@@ -101,6 +102,7 @@ def test_only_what_is_asked_comes_back(tiny: Build) -> None:
     assert reading.rollout is None and reading.verdict_logits is None and reading.verdict_token is None
     (reading,) = judge.read(IDS[:1], layers=[1], verdict=True)
     assert reading.verdict_logits is None and reading.verdict_token is not None and reading.verdict_logps is None
+    assert reading.label_mass is None
     (reading,) = judge.read(IDS[:1], layers=[], rollout=True, verdict=False)
     assert reading.rows.shape == (0, 6) and reading.rollout is not None
     assert float(reading.rollout.sum()) == pytest.approx(1, abs=1e-6)

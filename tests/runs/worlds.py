@@ -62,15 +62,15 @@ class World:
         return compose("fit", self.overrides(*more))
 
 
-def build_world(folder: Path) -> World:
-    """A new world under ``folder`` with an empty store."""
+def build_world(folder: Path, train: int = TRAIN, val: int = VAL) -> World:
+    """A new world under ``folder`` with an empty store, and so many pairs."""
     tokenizer = build_tokenizer(GRAMMAR)
     model = new_model(RECIPE, tokenizer, seed=3)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "data").mkdir()
     rng = random.Random(7)
-    for name, split, count in (("train", "train", TRAIN), ("test", "validation", VAL)):
+    for name, split, count in (("train", "train", train), ("test", "validation", val)):
         rows = [_row(rng, prompt) for prompt in GRAMMAR.prompts(split)[:count]]
         write_jsonl(folder / "data" / f"{name}.jsonl", rows)
     return World(folder / "model", folder / "data", folder / "store")

@@ -1,0 +1,364 @@
+"""The judge's passport: what its verdicts and its attention are worth, measured on labelled pairs before training."""
+
+import json
+import logging
+import math
+import shlex
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+
+from attnpo.analysis.faithfulness import Mode, Rankings, Removal, measure, rankings
+from attnpo.analysis.passport import (
+    Margins,
+    accuracy,
+    calibration,
+    judge_the_judge,
+    layer_level,
+    margins,
+    mean,
+    share,
+    won,
+)
+from attnpo.analysis.weight_stats import effective_number
+from attnpo.console import world_size
+from attnpo.data.prepare import EncodedSet, Tally, prepare_examples
+from attnpo.display.output import print_sections, terminal
+from attnpo.display.page import report_page
+from attnpo.files import folder_size, write_record, write_whole
+from attnpo.locks import locked
+from attnpo.machine import device_of, versions
+from attnpo.reports.output import check_free
+from attnpo.reports.passport_config import PassportConfig, PassportSettings
+from attnpo.reports.passport_page import about, sections
+from attnpo.reports.passport_record import Cost, LayerLook, Passport, Truth
+from attnpo.reports.report_config import MARK
+from attnpo.reports.weight_report import model_label
+from attnpo.runs.auto_layer import at_layers, pooled, sample_of
+from attnpo.runs.context import RunContext, make_context, run_judge
+from attnpo.runs.folders import make_folder
+from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.judges import RunJudge
+from attnpo.schema import SIDES, JudgeModel, JudgeReading, PairWeights, PreferencePair, UserError, digest
+from attnpo.studies.faithfulness import by_layer, true_mass
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.importance import is_flipped
+from attnpo.weights.base import Tools, WeightSource
+from attnpo.weights.cache import Store
+from attnpo.weights.capture import Unreadable, ensure_captured, rows_to_store
+from attnpo.weights.layers import Row, attending, distinct_layers
+from attnpo.weights.verdicts import judge_statistics
+
+log = logging.getLogger(__name__)
+
+STEM = "passport"
+WARM = 2  # prompts read before the clock starts: the first forward also tries how the model can be read
+
+
+# ------------------------------------------------------------------------------------------------ what is measured
+
+
+class Listening:
+    """A judge that passes on what it is asked and keeps account: prompt lengths, mass on the labels, seconds."""
+
+    def __init__(self, judge: JudgeModel) -> None:
+        self.judge = judge
+        self.lengths: list[int] = []
+        self.masses: list[float] = []
+        self.seconds = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model."""
+        return self.judge.num_layers
+
+    def read(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        layers: Sequence[int],
+        per_head: bool = False,
+        rollout: bool = False,
+        verdict: bool = True,
+        label_ids: tuple[int, int] | None = None,
+    ) -> list[JudgeReading]:
+        """The judge's own readings."""
+        asked = partial(
+            self.judge.read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
+        )
+        if not self.lengths:
+            asked(prompts[:WARM])
+        began = time.perf_counter()
+        found = asked(prompts)
+        self.seconds += time.perf_counter() - began
+        self.lengths += [len(prompt) for prompt in prompts]
+        self.masses += [reading.label_mass for reading in found if reading.label_mass is not None]
+        return found
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The sample as the judge read it: ``shown`` are the pairs it could be shown, ``rows`` names what was captured.
+
+    ``context`` has weights that read a layer. ``size``: bytes that the rows took on disk; ``loading``: seconds.
+    """
+
+    context: RunContext
+    judge: RunJudge
+    tools: Tools
+    sample: list[PreferencePair]
+    shown: list[PreferencePair]
+    captured: Mapping[str, PairWeights]
+    rows: tuple[Row, ...]
+    heard: Listening
+    size: int
+    loading: float
+
+    @property
+    def read(self) -> dict[str, PairWeights]:
+        """What was captured of the pairs shown, by id."""
+        return {pair.pair_id: self.captured[pair.pair_id] for pair in self.shown}
+
+    def source(self, layer: int) -> WeightSource:
+        """The run's weights where they read ``layer``."""
+        return at_layers(self.context, layer, []).cfg.weights.resolve(self.judge.num_layers)
+
+    def ranked(self, layer: int) -> Rankings:
+        """The finished weights of ``layer`` on the judge's tokens."""
+        return rankings(self.source(layer), self.read, self.rows)
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def write_passport(cfg: PassportConfig) -> Path:
+    """Prints the passport of the configured judge and writes it as one page and one JSON; returns its folder.
+
+    Nothing is trained, and nothing is put into the store. UserError for what cannot be measured.
+    """
+    if world_size() > 1:
+        raise UserError(f"the passport was started with {world_size()} processes; it works alone: start it as one")
+    log.info(
+        "%s", shlex.join(["python", "-m", "attnpo.evaluate", "benchmark=judge", *map(str, cfg.composed.overrides)])
+    )
+    folder = cfg.folder()
+    make_folder(folder)
+    with locked(folder, float(cfg.lock_timeout)):
+        check_free(folder, cfg.mark())
+        context = make_context(cfg)
+        found = take(context, cfg)
+        _publish(context, found, folder, cfg.mark())
+    return folder
+
+
+def _publish(context: RunContext, found: Passport, folder: Path, mark: str) -> None:
+    judge = run_judge(context)
+    title = f"Judge passport: {model_label(context, None)}"
+    write_whole(folder / MARK, json.dumps({"mark": mark}) + "\n")
+    write_record(folder / f"{STEM}.json", {"judge": judge.path, **found.to_json(), "versions": versions()})
+    page = report_page(title, [*sections(found), about(context)])
+    write_whole(folder / f"{STEM}.html", page)
+    console = terminal()
+    console.print(title, highlight=False, markup=False, style="bold")
+    print_sections(console, sections(found, short=True))
+    console.print(f"  {folder}/{STEM}.html, {STEM}.json", highlight=False, markup=False)
+
+
+# ------------------------------------------------------------------------------------------------ measuring
+
+
+def take(context: RunContext, cfg: PassportConfig) -> Passport:
+    """Everything the passport says of the judge of ``context``. UserError when there is no pair it can be shown."""
+    settings, judge = cfg.passport, run_judge(context)
+    labels = judge.prompts.label_ids  # refuses labels before anything is read
+    pairs = read_pairs(context)
+    if not any(found.pairs for found in pairs.values()):
+        rows = sum(found.read for found in pairs.values())
+        raise UserError(
+            f"passport: expected labelled pairs, got none from {rows} rows of both splits: see data.path, "
+            "data.train_rows and data.columns"
+        )
+    encoded = encode(context, pairs)
+    pool = pooled(encoded)
+    judged = judge_sample(context, judge, pool, settings)
+    depth = judge.num_layers
+    numbers = list(distinct_layers(settings.layers, depth, "passport.layers")) or list(attending(depth))
+    ranked = {layer: judged.ranked(layer) for layer in numbers}
+    truth = getattr(context.cfg.truth, "grammar", None)
+    grammar = truth if isinstance(truth, Grammar) else None
+    looks = [look_at(judged, layer, ranked[layer], grammar) for layer in numbers]
+    full, removals = None, 0
+    if settings.removal_pairs:
+        looks, full, removals = remove(looks, ranked, judged, settings)
+    read = list(judged.read.values())
+    statistics, found = judge_statistics(read, labels), margins(read)
+    silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
+    masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
+    answers = sum(item.side(side).token_ids.numel() for pair in read for item in pair.rounds for side in SIDES)
+    coverage, counts = match(judged, pool)
+    dropped = Counter[str]()
+    for split, made in encoded.items():
+        dropped.update(pairs[split].counts)
+        dropped.update(made.tally.counts)
+    gains = {one.layer: one.gain for one in looks if one.gain is not None}
+    return Passport(
+        judgement=judge_the_judge(statistics, gains, left=different(pool) - len(judged.sample)),
+        statistics=statistics,
+        accuracy=accuracy(found),
+        calibration=calibration(found, settings.bins, settings.seed),
+        no_label=share(np.array(silent)),
+        label_mass=mean(masses),
+        label_mass_low=float(np.quantile(masses, 0.1)) if masses.size else math.nan,
+        answer_tokens=answers / sum(judged.heard.lengths),
+        layers=tuple(looks),
+        full=full,
+        coverage=coverage,
+        cost=cost_of(judged, pool, removals),
+        rows=sum(found.read for found in pairs.values()),
+        data=dict(dropped),
+        counts=counts,
+        truth=None if grammar is None else against_truth(judged, found, ranked[numbers[0]], grammar),
+    )
+
+
+def drawn(pairs: Sequence[PreferencePair], count: int, seed: int) -> list[PreferencePair]:
+    """``count`` different pairs, drawn by ``seed`` whatever their order; all where there are fewer."""
+    unique = {pair.pair_id: pair for pair in pairs}
+    return [unique[pair_id] for pair_id in sorted(unique, key=lambda pair_id: digest([seed, pair_id]))[:count]]
+
+
+def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, settings: PassportSettings) -> Judged:
+    """The judge pass over a sample of the pairs, as a run makes it, into a store that is thrown away.
+
+    So that times and sizes are measured whatever the run's own store holds. UserError when the judge can be shown no
+    pair.
+    """
+    sample = drawn(pool.pairs, settings.pairs, settings.seed)
+    log.info("passport: judging %d of %d pairs in both orders", len(sample), different(pool))
+    began = time.perf_counter()
+    tools = replace(judge.tools(device_of(context.cfg.trainer.accelerator)), verdict=True)
+    loading = time.perf_counter() - began
+    assert tools.judge is not None
+    heard = Listening(tools.judge)
+    asked = replace(tools, judge=heard, progress=partial(log.info, "passport: %d of %d pairs"))
+    layered = by_layer(context)
+    every = list(attending(judge.num_layers))
+    source = at_layers(layered, every[0], every).cfg.weights.resolve(judge.num_layers)
+    rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
+    with TemporaryDirectory(prefix="attnpo-passport-") as folder:
+        store, key = Store(Path(folder)), {"passport": judge.path}
+        captured, _ = ensure_captured(sample, source, rows, store, key, lambda: asked, verdicts=True)
+        size = folder_size(Path(folder))
+    shown = [pair for pair in sample if captured[pair.pair_id].rounds]
+    if not shown:
+        first = captured[sample[0].pair_id]
+        story = first.story if isinstance(first, Unreadable) else "it has no rounds"
+        raise UserError(
+            f"passport: the judge can be shown none of {len(sample)} pairs; the first, pair {first.pair_id}: {story}"
+        )
+    return Judged(layered, judge, tools, sample, shown, captured, rows, heard, size, loading)
+
+
+def different(pool: EncodedSet) -> int:
+    """How many different pairs there are."""
+    return len({pair.pair_id for pair in pool.pairs})
+
+
+def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | None) -> LayerLook:
+    """What a layer looks at: mass on the answers, effective number, and mass on what decides where that is known."""
+    source = judged.source(layer)
+    selected = [source.select(pair, judged.rows) for pair in judged.read.values()]
+    mass = np.array([[_on_answer(pair, first=first) for first in (True, False)] for pair in selected])
+    weights = [torch.tensor(side.weights) for sides in ranked.values() for side in sides.values() if side.weights]
+    effective = [effective_number(row) for row in weights]
+    shares = [number / row.numel() for number, row in zip(effective, weights, strict=True)]
+    return LayerLook(
+        layer=layer,
+        mass=mean(mass.sum(axis=1)),
+        first=float(mass[:, 0].mean()),
+        second=float(mass[:, 1].mean()),
+        effective=sum(effective) / max(1, len(effective)),
+        effective_share=sum(shares) / max(1, len(shares)),
+        truth=None if grammar is None else true_mass(judged.shown, ranked, grammar),
+    )
+
+
+def _on_answer(pair: PairWeights, *, first: bool) -> float:
+    """Attention on the answer shown first, or second, mean over rounds; ``pair`` has one row."""
+    sides = ["chosen" if item.chosen_is_a is first else "rejected" for item in pair.rounds]
+    sums = [float(item.side(side).weights[0].sum()) for item, side in zip(pair.rounds, sides, strict=True)]
+    return sum(sums) / len(sums)
+
+
+def remove(
+    looks: Sequence[LayerLook], ranked: Mapping[int, Rankings], judged: Judged, settings: PassportSettings
+) -> tuple[list[LayerLook], float, int]:
+    """The looks with what the verdict loses without top-weighted and without random tokens.
+
+    Beside them the mean log-odds with whole responses, and how many prompts it took.
+    """
+    removal = Removal(settings.shares, settings.draws, settings.seed, (Mode.REMOVE,))
+    sample, judge, prompts = judged.shown[: settings.removal_pairs], judged.tools.judge, judged.tools.prompts
+    assert judge is not None and prompts is not None
+    log.info("passport: removing tokens of %d pairs in %d layers", len(sample), len(ranked))
+    progress = partial(log.info, "passport: %d of %d judge prompts")
+    sources = {str(layer): rows for layer, rows in ranked.items()}
+    found = measure(sample, sources, judge, prompts, removal, progress)
+    told = []
+    for look in looks:
+        name = str(look.layer)
+        fall = float(np.mean([found.fall(name, share).mean() for share in settings.shares]))
+        gain = mean(found.scores(name), layer_level(len(ranked)))
+        told.append(replace(look, fall=fall, random=fall - gain.value, gain=gain))
+    return told, float(found.full.mean()), found.prompts
+
+
+def match(judged: Judged, pool: EncodedSet) -> tuple[float, dict[str, int]]:
+    """Coverage of the sample's training tokens, and what was cut, left out or noticed, by reason."""
+    chosen = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
+    source = judged.source(attending(judged.judge.num_layers)[-1])
+    made = prepare_examples(chosen, source, judged.captured, judged.context.cfg.align, judged.rows)
+    counts = dict(made.tally.counts)
+    cut = sum(item.cut for pair in judged.read.values() for item in pair.rounds)
+    if cut:
+        counts["judge prompts cut at judge.max_length"] = cut
+    return (1 - made.unmatched_share if made.content_tokens else math.nan), counts
+
+
+def cost_of(judged: Judged, pool: EncodedSet, removals: int) -> Cost:
+    """What the pass over all pairs takes, by the number of prompts."""
+    measured, pairs = len(judged.heard.lengths), different(pool)
+    scale = 2 * pairs / measured
+    return Cost(
+        pairs=pairs,
+        prompts=2 * pairs,
+        tokens=round(scale * sum(judged.heard.lengths)),
+        seconds=scale * judged.heard.seconds,
+        store=round(scale * judged.size),
+        measured=measured,
+        loading=judged.loading,
+        removals=removals,
+        device=str(device_of(judged.context.cfg.trainer.accelerator)),
+    )
+
+
+def against_truth(judged: Judged, found: Margins, ranked: Rankings, grammar: Grammar) -> Truth:
+    """The sample against the grammar; ``found`` holds the margins of the pairs shown, in their order."""
+    flipped = np.array([is_flipped(pair, grammar) for pair in judged.shown])
+    right = won(found.mean(axis=1))
+    equal = {
+        name: {side: replace(row, weights=(1.0,) * len(row.weights)) for side, row in sides.items()}
+        for name, sides in ranked.items()
+    }
+    return Truth(
+        wrong_labels=share(flipped.astype(np.float64)),
+        accuracy=share(np.where(flipped, 1 - right, right)),
+        equal=true_mass(judged.shown, equal, grammar),
+    )
