@@ -13,7 +13,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from attnpo.config import compose, read
+from attnpo.components import did_you_mean
+from attnpo.config import compose, groups, read
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.evaluating import estimated, measured
@@ -131,7 +132,13 @@ def check_benchmarks(cfg: FitConfig, base: ModelSpec | None = None) -> None:
         return
     if base is None and "model.path" not in open_paths(cfg):
         base = cfg.model
+    known_names = groups(cfg.composed.config_dir)["benchmark"]
     for name in study.benchmarks:
+        if name not in known_names:
+            raise UserError(
+                f"study.benchmarks has {name}, which is no option of the group benchmark"
+                f"{did_you_mean(name, known_names)} There are: {', '.join(known_names)}"
+            )
         unknown = [key for key, value in _given(study, name).items() if base is None and value == OF_BASE]
         known = base or ModelSpec(OF_BASE)
         made = evaluation_config(cfg, study, name, known, known.path, _grammar(cfg))

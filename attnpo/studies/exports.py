@@ -130,7 +130,7 @@ def _differs(export: Export) -> str | None:
     again = read_result(export.run)[0]
     pairs = {} if again is None else {name: (_number(export.result, name), _number(again, name)) for name in COMPARED}
     for name, (was, now) in pairs.items():
-        if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or math.isnan(was) and math.isnan(now)):
+        if not (math.isclose(was, now, rel_tol=CLOSE, abs_tol=CLOSE) or (math.isnan(was) and math.isnan(now))):
             return (
                 f"WARNING {export.point.label}: run once more for its model, its {name} is {now:.6g} instead of "
                 f"{was:.6g}: benchmarks measure that model, the other columns the first run"

@@ -12,9 +12,9 @@ from attnpo.files import read_record, write_record
 from attnpo.runs.folders import FIXED
 from attnpo.runs.resume import RESULT
 from attnpo.schema import UserError, digest
+from attnpo.studies.claims import Claim
 from attnpo.studies.frontier import AtKL, at_kl
 from attnpo.studies.selection import by_arm, difference_text, gather, has_truth
-from attnpo.studies.claims import Claim
 from attnpo.studies.study import Arm, Outcome, Study, settings_digest
 from attnpo.studies.tables import NOT_EQUAL, Row
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from attnpo.analysis.intervals import average_ranks
 from attnpo.display.page import Paragraph, Section, TableBlock
-from attnpo.display.tables import Cell
+from attnpo.display.tables import Cell, half_up
 from attnpo.studies.benchmark_scores import BASE_ROW, RowScore
 from attnpo.studies.benchmark_table import benchmark_digits
 from attnpo.studies.frontier import CHORD, ENDS, AtKL, at_kl
@@ -53,8 +53,8 @@ def _by_benchmarks(outcome: Outcome) -> list[Section]:
         return []
     columns, rows = scores_table(outcome)
     note = (
-        f"average rank, 1 the best: over {', '.join(outcome.benchmarks)}, a higher score being the better one, among "
-        "the rows that have all of them; of means that are not rounded"
+        f"average rank, 1 the best: over {', '.join(outcome.benchmarks)} as printed, a higher score being the better "
+        "one, among the rows that have all of them"
     )
     digits = {**benchmark_digits(outcome), RANK: 2}
     return [Section("Benchmarks and the average rank", [TableBlock(columns, rows, digits=digits), Paragraph(note)])]
@@ -65,13 +65,13 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     The base first, then the arms in the study's order, then published models, world by world.
     """
-    said = origins(outcome)
+    said, digits = origins(outcome), benchmark_digits(outcome)
     rows: list[Row] = []
     for world in outcome.worlds:
         arms = [arm.name for arm in outcome.arms if arm.world == world]
         names = [BASE_ROW, *arms, *outcome.study.published]
         means = {
-            name: [_mean(scores.get((world, name))) for scores in outcome.benchmarks.values()]
+            name: [_printed(scores.get((world, name)), digits[of]) for of, scores in outcome.benchmarks.items()]
             for name in names
             if any((world, name) in scores for scores in outcome.benchmarks.values())
         }
@@ -92,8 +92,9 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     return columns_of(rows), rows
 
 
-def _mean(score: RowScore | None) -> float:
-    return math.nan if score is None else score.mean
+def _printed(score: RowScore | None, digits: int) -> float:
+    """A mean as the table shows it, which is what the paper ranks; NaN where there is none."""
+    return math.nan if score is None or score.failed else half_up(score.mean, digits)
 
 
 def _score_cell(outcome: Outcome, world: str, arm: str, score: RowScore | None) -> Cell:
