@@ -47,7 +47,8 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
         if not known:
             continue
         first = known[0]
-        parts = [f"{name}: {first.name} of {first.questions} questions, mean of {first.rounds} rounds"]
+        rounds = "1 round" if first.rounds == 1 else f"{first.rounds} rounds, their mean"
+        parts = [f"{name}: {first.name} of {first.questions} questions in {rounds}"]
         if any(score.half_width is not None for score in known):
             parts.append("± half width of the 95 % interval over seeds (Student's t)")
         if any(score.grading is not None for score in known):

@@ -10,17 +10,16 @@ from attnpo.analysis.intervals import Interval
 from attnpo.display.figures import GainPoint, gains
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.schema import UserError
+from attnpo.studies.claims import Claim, Predictions
 from attnpo.studies.footnotes import footnotes, on_edge, warnings
 from attnpo.studies.predictions import check_predicted, decide, fix, predictions_section
 from attnpo.studies.report import write_study_report
 from attnpo.studies.selection import gather
 from attnpo.studies.study import (
     Arm,
-    Claim,
     Grid,
     Outcome,
     Point,
-    Predictions,
     Study,
     WorldAxis,
     expand_arms,
