@@ -45,7 +45,6 @@ CONTRADICTORY = "judgments with verdicts that differ, without a verdict so"
 LAST_TAKEN = "judgments with verdicts that differ, the last one taken"
 DROPPED = "questions left out because a game has no verdict"
 CUT = "judgments cut at the judge's most tokens"
-EMPTY = "empty answers, judged as they are"
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,6 @@ def grade_games(
         mass[place[item]] += sum(weight for _, weight in counted)
     seen = {(item, part) for (item, _), games in played.items() for part in games}
     counts[NO_REPLY] = len(GAMES) * len(questions) - len(seen)
-    counts[EMPTY] = sum(not text.strip() for question in questions for text in answers[question.id].turns)
 
     rates = np.divide(100.0 * won, mass, out=np.full(len(questions), np.nan), where=mass > 0)
     values, weights = {}, {}

@@ -157,9 +157,11 @@ def _grade(
         _whole(answer_questions(chosen, benchmark.sampling, answerer, folder, number))
         for number in range(cfg.grading.rounds)
     ]
+    answering = answerer.key()
+    del answerer  # its weights: a local grader may need the room
     key = {
         "benchmark": _versions(cfg, benchmark),
-        "model": answerer.key(),
+        "model": answering,
         "grader": cfg.grader.identity(),
         "grading": asdict(cfg.grading),
         "answers": [digest([asdict(answer) for answer in each.answers.values()])[:16] for each in answered],

@@ -46,7 +46,6 @@ NO_REPLY = "turns without a judgment"
 NO_RATING = "judgments without a rating, left out"
 OUTSIDE = f"ratings outside {LOWEST} to {HIGHEST}, counted as they are"
 CUT = "judgments cut at the judge's most tokens"
-EMPTY = "empty answers, judged as they are"
 
 
 def rating(text: str) -> float | None:
@@ -173,7 +172,6 @@ def grade_ratings(
         total[at] += value
         number[at] += 1
     counts[NO_REPLY] = int((~judged).sum())
-    counts[EMPTY] = sum(not text.strip() for question in questions for text in answers[question.id].turns)
 
     weights = {"score": number.sum(axis=0), **dict(zip(TURNS, number, strict=True))}
     totals = {"score": total.sum(axis=0), **dict(zip(TURNS, total, strict=True))}
