@@ -52,6 +52,7 @@ LATER = {
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
     *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
+    *("evaluate.py", "evaluation", "grading", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),

@@ -77,14 +77,18 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
+        ("runs/other_pairs.py", "evaluation/implicit_reward.py"),  # the type of what it weighs for a benchmark
         ("runs/report.py", "display/drift_figure.py"),
         ("runs/report.py", "display/figures.py"),
         ("runs/report.py", "display/heat.py"),
         ("runs/report.py", "display/heatmap.py"),
         ("runs/report.py", "display/page.py"),
         ("runs/report.py", "display/tables.py"),
+        ("studies/runner.py", "studies/benchmarks.py"),  # measures what the points have left
+        ("studies/runner.py", "studies/exports.py"),  # sets callbacks, which count as any key does
         ("studies/runner.py", "studies/predictions.py"),  # keeps what was predicted, before any point runs
         ("studies/study.py", "display/page.py"),
+        ("studies/study.py", "studies/benchmark_scores.py"),  # what may be asked for
     }
 
 
