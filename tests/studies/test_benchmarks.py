@@ -105,6 +105,15 @@ def test_every_row_has_the_score_of_its_own_model(finished: Finished) -> None:
     assert rows["", "base"].values == rows["", cfg.model.path].values, "one model under two names"
     answers = {label: result.key["answers"] for label, result in found.items()}
     assert answers["base"] == answers[cfg.model.path] and answers["base"] != answers["attention"]
+    models = {
+        label: Path(result.model).relative_to(outcome.folder).parts
+        for label, result in found.items()
+        if label in ("uniform", "attention")
+    }
+    assert {label: (parts[0], parts[1].split("-")[0]) for label, parts in models.items()} == {
+        "uniform": ("points", "uniform"),
+        "attention": ("exports", "attention"),
+    }
     assert not outcome.unmeasured and not outcome.failed
 
 
