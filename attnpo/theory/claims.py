@@ -1,20 +1,20 @@
-"""The theory study: what is claimed of token-weighted RL and TwDPO, checked exactly on problems small enough to list.
+"""Our own statements on the three policies, sharper than the paper's or beside them, and what they are checked on.
 
-``python -m attnpo.theory FOLDER`` prints the tables and writes ``theory.png``; the notebook
-``theory.ipynb`` shows the same. Definitions and the proofs about the three policies are in ``theory``. The paper's
-appendix is not at hand: the two lemmas and the theorem below are ours, in the place of the paper's two KL lemmas and
-its total-variation theorem. h is the heuristic policy of the weights, pi* the optimum of J_w, D DPO's policy, T the
-length; delta is the largest ``|w_t(y) - 1|``.
+The paper's are in ``paper``, ``gradient``, ``note`` and ``properties``; definitions, and the proofs about h, in
+``problem``. h is the heuristic policy of the weights, pi* the optimum of J_w, D DPO's policy, T the length; delta is
+the largest ``|w_t(y) - 1|``.
 
-- *Lemma 1.* ``J_w(pi) = J_w(h) - beta KL_w(pi, h)`` for every pi. Put ``r = beta sum_t w_t log(h_t / ref_t) + beta c``
-  into J_w; at pi = h the KL is 0. So pi* is where KL_w(., h) is least, and h is optimal when KL_w is never below 0.
-- *Lemma 2.* For weights of the position alone (or of y_<t), ``(1 - delta) KL <= KL_w <= (1 + delta) KL``, because KL_w
-  is the sum of w_t KL_t. For weights that read y_t or later tokens that fails: the log-ratios of a response have both
-  signs, and next to ``pi = h`` the KL is of second order, what the weights add of first; KL_w can be negative. What
-  holds is ``|KL_w - KL| <= delta E sum_t |log(p_t / q_t)| <= delta (KL + sqrt(2 T KL))``: the mean of |log p/q| is at
-  most KL + 2 TV, and Pinsker and Jensen over the positions give the root.
-- *Theorem.* (a) ``TV(pi*, h) <= sqrt(T) delta / (1 - delta)``: by lemma 1 KL_w(pi*, h) <= 0, by lemma 2 then
-  ``KL (1 - delta) <= delta sqrt(2 T KL)``, and Pinsker. Above 1, so empty, from delta = 1 / (1 + sqrt(T)) on.
+- *Our lemma 1.* ``J_w(pi) = J_w(h) - beta KL_w(pi, h)`` for every pi. Put ``r = beta sum_t w_t log(h_t / ref_t) +
+  beta c`` into J_w; at pi = h the KL is 0. So pi* is where KL_w(., h) is least, and h is optimal when KL_w is never
+  below 0.
+- *Our lemma 2.* For weights of the position alone (or of y_<t), ``(1 - delta) KL <= KL_w <= (1 + delta) KL``, because
+  KL_w is the sum of w_t KL_t. For weights that read y_t or later tokens that fails: the log-ratios of a response have
+  both signs, and next to ``pi = h`` the KL is of second order, what the weights add of first; KL_w can be negative.
+  What holds is ``|KL_w - KL| <= delta E sum_t |log(p_t / q_t)| <= delta (KL + sqrt(2 T KL))``: the mean of |log p/q| is
+  at most KL + 2 TV, and Pinsker and Jensen over the positions give the root.
+- *Our theorem.* (a) ``TV(pi*, h) <= sqrt(T) delta / (1 - delta)``: by our lemma 1 KL_w(pi*, h) <= 0, by our lemma 2
+  then ``KL (1 - delta) <= delta sqrt(2 T KL)``, and Pinsker. Above 1, so empty, from delta = 1 / (1 + sqrt(T)) on. It
+  needs no constant C and is of the order of delta; the paper's theorem is of the order of its root.
   (b) ``TV(h, D) <= (delta / 2) max_y sum_t |log(h_t / ref_t)|``: log h/D is ``g = sum_t (1 - w_t) log(h_t / ref_t)`` up
   to a constant, so KL(h, D) + KL(D, h) is at most TV (max g - min g), and at least 4 TV^2 by Pinsker.
 """
@@ -22,57 +22,32 @@ length; delta is the largest ``|w_t(y) - 1|``.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from attnpo.theory.cases import Case
 from attnpo.theory.descent import descend
+from attnpo.theory.extremes import largest, least
 from attnpo.theory.problem import (
     Problem,
-    Tree,
     backward_heuristic,
     dpo_policy,
     kl,
     objective,
-    optimal_policy,
     position_kl,
-    random_problem,
     reward_deviation,
     reward_error,
     solve_heuristic,
     token_logps,
     total_variation,
     weighted_kl,
-    weighted_likelihood,
 )
+from attnpo.theory.spread import Reads, spread_weights
 
-DELTAS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 MARKS = (1, 2, 3, 5, 8, 13, 20, 32, 50, 80, 130, 200, 320, 500, 800, 1300)
 ROUNDING = 1e-9  # what a ratio may exceed a bound by and still count as inside
-
-
-class Reads(Enum):
-    """What a weight may depend on: the position alone, or the whole response, later tokens included."""
-
-    POSITION = "position"
-    RESPONSE = "response"
-
-
-def spread_weights(tree: Tree, reads: Reads, delta: float, seed: int = 0) -> Float[Tensor, "responses length"]:
-    """Weights with mean 1 over every response and largest distance ``delta`` from 1.
-
-    POSITION: rising over the positions for an even seed, falling for an odd one. RESPONSE: drawn for every token of
-    every response on its own, as of a judge that has read it all.
-    """
-    if reads is Reads.POSITION:
-        slope = torch.linspace(-1.0, 1.0, tree.length, dtype=torch.float64) * (1 - 2 * (seed % 2))
-        return (1 + delta * slope).expand(tree.vocab**tree.length, -1)
-    random = torch.Generator().manual_seed(1000 + seed)
-    drawn = torch.randn(tree.vocab**tree.length, tree.length, generator=random, dtype=torch.float64)
-    centred = drawn - drawn.mean(-1, keepdim=True)
-    return 1 + delta * centred / centred.abs().max()
 
 
 @dataclass(frozen=True)
@@ -131,20 +106,6 @@ class ExistenceRow:
 
 
 @dataclass(frozen=True)
-class NoteRow:
-    """The normalised weighted likelihood P of h.
-
-    ``log_mass``: log Z, 0 where the weighted likelihood is a distribution as it is. ``error``: the largest of P against
-    ``P_ref exp(r / beta) / Z'``. ``distance``: total variation from h, the policy that is sampled from.
-    """
-
-    delta: float
-    log_mass: float
-    error: float
-    distance: float
-
-
-@dataclass(frozen=True)
 class FreedomPath:
     """KL per token over that of DPO at the same position and step, for positions of low, middle and high weight.
 
@@ -157,53 +118,26 @@ class FreedomPath:
     limit: Float[Tensor, "length"]
 
 
-@dataclass(frozen=True)
-class Study:
-    """All results of the theory study."""
-
-    policies: tuple[PolicyRow, ...]
-    lemmas: tuple[LemmaRow, ...]
-    existence: tuple[ExistenceRow, ...]
-    note: tuple[NoteRow, ...]
-    freedom: FreedomPath
-
-
-def run_study(problems: int = 3, deltas: Sequence[float] = DELTAS, marks: Sequence[int] = MARKS) -> Study:
-    """The study on ``problems`` random problems (3 words, 3 tokens, beta 0.5); the same numbers at every run."""
-    drawn = [random_problem(seed=seed) for seed in range(problems)]
-    grid = [(reads, delta) for reads in Reads for delta in deltas]
-    return Study(
-        policies=tuple(policy_row(drawn, reads, delta) for reads, delta in grid),
-        lemmas=tuple(lemma_row(drawn, reads, delta) for reads, delta in grid),
-        existence=existence_rows(drawn),
-        note=tuple(note_row(drawn, delta) for delta in deltas),
-        freedom=freedom_path(drawn, marks=marks),
-    )
-
-
-# ------------------------------------------------------------------------------------------------ parts
-
-
-def policy_row(problems: Sequence[Problem], reads: Reads, delta: float) -> PolicyRow:
-    """h, pi* and D of every problem, how far apart they are, and the theorem's bounds."""
-    found = [_policies(problem, reads, delta, seed) for seed, problem in enumerate(problems)]
+def policy_row(solved: Sequence[Case], reads: Reads, delta: float) -> PolicyRow:
+    """h, pi* and D of every case, how far apart they are, and our theorem's bounds."""
+    found = [_policies(case, delta) for case in solved]
     columns = {name: [one[name] for one in found] for name in found[0]}
-    over = {name: max(column) if name in _LARGEST else sum(column) / len(column) for name, column in columns.items()}
+    over = {
+        name: largest(column) if name in _LARGEST else sum(column) / len(column) for name, column in columns.items()
+    }
     return PolicyRow(reads, delta, **over)
 
 
 _LARGEST = {"residual", "gradient", "spread", "error_h", "used_a", "used_b"}  # the others are means over the problems
 
 
-def _policies(problem: Problem, reads: Reads, delta: float, seed: int) -> dict[str, float]:
+def _policies(case: Case, delta: float) -> dict[str, float]:
+    problem, weights, h, best = case.problem, case.weights, case.heuristic, case.best
     tree = problem.tree
-    weights = spread_weights(tree, reads, delta, seed)
-    h = backward_heuristic(problem, weights[0]) if reads is Reads.POSITION else solve_heuristic(problem, weights)
-    best = optimal_policy(problem, weights)
     moved = (token_logps(tree, h.policy) - token_logps(tree, problem.reference)).abs().sum(-1)
     bound_a, bound_b = math.sqrt(tree.length) * delta / (1 - delta), delta / 2 * float(moved.max())
     tv_best_h = total_variation(tree, best.policy, h.policy)
-    tv_h_dpo = total_variation(tree, h.policy, dpo_policy(problem))
+    tv_h_dpo = total_variation(tree, h.policy, case.dpo)
     return {
         "residual": h.residual,
         "gradient": best.gradient,
@@ -241,7 +175,7 @@ def lemma_row(problems: Sequence[Problem], reads: Reads, delta: float, draws: in
     negative = [ratio < 0 for ratio in ratios]
     count = len(ratios)
     shares = (sum(outside) / count, sum(negative) / count)
-    return LemmaRow(reads, delta, count, max(identity), min(ratios), max(ratios), *shares, max(used))
+    return LemmaRow(reads, delta, count, largest(identity), least(ratios), largest(ratios), *shares, largest(used))
 
 
 def existence_rows(problems: Sequence[Problem]) -> tuple[ExistenceRow, ...]:
@@ -272,24 +206,9 @@ def _existence(name: str, problems: Sequence[Problem], weights: Sequence[Tensor]
     residuals, apart = [], []
     for problem, one in zip(problems, weights, strict=True):
         first, second = (solve_heuristic(problem, one, start) for start in (None, problem.reference))
-        residuals.append(min(first.residual, second.residual))
+        residuals.append(least((first.residual, second.residual)))
         apart.append(total_variation(problem.tree, first.policy, second.policy))
-    return ExistenceRow(name, min(residuals), max(residuals), max(apart))
-
-
-def note_row(problems: Sequence[Problem], delta: float) -> NoteRow:
-    """The normalised weighted likelihood of h for weights that read the response: means, the error the largest."""
-    masses, errors, distances = [], [], []
-    for seed, problem in enumerate(problems):
-        tree, weights = problem.tree, spread_weights(problem.tree, Reads.RESPONSE, delta, seed)
-        h = solve_heuristic(problem, weights).policy
-        logs, mass = weighted_likelihood(tree, h, weights)
-        base, _ = weighted_likelihood(tree, problem.reference, weights)
-        best = (base + problem.rewards / problem.beta).log_softmax(0)
-        masses.append(float(mass))
-        errors.append(float((logs.exp() - best.exp()).abs().max()))
-        distances.append(float((logs.exp() - token_logps(tree, h).sum(-1).exp()).abs().sum() / 2))
-    return NoteRow(delta, sum(masses) / len(masses), max(errors), sum(distances) / len(distances))
+    return ExistenceRow(name, least(residuals), largest(residuals), largest(apart))
 
 
 def freedom_path(problems: Sequence[Problem], delta: float = 0.6, marks: Sequence[int] = MARKS) -> FreedomPath:

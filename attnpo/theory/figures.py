@@ -1,4 +1,4 @@
-"""The theory study's figure: both parts of the theorem, the sandwich of KL_w, and KL per token along training."""
+"""The theory study's figure: both parts of our theorem, the sandwich of KL_w, and KL per token along training."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from attnpo.display.figures import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save
-from attnpo.theory.claims import FreedomPath, LemmaRow, PolicyRow, Reads, Study
+from attnpo.theory.claims import FreedomPath, LemmaRow, PolicyRow
+from attnpo.theory.spread import Reads
+from attnpo.theory.study import Study
 
 LOOK = {Reads.POSITION: (COLOURS[0], MARKERS[0]), Reads.RESPONSE: (COLOURS[1], MARKERS[1])}
 NAMES = {Reads.POSITION: "weights of the position", Reads.RESPONSE: "weights that read the response"}
@@ -37,7 +39,7 @@ def _optimum(axes: Axes, rows: Sequence[PolicyRow]) -> None:
     deltas = [row.delta for row in loose]
     colour, marker = LOOK[Reads.RESPONSE]
     axes.plot(deltas, [row.tv_best_h for row in loose], "-", color=colour, marker=marker, label=NAMES[Reads.RESPONSE])
-    axes.plot(deltas, [row.bound_a for row in loose], "--", color=colour, label="bound (a)")
+    axes.plot(deltas, [row.bound_a for row in loose], "--", color=colour, label="our bound (a)")
     most = max((row.tv_best_h for row in _of(rows, Reads.POSITION)), default=0.0)
     axes.text(
         0.98,
@@ -58,7 +60,7 @@ def _dpo(axes: Axes, rows: Sequence[PolicyRow]) -> None:
         kind = _of(rows, reads)
         deltas = [row.delta for row in kind]
         axes.plot(deltas, [row.tv_h_dpo for row in kind], "-", color=colour, marker=marker, label=NAMES[reads])
-        axes.plot(deltas, [row.bound_b for row in kind], "--", color=colour, label="bound (b)")
+        axes.plot(deltas, [row.bound_b for row in kind], "--", color=colour, label="our bound (b)")
     _logs(axes, [row.delta for row in rows])
     legend(axes, loc="lower right")
 

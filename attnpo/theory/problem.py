@@ -1,7 +1,8 @@
 """Token-weighted RL on policies small enough to enumerate: its optimum, the policy TwDPO aims at, and DPO's.
 
-The paper grounds TwDPO on token-weighted RL. Its appendix is not at hand here, so every statement below is as we read
-it, and every proof is ours. With ``d_t = log pi(y_t | y_<t) - log ref(y_t | y_<t)`` and ``w_t(y) = |y| a_t(y)``::
+The paper grounds TwDPO on token-weighted RL: J_w and h are its definitions (h is its heuristic policy, the
+near-optimum); what is shown of h here, and the proofs, are ours. With
+``d_t = log pi(y_t | y_<t) - log ref(y_t | y_<t)`` and ``w_t(y) = |y| a_t(y)``::
 
     J_w(pi)   = E_{y ~ pi} [ r(y) - beta sum_t w_t(y) d_t ]                                      the RL objective
     KL_w(p,q) = E_{y ~ p} [ sum_t w_t(y) (log p(y_t | y_<t) - log q(y_t | y_<t)) ]       its penalty is KL_w(pi, ref)
@@ -66,6 +67,11 @@ class Tree:
         return torch.stack(
             [self._first(t) + self._number // self.vocab ** (left + 1) for t, left in enumerate(self._left)], dim=1
         )
+
+    @cached_property
+    def words(self) -> Int[Tensor, "responses length vocab"]:
+        """The tokens of every response as ones among zeros."""
+        return torch.nn.functional.one_hot(self.sequences, self.vocab)
 
     @property
     def contexts(self) -> int:
@@ -173,7 +179,7 @@ def weighted_likelihood(
 ) -> tuple[Float[Tensor, "responses"], Float[Tensor, ""]]:
     """The normalised weighted likelihood ``prod_t pi_t^w_t / Z`` in logs, and ``log Z`` (0 for weights of 1).
 
-    The note, as we read it: ``prod_t pi_t^w_t`` is no distribution over responses. Z depends on the policy but not on
+    The paper's note: ``prod_t pi_t^w_t`` is no distribution over responses. Z depends on the policy but not on
     the response, so that it cancels in the margin of two answers to one prompt: TwDPO is DPO on the normalised
     likelihoods P and P_ref, exactly. The optimum of ``E_P[r] - beta KL(P || P_ref)`` over all P is
     ``P_ref exp(r / beta) / Z'``, and it is the normalised weighted likelihood of h. But P is not what the policy
@@ -238,7 +244,7 @@ def solve_heuristic(
     for _ in range(steps):
         if float(error.abs().max()) < tolerance or damping > 1e12:
             break
-        scores = _scores(problem.tree, theta, weights)
+        scores = weighted_scores(problem.tree, theta, weights)
         slope = torch.cat([scores, torch.ones(len(scores), 1, dtype=scores.dtype)], dim=1)  # by the logits and by c
         normal = slope.T @ slope + damping * torch.eye(slope.shape[1], dtype=slope.dtype)
         step = torch.linalg.solve(normal, -slope.T @ error)
@@ -258,14 +264,12 @@ def _equations(
     return weighted_ratios(problem, policy, weights) - problem.rewards / problem.beta + constant
 
 
-def _scores(tree: Tree, policy: Policy, weights: Weights) -> Float[Tensor, "responses logits"]:
+def weighted_scores(tree: Tree, policy: Policy, weights: Weights) -> Float[Tensor, "responses logits"]:
     """Derivatives of ``sum_t w_t log pi_t`` of every response by the logits of every context."""
     count = len(tree.sequences)
     slope = torch.zeros(count, tree.contexts, tree.vocab, dtype=torch.float64)
-    every = torch.arange(count)
-    for t in range(tree.length):
-        chosen = torch.nn.functional.one_hot(tree.sequences[:, t], tree.vocab)
-        slope[every, tree.nodes[:, t]] = weights[:, t, None] * (chosen - policy.exp()[tree.nodes[:, t]])
+    scores = tree.words - policy.exp()[tree.nodes]
+    slope[torch.arange(count).unsqueeze(-1), tree.nodes] = weights.unsqueeze(-1) * scores
     return slope.flatten(1)
 
 
@@ -329,7 +333,7 @@ def _derivatives(
 ) -> tuple[Float[Tensor, "logits"], Float[Tensor, "logits logits"]]:
     """Gradient and Hessian of J_w by the logits: sums over responses of the score, and of each context's softmax."""
     tree, beta = problem.tree, problem.beta
-    score, weighted = _scores(tree, policy, torch.ones_like(weights)), _scores(tree, policy, weights)
+    score, weighted = weighted_scores(tree, policy, torch.ones_like(weights)), weighted_scores(tree, policy, weights)
     drawn = probabilities(tree, policy)
     gain = drawn * (problem.rewards - beta * weighted_ratios(problem, policy, weights))
     slope = gain @ score - beta * (drawn @ weighted)

@@ -1,99 +1,25 @@
-"""The theory study's results as tables: every claim with the number that decides it, and what it rests on."""
+"""The theory study's results as tables: every statement with the number that decides it, and what it rests on."""
 
 from attnpo.display.page import TableBlock
-from attnpo.display.tables import Cell, table_html, table_text
-from attnpo.theory.claims import Reads, Study
-
-EXACT = 1e-9  # errors below this count as none: all is float64 and solved to about 1e-12
-READ, OURS = "as we read it", "ours"  # whose statement: the paper's as far as it is known here, or our own
-
-
-def claims(study: Study) -> TableBlock:
-    """Every statement, whether it held in the study, and the number that says so."""
-    fixed = [row for row in study.policies if row.reads is Reads.POSITION]
-    free = [row for row in study.policies if row.reads is Reads.RESPONSE]
-    loose = [row for row in study.lemmas if row.reads is Reads.RESPONSE]
-    tight = [row for row in study.lemmas if row.reads is Reads.POSITION]
-    path = study.freedom
-    first, last = path.ratios[0], path.limit
-    rows = [
-        _claim("h recovers every reward difference", READ, max(row.error_h for row in study.policies), "largest error"),
-        _claim("position weights: h is the optimum of J_w", READ, max(row.tv_best_h for row in fixed), "largest TV"),
-        _claim(
-            "response weights: h is the optimum of J_w", READ, max(row.tv_best_h for row in free), "largest mean TV"
-        ),
-        _claim("response weights: pi* recovers rewards", READ, max(row.error_best for row in free), "mean error"),
-        *(_claim(f"h exists, weights {row.weights}", OURS, row.highest, "largest residual") for row in study.existence),
-        _claim("lemma 1, any weights", OURS, max(row.identity for row in study.lemmas), "largest error"),
-        _claim("lemma 2, sandwich, position weights", OURS, max(row.outside for row in tight), "share outside"),
-        _claim("lemma 2, sandwich, response weights", OURS, max(row.outside for row in loose), "share outside"),
-        _claim("KL_w >= 0, response weights", OURS, max(row.negative for row in loose), "share negative"),
-        _bound("lemma 2, bound for any weights", max(row.used for row in study.lemmas)),
-        _bound("theorem (a), TV(pi*, h)", max(row.used_a for row in study.policies)),
-        _bound("theorem (b), TV(h, DPO)", max(row.used_b for row in study.policies)),
-        _claim("note: P of h is P_ref exp(r/beta)/Z'", READ, max(row.error for row in study.note), "largest error"),
-        _claim("note: P of h is what h samples", OURS, max(row.distance for row in study.note), "largest mean TV"),
-        _order("more freedom on low weights, at the optimum", float(last[0] / last[-1])),
-        _order("more freedom on low weights, first step", float(first[0] / first[-1])),
-    ]
-    return TableBlock(("statement", "source", "holds", "by", "number"), rows, "claims")
+from attnpo.display.tables import Cell, table_html, table_markdown, table_text
+from attnpo.theory.paper import PaperRow
+from attnpo.theory.published import CONSTANTS, TABLE
+from attnpo.theory.statements import statements
+from attnpo.theory.study import Study
 
 
-def _claim(name: str, source: str, error: float, by: str) -> tuple[Cell, ...]:
-    return name, source, error < EXACT, by, error
-
-
-def _bound(name: str, used: float) -> tuple[Cell, ...]:
-    return name, OURS, used <= 1, "largest share of the bound", used
-
-
-def _order(name: str, ratio: float) -> tuple[Cell, ...]:
-    return name, READ, ratio > 1, "KL over DPO's, lowest / highest weight", ratio
+def statement_table(study: Study) -> TableBlock:
+    """Every statement, what became of it, and the number that says so."""
+    rows = [(one.section, one.name, one.source, one.verdict.value, one.by, one.number) for one in statements(study)]
+    return TableBlock(("section", "statement", "source", "verdict", "by", "number"), rows, "statements")
 
 
 def tables(study: Study) -> tuple[TableBlock, ...]:
-    """The claims and what they rest on."""
-    policies = tuple(
-        (
-            *(row.reads.value, row.delta, row.residual, row.gradient, row.spread, row.error_best, row.gain),
-            *(row.tv_best_h, row.bound_a, row.tv_h_dpo, row.bound_b),
-        )
-        for row in study.policies
-    )
-    lemmas = tuple(
-        (
-            *(row.reads.value, row.delta, row.pairs, row.identity),
-            *(row.lowest, row.highest, row.outside, row.negative, row.used),
-        )
-        for row in study.lemmas
-    )
-    names = ("weights read", "delta", "residual h", "gradient pi*", "spread", "reward error pi*", "J(pi*)-J(h)")
-    path = study.freedom
-    steps = [path.steps.index(step) for step in path.steps if step in (1, 20, 200, path.steps[-1])]
-    moves = tuple((str(path.steps[i]), *path.ratios[i].tolist()) for i in steps)
+    """The statements and what they rest on: the paper's first, then ours."""
     return (
-        claims(study),
-        TableBlock((*names, "TV(pi*,h)", "bound (a)", "TV(h,DPO)", "bound (b)"), policies, "three policies"),
-        TableBlock(
-            ("weights read", "delta", "pairs", "lemma 1 error", "KL_w/KL min", "max", "outside", "negative", "used"),
-            lemmas,
-            "lemmas",
-        ),
-        TableBlock(
-            ("weights", "residual min", "residual max", "TV of two starts"),
-            tuple((row.weights, row.lowest, row.highest, row.starts) for row in study.existence),
-            "does h exist",
-        ),
-        TableBlock(
-            ("delta", "log Z", "error", "TV to h"),
-            tuple((row.delta, row.log_mass, row.error, row.distance) for row in study.note),
-            "normalised weighted likelihood of h",
-        ),
-        TableBlock(
-            ("steps", *(f"w = {weight:.1f}" for weight in path.weights)),
-            (*moves, ("optimum", *path.limit.tolist())),
-            "KL per token over DPO's, by gradient steps",
-        ),
+        statement_table(study),
+        *(_paper(study), _tightness(study), _published(), _properties(study), _note(study)),
+        *(_policies(study), _lemmas(study), _existence(study), _freedom(study)),
     )
 
 
@@ -105,3 +31,126 @@ def report_text(study: Study) -> str:
 def report_html(study: Study) -> str:
     """All tables as HTML."""
     return "\n".join(table_html(one.columns, one.rows, caption=one.caption) for one in tables(study))
+
+
+def report_markdown(study: Study) -> str:
+    """All tables as Markdown, each below a heading of its own."""
+    return "\n\n".join(f"### {one.caption}\n{table_markdown(one.columns, one.rows)}" for one in tables(study))
+
+
+# ------------------------------------------------------------------------------------------------ the paper's
+
+
+def _paper(study: Study) -> TableBlock:
+    heads = ("C pi*", "C DPO", "C h", "|J_w - J|", "bound 4", "KL(pi*,DPO)", "lemma 1", "KL(h,DPO)", "lemma 2")
+    rows: list[tuple[Cell, ...]] = [
+        (row.kind, row.delta, *row.constants.values(), *_pairs(row), row.theorem.actual, row.theorem.bound)
+        for row in (*study.paper, study.ending)
+    ]
+    return TableBlock(
+        ("weights read", "delta", *heads, "TV(pi*,h)", "theorem"), rows, "constants, the paper's quantities and bounds"
+    )
+
+
+def _pairs(row: PaperRow) -> list[float]:
+    return [number for one in (row.departure, row.lemma_1, row.lemma_2) for number in (one.actual, one.bound)]
+
+
+def _tightness(study: Study) -> TableBlock:
+    rows = [
+        (
+            *(one.varied, one.value, one.paper.constant, one.paper.lemma_1.looseness, one.paper.lemma_2.looseness),
+            *(one.paper.theorem.looseness, one.paper.theorem.bound, one.ours / one.paper.theorem.actual, one.ours),
+        )
+        for one in study.tightness
+    ]
+    return TableBlock(
+        ("varied", "value", "C", "lemma 1", "lemma 2", "theorem", "its bound", "our theorem (a)", "our bound"),
+        rows,
+        "tightness: bound over actual, weights that read the response",
+    )
+
+
+def _published() -> TableBlock:
+    names = [f"{what}, C {constant:g}" for what in ("KL bound", "TV bound") for constant in CONSTANTS]
+    rows: list[tuple[Cell, ...]] = [
+        (
+            *(one.model, one.side, one.length, one.delta, one.effective, one.effective / one.length),
+            *(one.kl_bound(constant) for constant in CONSTANTS),
+            *(one.tv_bound(constant) for constant in CONSTANTS),
+            one.largest_constant,
+        )
+        for one in TABLE
+    ]
+    heads = ("model", "side", "tokens", "delta", "effective tokens", "share")
+    return TableBlock(
+        (*heads, *names, "C where TV bound is 1"), rows, "bounds at the paper's table of weight statistics"
+    )
+
+
+def _properties(study: Study) -> TableBlock:
+    rows: list[tuple[Cell, ...]] = []
+    for row in study.properties:
+        found = (row.moved_loss_step, row.moved_objective_step, row.moved_best, row.moved_heuristic)
+        rows.append((row.kind, *(one.mean for one in (*found, row.carried_best, row.carried_heuristic))))
+    heads = ("|d|, TwDPO step 1", "|d|, J_w step 1", "|d|, pi*", "|d|, h", "|w d|, pi*", "|w d|, h")
+    return TableBlock(
+        ("weights read", *heads), rows, "lowest over highest third of the weights, each over DPO's (P2, P3)"
+    )
+
+
+def _note(study: Study) -> TableBlock:
+    rows = [
+        (
+            *(row.delta, row.log_mass, row.error, row.distance, row.pairs, row.reward),
+            *(row.lemma_2, row.display, row.printed, row.intractable, row.constant),
+        )
+        for row in study.note
+    ]
+    heads = ("pairs", "reward", "lemma 2", "display", "as printed", "TV(pi*,h)", "range of C1")
+    return TableBlock(("delta", "log Z", "error", "TV to h", *heads), rows, "normalised weighted likelihood of h")
+
+
+# ------------------------------------------------------------------------------------------------ ours
+
+
+def _policies(study: Study) -> TableBlock:
+    rows = tuple(
+        (
+            *(row.reads.value, row.delta, row.residual, row.gradient, row.spread, row.error_best, row.gain),
+            *(row.tv_best_h, row.bound_a, row.tv_h_dpo, row.bound_b),
+        )
+        for row in study.policies
+    )
+    names = ("weights read", "delta", "residual h", "gradient pi*", "spread", "reward error pi*", "J(pi*)-J(h)")
+    return TableBlock(
+        (*names, "TV(pi*,h)", "our bound (a)", "TV(h,DPO)", "our bound (b)"), rows, "three policies, our bounds"
+    )
+
+
+def _lemmas(study: Study) -> TableBlock:
+    rows = tuple(
+        (
+            *(row.reads.value, row.delta, row.pairs, row.identity),
+            *(row.lowest, row.highest, row.outside, row.negative, row.used),
+        )
+        for row in study.lemmas
+    )
+    heads = ("our lemma 1 error", "KL_w/KL min", "max", "outside", "negative", "used")
+    return TableBlock(("weights read", "delta", "pairs", *heads), rows, "our lemmas")
+
+
+def _existence(study: Study) -> TableBlock:
+    rows = tuple((row.weights, row.lowest, row.highest, row.starts) for row in study.existence)
+    return TableBlock(("weights", "residual min", "residual max", "TV of two starts"), rows, "does h exist")
+
+
+def _freedom(study: Study) -> TableBlock:
+    path = study.freedom
+    steps = [path.steps.index(step) for step in path.steps if step in (1, 20, 200, path.steps[-1])]
+    rows: tuple[tuple[Cell, ...], ...] = tuple((str(path.steps[i]), *path.ratios[i].tolist()) for i in steps)
+    return TableBlock(
+        ("steps", *(f"w = {weight:.1f}" for weight in path.weights)),
+        (*rows, ("optimum", *path.limit.tolist())),
+        "KL per token over DPO's, by gradient steps (P2)",
+    )

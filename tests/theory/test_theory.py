@@ -9,16 +9,8 @@ from torch import Tensor
 
 from attnpo.schema import UserError
 from attnpo.theory.__main__ import main
-from attnpo.theory.claims import (
-    Reads,
-    Study,
-    existence_rows,
-    freedom_path,
-    lemma_row,
-    policy_row,
-    run_study,
-    spread_weights,
-)
+from attnpo.theory.cases import cases
+from attnpo.theory.claims import existence_rows, freedom_path, lemma_row, policy_row
 from attnpo.theory.figures import theory_figure
 from attnpo.theory.problem import (
     Problem,
@@ -39,12 +31,10 @@ from attnpo.theory.problem import (
     weighted_kl,
     weighted_likelihood,
 )
-from attnpo.theory.tables import claims, report_html, report_text
-
-
-@pytest.fixture(scope="module")
-def study() -> Study:
-    return run_study(problems=2, deltas=(0.1, 0.6), marks=(1, 30))
+from attnpo.theory.spread import Reads, spread_weights
+from attnpo.theory.study import Study
+from attnpo.theory.tables import report_html, report_markdown, report_text, tables
+from attnpo.theory.tightness_figure import tightness_figure
 
 
 def other(problem: Problem, seed: int = 9) -> Tensor:
@@ -167,7 +157,7 @@ def test_zero_weights_have_no_heuristic_policy_unless_rewards_agree() -> None:
 @pytest.mark.parametrize("delta", [0.05, 0.3, 0.8])
 def test_lemmas_and_theorem_hold_over_delta(reads: Reads, delta: float) -> None:
     problems = [random_problem(seed=seed) for seed in (10, 11)]
-    lemma, row = lemma_row(problems, reads, delta), policy_row(problems, reads, delta)
+    lemma, row = lemma_row(problems, reads, delta), policy_row(cases(problems, reads, delta), reads, delta)
     assert lemma.identity < 1e-10
     assert 0 < lemma.used <= 1
     assert 0 <= row.used_a <= 1
@@ -212,22 +202,26 @@ def test_low_weights_are_freer_at_the_optimum_and_held_at_the_first_step() -> No
 # ------------------------------------------------------------------------------------------------ what is shown
 
 
-def test_the_report_says_what_holds_and_what_does_not(study: Study) -> None:
-    held = {row[0]: row[2] for row in claims(study).rows}
-    assert held["position weights: h is the optimum of J_w"] is True
-    assert held["response weights: h is the optimum of J_w"] is False
-    assert held["lemma 2, sandwich, response weights"] is False
-    assert held["theorem (a), TV(pi*, h)"] is True
-    assert held["h exists, weights 0 on the last token"] is False
-    assert "as we read it" in report_text(study)
-    assert report_html(study).count("<table>") == 6
+def test_every_table_is_in_every_report(study: Study) -> None:
+    shown = tables(study)
+    assert [one.caption for one in shown][:2] == ["statements", "constants, the paper's quantities and bounds"]
+    assert report_html(study).count("<table>") == len(shown) == 10
+    assert report_markdown(study).count("### ") == len(shown)
+    text = report_text(study)
+    for one in shown:
+        assert f"{one.caption}\n" in text
+        assert all(len(row) == len(one.columns) for row in one.rows)
 
 
-def test_the_figure_and_the_command(
+def test_the_figures_and_the_command(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert theory_figure(study, tmp_path / "a.png").stat().st_size > 20_000
+    assert tightness_figure(study, tmp_path / "b.png").stat().st_size > 20_000
     monkeypatch.setattr("attnpo.theory.__main__.run_study", lambda: study)
     assert main([str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "theory.png").is_file()
-    assert capsys.readouterr().out.startswith("claims\n")
+    assert (tmp_path / "out" / "tightness.png").is_file()
+    assert capsys.readouterr().out.startswith("statements\n")
+    assert main([str(tmp_path / "out"), "--markdown"]) == 0
+    assert capsys.readouterr().out.startswith("### statements\n| section |")

@@ -1,0 +1,115 @@
+"""One prompt's case: a problem, its token weights, its responses' own tokens, and the three policies that belong to it.
+
+A response may end early: ``own`` says which of its listed tokens are its own, and what stands after its end carries
+weight 0, no reward, and the reference's probabilities under all three policies, so that it adds nothing to any sum.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.theory.problem import (
+    Heuristic,
+    Optimum,
+    Policy,
+    Problem,
+    Tree,
+    Weights,
+    backward_heuristic,
+    dpo_policy,
+    optimal_policy,
+    probabilities,
+    random_problem,
+    solve_heuristic,
+    token_logps,
+)
+from attnpo.theory.spread import Reads, spread_weights
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem with weights, the mask of own tokens, and its solutions: pi* (``best``), h and DPO's policy."""
+
+    problem: Problem
+    weights: Weights
+    own: Bool[Tensor, "responses length"]
+    best: Optimum
+    heuristic: Heuristic
+    dpo: Policy
+
+    @property
+    def policies(self) -> dict[str, Policy]:
+        """The policies that assumption A2 is about."""
+        return {"pi*": self.best.policy, "DPO": self.dpo, "h": self.heuristic.policy}
+
+    @property
+    def lengths(self) -> Float[Tensor, "responses"]:
+        """``|y|`` of every response."""
+        return self.own.sum(-1).double()
+
+    @property
+    def epsilons(self) -> Weights:
+        """``eps_t = w_t - 1`` on own tokens, 0 elsewhere."""
+        return (self.weights - 1) * self.own
+
+    @property
+    def delta(self) -> float:
+        """A1's constant: the largest ``|eps_t|``."""
+        return float(self.epsilons.abs().max())
+
+    def log_ratios(self, policy: Policy) -> Weights:
+        """``d_t`` of every own token of every response, 0 elsewhere."""
+        tree = self.problem.tree
+        return (token_logps(tree, policy) - token_logps(tree, self.problem.reference)) * self.own
+
+    def largest_ratio(self, policy: Policy) -> float:
+        """The constant that A2 needs for this policy: the largest ``|d_t|``."""
+        return float(self.log_ratios(policy).abs().max())
+
+    def mean_length(self, policy: Policy) -> float:
+        """``E_policy |y|``."""
+        return float(probabilities(self.problem.tree, policy) @ self.lengths)
+
+
+def solve(
+    problem: Problem, weights: Weights, own: Bool[Tensor, "responses length"] | None = None, starts: int = 2
+) -> Case:
+    """The case with its three policies; h from the last token back where weights depend on the position alone.
+
+    pi* is climbed to from ``starts`` places; where responses end early, from the reference alone: another start would
+    leave its own policy after the end of a response, of which neither J_w nor a gradient says anything.
+    """
+    whole = torch.ones_like(weights, dtype=torch.bool) if own is None else own
+    positional = own is None and bool((weights == weights[0]).all())
+    h = backward_heuristic(problem, weights[0]) if positional else solve_heuristic(problem, weights)
+    best = optimal_policy(problem, weights, starts=starts if own is None else 1)
+    return Case(problem, weights, whole, best, h, dpo_policy(problem))
+
+
+def cases(problems: Sequence[Problem], reads: Reads, delta: float, starts: int = 2) -> list[Case]:
+    """Every problem solved for weights of one kind and size."""
+    weights = [spread_weights(problem.tree, reads, delta, seed) for seed, problem in enumerate(problems)]
+    return [solve(problem, one, starts=starts) for problem, one in zip(problems, weights, strict=True)]
+
+
+def ending_case(delta: float, vocab: int = 3, length: int = 3, beta: float = 0.5, seed: int = 0) -> Case:
+    """A random case of responses that end with word 0 or at ``length`` tokens, with weights that read the response."""
+    drawn = random_problem(vocab, length, beta, seed)
+    tree = drawn.tree
+    own, first = own_tokens(tree)
+    weights = spread_weights(tree, Reads.RESPONSE, delta, seed)[first] * own
+    counts = own.sum(-1, keepdim=True)
+    centred = (weights - weights.sum(-1, keepdim=True) / counts) * own
+    weights = (1 + delta * centred / centred.abs().max()) * own
+    return solve(replace(drawn, rewards=drawn.rewards[first]), weights, own)
+
+
+def own_tokens(tree: Tree) -> tuple[Bool[Tensor, "responses length"], Tensor]:
+    """Which tokens stand up to the first word 0, and for every response the number of the one with only 0 after it."""
+    ended = (tree.sequences == 0).long().cumsum(-1)
+    own = (ended - (tree.sequences == 0).long()) == 0  # no 0 before this token
+    powers = tree.vocab ** torch.arange(tree.length - 1, -1, -1)
+    return own, (tree.sequences * own * powers).sum(-1)

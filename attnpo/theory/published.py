@@ -1,0 +1,56 @@
+"""The theorem at the figures of the paper's own weight table: does it say anything about the runs it is meant for?
+
+The table gives means over a training set, the product of two means is not the mean of the products, and the theorem
+asks for the largest of all responses: delta here is what a response of mean length with the mean largest weight has.
+"""
+
+from dataclasses import dataclass
+
+from attnpo.theory.paper import TRIVIAL, lemma_bound, theorem_bound
+
+CONSTANTS = (1e-2, 1e-1, 1.0)  # log-ratios per token, C of A2: from a policy that has hardly moved to one that has
+
+
+@dataclass(frozen=True)
+class Published:
+    """A line of the paper's table of weight statistics (``experiments/paper/weight_statistics/printed.csv``).
+
+    Means over responses: ``std`` and ``largest`` of the weights within a response, ``length`` in tokens.
+    """
+
+    model: str
+    side: str
+    std: float
+    largest: float
+    length: float
+
+    @property
+    def delta(self) -> float:
+        """``|y| max a - 1``."""
+        return self.length * self.largest - 1
+
+    @property
+    def effective(self) -> float:
+        """The effective number of weighted tokens, 1 over the sum of squares: ``1 / (n (std^2 + 1 / n^2))``."""
+        return 1 / (self.length * (self.std**2 + self.length**-2))
+
+    def kl_bound(self, constant: float) -> float:
+        """Either lemma's bound in nats, where both policies write as long answers as the training set has."""
+        return lemma_bound(self.delta, constant, 2 * self.length)
+
+    def tv_bound(self, constant: float) -> float:
+        """The theorem's bound."""
+        return theorem_bound(self.delta, constant, 2 * self.length, 2 * self.length)
+
+    @property
+    def largest_constant(self) -> float:
+        """The C from which on the theorem says nothing: its bound is then 1."""
+        return (TRIVIAL / self.tv_bound(1.0)) ** 2
+
+
+TABLE = (
+    Published("Llama-3-8B-Base-SFT", "chosen", 0.0177, 0.1242, 269.0895),
+    Published("Llama-3-8B-Base-SFT", "rejected", 0.0175, 0.1202, 235.3978),
+    Published("Llama-3-8B-Instruct", "chosen", 0.0126, 0.0915, 356.9848),
+    Published("Llama-3-8B-Instruct", "rejected", 0.0137, 0.0959, 365.8176),
+)
