@@ -5,6 +5,7 @@ The folder holds ``answers-round0.jsonl`` and so on, ``grades.jsonl`` with every
 """
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -60,8 +61,13 @@ def evaluate(cfg: EvaluateConfig) -> int:
         result = measured(cfg, folder)
     if result is None:
         return 0 if cfg.limits.dry_run else 1
-    sections = result_sections(result)
-    print_sections(terminal(), sections)
+    print_sections(terminal(), result_sections(result))
+    main = result.score(result.main)
+    if main is not None and math.isnan(main.mean):
+        log.warning(
+            "no reply of %s held a verdict, so %s has no score: look at the replies in %s and take another grader",
+            *(result.grader, result.benchmark, folder),
+        )
     log.info("%s", folder / RESULT)
     return 0
 
@@ -197,8 +203,8 @@ def _grade(
 
 def grader_name(cfg: EvaluateConfig) -> str:
     """What tables call the grader: its model, else the option that was chosen."""
-    named = cfg.grader.identity().get("model") or cfg.composed.choices.get("grader") or type(cfg.grader).__name__
-    return str(named)
+    identity = cfg.grader.identity()
+    return str(identity.get("model") or identity.get("grader") or type(cfg.grader).__name__)
 
 
 def _device(cfg: EvaluateConfig) -> torch.device:

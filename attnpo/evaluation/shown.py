@@ -1,5 +1,6 @@
 """The result of an evaluation for reading: its scores with each spread apart, lengths, counts and cost."""
 
+import math
 from collections.abc import Iterator
 
 from attnpo.analysis.intervals import t_quantile
@@ -36,13 +37,14 @@ def _cells(row: object) -> dict[str, Cell]:
 def _row(score: Score) -> list[Cell]:
     interval = NONE if score.interval is None else f"[{score.interval[0]:.2f}, {score.interval[1]:.2f}]"
     grading = NONE if score.grading is None else f"{score.grading:.2f}"
-    return [score.name, score.mean, rounds_text(score), interval, grading, score.questions]
+    mean = NONE if math.isnan(score.mean) else score.mean
+    return [score.name, mean, rounds_text(score), interval, grading, score.questions]
 
 
 def rounds_text(score: Score) -> str:
-    """The half width over rounds, normal and, in brackets, t; "-" with fewer than two rounds."""
+    """The half width over rounds, normal and, in brackets, t; "-" with fewer than two rounds or without a mean."""
     count = len(score.rounds)
-    if count < 2:
+    if count < 2 or math.isnan(score.mean):
         return NONE
     spread = (sum((value - score.mean) ** 2 for value in score.rounds) / (count - 1) / count) ** 0.5
     return f"±{1.96 * spread:.2f} (±{t_quantile(0.975, count - 1) * spread:.2f})"
@@ -57,5 +59,6 @@ def _account(result: EvaluationResult) -> Iterator[KeyValues]:
             f"{lengths.cut:.1%} cut at the most tokens"
         )
     told |= {f"counted: {reason}": count for reason, count in sorted(result.counts.items()) if count}
-    told |= {f"cost: {name.replace('_', ' ')}": value for name, value in result.cost.items()}
+    whole = {name: int(value) if float(value).is_integer() else value for name, value in result.cost.items()}
+    told |= {f"cost: {name.replace('_', ' ')}": value for name, value in whole.items()}
     yield KeyValues(told)

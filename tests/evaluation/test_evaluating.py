@@ -62,7 +62,7 @@ class Marks:
         values = np.array([marks.get(name, np.nan) for name in answers])
         return Graded(
             tuple(answers),
-            {"mark": float(np.nanmean(values))},
+            {"mark": float(values[np.isfinite(values)].mean()) if np.isfinite(values).any() else float("nan")},
             {"mark": values},
             {"mark": np.isfinite(values).astype(float)},
         )
@@ -276,3 +276,11 @@ def test_a_measure_is_kept_and_another_setting_makes_it_anew(tmp_path: Path) -> 
 def test_keys_of_grading_have_no_effect_on_a_measure(tmp_path: Path) -> None:
     assert "grader" in config(tmp_path, mark, Size()).unread()
     assert config(tmp_path, mark).unread() == {}
+
+
+def test_a_grader_without_a_verdict_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(config(tmp_path, lambda call: "nan")) == 0
+    assert "no reply of ScriptedGrader held a verdict, so marks has no score" in caplog.text
+    assert "nan" not in capsys.readouterr().out
