@@ -20,7 +20,7 @@ Tables from the store and from finished folders; printed=FILE.csv puts printed n
 EXAMPLES = """\
 python -m attnpo.report weights layers=[1,2,3,4]
 python -m attnpo.report gains outputs/regimes-testbed outputs/why-testbed level=1
-python -m attnpo.report scores outputs/eval-* printed=experiments/paper/mistral_7b_base_sft/printed.csv"""
+python -m attnpo.report scores outputs/eval-* printed=experiments/paper/main_results/printed.csv"""
 
 
 def main(cfg: "ReportConfig") -> int:

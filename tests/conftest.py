@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,11 @@ os.environ.setdefault("WANDB__SERVICE_WAIT", "300")
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+# A slow example is a busy machine, no fault.
+hypothesis.settings.register_profile("no deadline", deadline=None)
+hypothesis.settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

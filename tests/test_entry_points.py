@@ -352,7 +352,7 @@ def test_generate_asks_for_model_and_prompts() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, `gains FOLDER ...` or folders"),
+        ([], "report: expected `weights`, `study FOLDER ...`, `run FOLDER ...`, `gains FOLDER ...`, `scores FOLDER"),
         (["study"], "report study: expected `weights`"),
         (["weights", "outputs/run"], "report weights: expected GROUP=OPTION or KEY=VALUE after it, got 'outputs/run'"),
         (["weights", "layers=[1,1]"], "layers: expected each layer once, got 1 more than once"),
@@ -383,6 +383,7 @@ def test_a_report_of_folders_prints_their_tables(tmp_path: Path) -> None:
         "report.json",
         "study.csv",
         "study.md",
+        "study.tex",
     ]
 
 

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CALLS = [call(number) for number in range(20)]
 PROMPT = 12  # calls that are answered at once; the others wait until the test lets them
 ASKS = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 from attnpo.console import guarded, hear_signals, leave
 hear_signals()
 from pathlib import Path

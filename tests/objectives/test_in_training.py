@@ -32,4 +32,6 @@ def test_how_a_step_is_cut_changes_nothing(
     ]
     for name in ("train/loss", "train/grad_norm", "train/rewards/margins"):
         cut, whole = ([row[name] for row in run if name in row] for run in rows)
-        assert len(whole) == 2 and cut == pytest.approx(whole, rel=2e-5, abs=2e-6), name
+        # AdamW's first step is lr times a sign where a gradient is near 0, so rounding shows in the second step's.
+        rel = 1e-4 if name == "train/grad_norm" else 2e-5
+        assert len(whole) == 2 and cut == pytest.approx(whole, rel=rel, abs=2e-6), name

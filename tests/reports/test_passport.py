@@ -63,7 +63,7 @@ class KnowingJudge:
         first = MASS * marked / marked.sum().clamp(min=1)
         first[-1] += 1 - first.sum()
         rows = torch.stack([first, torch.full_like(first, 1 / len(ids))])[[layer - 1 for layer in layers]]
-        return JudgeReading(rows, None, logits, labels[int(logits.argmax())], 0.8)
+        return JudgeReading(rows, None, logits, labels[int(logits.argmax())], torch.tensor([0.5, 0.3, 0.5]).log())
 
 
 @pytest.fixture(scope="module")
