@@ -80,6 +80,10 @@ class AlpacaEval:
         """The instructions; a question's id is its position in the reference set."""
         return self._reference.questions
 
+    def baseline_answers(self) -> Mapping[str, str]:
+        """The baseline's output of each row, by the question's id."""
+        return dict(zip((question.id for question in self.questions()), self._reference.outputs, strict=True))
+
     def versions(self) -> dict[str, object]:
         """What decides calls and rates beside the answers."""
         rates = {} if self._auxiliary is None else {"scikit-learn": version("scikit-learn")}

@@ -80,6 +80,10 @@ class ArenaHard:
             "judge_max_tokens": self.judge_max_tokens,
         }
 
+    def baseline_answers(self) -> Mapping[str, str]:
+        """The baseline's answer to each question, by its id."""
+        return self._files.baselines
+
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Two calls per question: the baseline as answer A, then the model as answer A."""
         files, made = self._files, []

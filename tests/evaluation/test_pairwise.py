@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnpo.answers.questions import ModelAnswer, Question
-from attnpo.config import CONFIG_DIR
+from attnpo.config import CONFIG_DIR, build, compose
 from attnpo.evaluation import pairwise
 from attnpo.evaluation.base import Benchmark, Graded
 from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseBenchmark, PairwiseRules
@@ -19,6 +19,7 @@ from attnpo.grading.local_grader import LocalGrader
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Sampling, UserError
 from attnpo.text.judge_template import JudgeTemplate
+from tests.evaluation.checkouts import answers_to, arena_hard_auto
 from tests.runs.worlds import GRAMMAR, World, build_world
 
 RULES = PairwiseRules("judge/short.txt")
@@ -234,6 +235,19 @@ def test_the_questions_of_any_benchmark_with_a_baseline_can_be_judged() -> None:
     assert graded.values["win_rate"][0] == pytest.approx(75.0) and list(graded.weights["win_rate"]) == [1.0, 0.0]
     assert graded.counts == {pairwise.MISSING: 1}
     assert bench.versions() != replace(bench, pairwise=WORLD_RULES).versions()
+
+
+def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
+    overrides = ["benchmark=arena_hard_labels", f"benchmark.of.path={arena_hard_auto(tmp_path)}"]
+    bench = build(compose("evaluate", overrides).benchmark)
+    assert isinstance(bench, PairwiseBenchmark) and bench.name == "arena_hard_labels"
+    answers = answers_to(bench.questions())
+    calls = bench.calls(answers, 0)
+    assert [call.item for call in calls] == ["a1", "a1", "a2", "a2", "a3", "a3"]
+    rival = bench.of.baseline_answers()["a2"]
+    assert all(rival in call.messages[0]["content"] for call in calls[2:4])
+    graded = bench.grade(answers, {call: said(0.8, 0.2) for call in calls})
+    assert graded.scores["win_rate"] == pytest.approx(50.0)  # always the first place
 
 
 def test_what_cannot_be_compared_is_named() -> None:
