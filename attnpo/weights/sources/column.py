@@ -103,7 +103,7 @@ class Column(Layerless):
         if not bool(row.any()):
             raise UserError(
                 f"{where}: weights.kind=distribution needs weight on some of the {row.numel()} training tokens, and "
-                "all are 0: drop the pair, give it weights, or set weights.kind=factor, under which it counts for nothing"
+                "all are 0: drop the pair, give it weights, or set weights.kind=factor, which lets it count for nothing"
             )
         return normalize(row).float()
 
