@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.config import load
+from attnpo.config import groups, load
 from attnpo.conformance.fields import Record
 from attnpo.conformance.losses import items
 from attnpo.conformance.records import Status
-from attnpo.data.collate import collate
+from attnpo.data.collate import collate, pad_rows
 from attnpo.data.prepare import EncodedSet, Tally, make_example, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.ipo import IPO
 from attnpo.objectives.otpo import OTPO
@@ -25,6 +28,8 @@ from attnpo.runs.settings import require_reader
 from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
 from attnpo.text.alignment import differing
 from attnpo.training import module
+from attnpo.training.module import PreferenceModule
+from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, Tools, WeightSource, is_neutral
 from attnpo.weights.pipeline import check_transforms, training_weights
 from attnpo.weights.sources.decay import Decay
@@ -32,7 +37,8 @@ from attnpo.weights.sources.edits import Edits
 from attnpo.weights.sources.lengths import Lengths, Rule
 from attnpo.weights.sources.uniform import Uniform
 from attnpo.weights.transforms import Mixture
-from tests.objectives.inputs import make_batch, make_rows, objective_of
+from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of
+from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import make_pair
 
 EOS = 99
@@ -231,6 +237,19 @@ def test_settings_of_lengths() -> None:
     assert Lengths().unread().keys() == {"seed"} and subsample().unread().keys() == {"alpha"}
 
 
+def test_training_draws_by_step_and_validation_always_alike() -> None:
+    batch = collate(make_examples(6), padded, 0, 6)
+    models = [ScoredLM(tiny_model()) for _ in range(3)]
+    one, two = (PreferenceModule(model, models[2], OTPO(0.5), Optimizer(), 3, subsample()) for model in models[:2])
+    drawn = {}
+    for name, made, training in (("first", one, True), ("again", two, True), ("validation", one, False)):
+        made.train(training)
+        scored = made.score(batch)[0]
+        assert scored.step == (0 if training else None) and scored.main.factors
+        drawn[name] = scored.main.token_weights["reward"]
+    assert torch.equal(drawn["first"], drawn["again"]) and not torch.equal(drawn["first"], drawn["validation"])
+
+
 # ------------------------------------------------------------------------------------------------ as sources
 
 SOURCES: list[Decay | Edits | Lengths] = [Decay(), Edits(), Lengths(), subsample()]
@@ -278,30 +297,48 @@ def test_offline_factors_reach_the_objective_as_factors() -> None:
     assert mean.chosen_rewards.item() == pytest.approx(3 / 3) and mean.rejected_rewards.item() == 5.5 / 2
 
 
-def rewarded(source: WeightSource, objective: str) -> Tensor:
-    """Losses of an objective on one pair with the factors of ``source``."""
-    sides = both(encoded(5, 6, 7, 8), encoded(5, 6))
-    batch = collate([make_example("p", sides, training_weights(source, None, sides, pair=PAIR))], padded, 0, 1)
-    mask = batch.main.response_mask
-    ratio = torch.where(mask, torch.linspace(-2, -0.2, mask.numel()).view(mask.shape), 0.0)
-    policy, reference = TokenStats(ratio), TokenStats(torch.where(mask, -1.0, 0.0))
+def factors_of(source: WeightSource, case: Case) -> Tensor:
+    """The source's weights on the responses of a case, whose tokens are all different."""
+    counts = case.batch.main.response_mask.sum(-1).tolist()
+    rows: dict[str, list[Tensor]] = {side: [] for side in SIDES}
+    for chosen, rejected in zip(*torch.tensor(counts).chunk(2), strict=True):
+        ids = (range(int(chosen) - 1), range(100, 99 + int(rejected)))
+        made = training_weights(source, None, both(encoded(*ids[0]), encoded(*ids[1])), pair=PAIR)
+        rows["chosen"].append(made.chosen)
+        rows["rejected"].append(made.rejected)
+    return pad_rows(rows["chosen"] + rows["rejected"], case.batch.main.response_mask.shape[1]).double()
+
+
+def losses(source: WeightSource, objective: PreferenceObjective) -> Tensor:
+    """Losses of the objective's made-up pairs with the weights of ``source``, online ones as the module gives them."""
+    case = make_case(objective)
+    main = case.batch.main
     if isinstance(source, OnlineSource):
-        batch = module.weighed(batch, source, policy, reference)
-    made = objective_of(objective)
-    return made(policy, reference if "reference" in made.requires else None, batch).losses
+        return objective(
+            case.policy, case.reference, module.weighed(case.batch, source, case.policy, case.reference)
+        ).losses
+    rows = replace(
+        main,
+        token_weights={"reward": factors_of(source, case)},
+        source_lengths=main.response_mask.sum(-1).double(),
+        factors=source.kind is Kind.FACTOR,
+    )
+    batch = replace(case.batch, groups={**case.batch.groups, "main": rows})
+    return objective(case.policy, case.reference, batch).losses
 
 
-PLAIN = ["cpo", "ipo", "orpo", "otpo", "rdpo", "rrhf", "simpo", "slic_hf", "twdpo"]
+READERS = [name for name in groups()["objective"] if "token_weights" in objective_of(name).requires]
 
 
-@pytest.mark.parametrize("objective", PLAIN)
-def test_every_objective_that_reads_weights_takes_them(objective: str) -> None:
+@pytest.mark.parametrize("name", READERS)
+def test_every_objective_that_reads_weights_takes_them(name: str) -> None:
     """Factors of 1 are what uniform weights are; other factors move the loss."""
-    plain = rewarded(Edits(1.0, 1.0) if objective == "otpo" else Uniform(), objective)
+    objective = objective_of(name)
+    plain = losses(Edits(1.0, 1.0) if "factors" in objective.requires else Uniform(), objective)
     for ones in (Decay(1.0), Edits(1.0, 1.0), Lengths(alpha=1.0)):
-        torch.testing.assert_close(rewarded(ones, objective), plain)
+        torch.testing.assert_close(losses(ones, objective), plain, rtol=1e-6, atol=1e-7)
     for source in (Decay(0.5), Edits(), Lengths(alpha=0.0), subsample()):
-        found = rewarded(source, objective)
+        found = losses(source, objective)
         assert bool(found.isfinite().all()) and not torch.allclose(found, plain), type(source).__name__
 
 

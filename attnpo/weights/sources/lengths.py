@@ -5,7 +5,7 @@ from enum import Enum
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, UserError, check_seed, digest
@@ -61,13 +61,13 @@ class Lengths(Uniform):
         dtype = torch.promote_types(policy.logps.dtype, torch.float32)
         return torch.where(kept, 1.0, low).to(dtype) * mask
 
-    def _order(self, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
+    def _order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
         """The place of each response token in the order in which tokens are kept, from 0."""
         mask = batch.main.response_mask
         if self.rule is Rule.TAIL:
-            return (mask.cumsum(-1) - 1).float()
+            return mask.cumsum(-1) - 1
         drawn = _drawn(self.seed, batch).to(mask.device, non_blocking=True)
-        return drawn.masked_fill(~mask, torch.inf).argsort(-1, stable=True).argsort(-1).float()
+        return drawn.masked_fill(~mask, torch.inf).argsort(dim=-1).argsort(dim=-1)
 
 
 def _drawn(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
