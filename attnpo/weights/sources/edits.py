@@ -63,9 +63,9 @@ class Edits(Unlayered):
         holding = {
             side: [place for place, (start, end) in enumerate(encoded[side].offsets) if end > start] for side in SIDES
         }
-        ids = ([encoded[side].response_ids[place] for place in holding[side]] for side in SIDES)
+        chosen, rejected = ([encoded[side].response_ids[place] for place in holding[side]] for side in SIDES)
         found = {}
-        for side, changed in zip(SIDES, differing(*ids, self.min_match), strict=True):
+        for side, changed in zip(SIDES, differing(chosen, rejected, self.min_match), strict=True):
             row = torch.full((len(encoded[side].response_ids),), self.same, dtype=torch.float64)
             row[torch.tensor(holding[side], dtype=torch.long)[changed]] = self.changed
             found[side] = (row / row.sum() if self.average and bool(row.any()) else row).float()
