@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.conformance import distributions, transport, unpaired, weights
+from attnpo.conformance import decay, distributions, transport, unpaired, weights
 from attnpo.conformance import gradient_importance as importance
 from attnpo.conformance.batches import both_sides, filled, pair_batch, row_group
 from attnpo.conformance.fields import Fields, Record
@@ -197,6 +197,7 @@ RECORDS: dict[str, RecordKind] = {
     "tdpo2": RecordKind("objective", "tdpo2", distributions.recompute),
     "tidpo": RecordKind("objective", "tidpo", importance.recompute),
     "otpo": RecordKind("objective", "otpo", transport.recompute),
+    "d2po": RecordKind("weights", "decay", decay.recompute),
     "attnpo_weights_layer": RecordKind("weights", "attention", weights.recompute_layer),
     "attnpo_weights_rollout": RecordKind("weights", "rollout", weights.recompute_rollout),
     "attnpo_align": RecordKind("weights", "attention", weights.recompute_alignment),

@@ -133,6 +133,7 @@ def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: 
         lengths=weights.lengths,
         coverage=weights.coverage,
         pair_weight=0.0 if void else 1.0,
+        factors=weights.factors,
     )
 
 

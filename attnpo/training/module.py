@@ -170,7 +170,7 @@ class PreferenceModule(L.LightningModule):
         """
         if batch.ahead:
             self._state = self._look_ahead(batch)
-        batch = replace(batch, ahead={}, state=self._state)
+        batch = replace(batch, ahead={}, state=self._state, step=self.global_step if self.training else None)
         # Before the main rows are scored, so that its graph is gone when theirs is held.
         gradient = input_gradient(self.policy, batch.main) if "input_gradient" in self.reads else None
         policy, reference = self._statistics(batch.main, self.reads)

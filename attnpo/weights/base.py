@@ -24,7 +24,7 @@ from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
-SomeSource = TypeVar("SomeSource", bound="Unlayered")
+SomeSource = TypeVar("SomeSource", bound="Layerless")
 
 
 @runtime_checkable
@@ -116,12 +116,9 @@ class WeightSource(Protocol):
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
 
 
-class Unlayered:
-    """What sources without layers have in common; ``rows`` are the numbers that theirs are stored under, if any."""
+class Layerless:
+    """What sources without layers do where others choose one; ``rows`` are the numbers theirs are stored under."""
 
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "source"
     rows: ClassVar[tuple[int, ...]] = (0,)
 
     def resolve(self: SomeSource, num_layers: int) -> SomeSource:
@@ -141,6 +138,14 @@ class Unlayered:
         return captured
 
 
+class Unlayered(Layerless):
+    """A source without layers: a distribution on the source's own tokens unless it says otherwise."""
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "source"
+
+
 @runtime_checkable
 class NativeSource(WeightSource, Protocol):
     """A source that needs no capture: it weighs the training tokens from what they are."""
@@ -151,6 +156,27 @@ class NativeSource(WeightSource, Protocol):
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """A weight for every training token of ``pair``'s response ``side``."""
+
+
+@runtime_checkable
+class PairedSource(WeightSource, Protocol):
+    """A source without capture whose weights of a response depend on the other response's training tokens too."""
+
+    @property
+    def neutral(self) -> bool:
+        """As for ``NativeSource``."""
+
+    def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
+        """A weight for every training token of each response, by side."""
+
+
+@runtime_checkable
+class ColumnSource(WeightSource, Protocol):
+    """A source that reads columns of the data, which ``PreferencePair.extra`` holds."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Their names."""
 
 
 @runtime_checkable
@@ -181,7 +207,7 @@ class PartialSource(WeightSource, Protocol):
 
 def is_neutral(source: WeightSource) -> bool:
     """Whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says nothing."""
-    return not source.requires and not (isinstance(source, NativeSource) and not source.neutral)
+    return not source.requires and not (isinstance(source, NativeSource | PairedSource) and not source.neutral)
 
 
 def least_coverage(source: WeightSource, asked: float | None = None) -> float:
