@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
 UNSCORED = "dropped: the scorers cannot be shown both responses"
-VOID = "pair weight 0: no token of the pair carries weight"
 CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
 CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
+VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
 
@@ -135,6 +135,7 @@ def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: 
         lengths=weights.lengths,
         coverage=weights.coverage,
         pair_weight=0.0 if void else 1.0,
+        factors=weights.factors,
     )
 
 
@@ -248,7 +249,7 @@ def prepare_examples(
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
                 tally.add(f"no weighted token in the {side} response", pair_id)
-        if not example.pair_weight:
+        if example.pair_weight == 0:
             tally.add(VOID, pair_id)
         examples.append(example)
     return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)

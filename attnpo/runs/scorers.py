@@ -161,7 +161,7 @@ class RunScorers:
         return " and ".join(f"{name} {self.place(scorer)[0]}" for name, scorer in self.models.items())
 
     def tools(self, device: torch.device) -> Tools:
-        """Scorers and texts for capturing; loads each model onto ``device`` once, also one that is asked in two ways."""
+        """Scorers and texts for capturing; loads a model that is asked in two ways once."""
         loaded: dict[tuple[str, str | None, str], Scorer] = {}
         scorers = {}
         for name, scorer in self.models.items():

@@ -27,7 +27,7 @@ class TrainingWeights:
     a partner (from a ``PartialSource``: a partner about which something was said). ``content``: how many such tokens
     there are; ``unmatched``: how many of them got none. ``realigned``: responses whose judge rounds were cut into
     different tokens, so that one was aligned onto the other. ``flat``: sides whose raw weights were all 0 and which
-    became uniform.
+    became uniform. ``factors``: the weights are factors, to be used as they are, and no distribution.
     """
 
     chosen: Float[Tensor, "m"]
@@ -38,6 +38,7 @@ class TrainingWeights:
     content: tuple[int, int]
     realigned: int = 0
     flat: tuple[str, ...] = ()
+    factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def training_weights(
         content=(chosen.content, rejected.content),
         realigned=chosen.realigned + rejected.realigned,
         flat=tuple(side for side in SIDES if finished[side].flat),
+        factors=source.kind is Kind.FACTOR and not isinstance(source, OnlineSource),
     )
 
 

@@ -10,6 +10,7 @@ from attnpo.data.prepare import (
     SILENT,
     UNASKED,
     UNREADABLE,
+    VOID,
     EncodedSet,
     ExampleSet,
     Tally,
@@ -197,6 +198,7 @@ def test_a_pair_without_any_weighted_token_counts_for_nothing(chat: ChatFormat) 
     assert made.tally.counts == {
         "no weighted token in the chosen response": 2,
         "no weighted token in the rejected response": 1,
+        VOID: 1,
     }
     assert (made.read, made.dropped) == (3, 0)
     assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.lines()[1]
