@@ -1,4 +1,4 @@
-"""TIS-DPO (Liu et al. 2025): DPO on weighted sums, with a weighted KL if asked; its weights are ``weights=contrast``."""
+"""TIS-DPO (Liu et al. 2025): DPO on weighted sums, a weighted KL if asked; its weights are ``weights=contrast``."""
 
 from dataclasses import dataclass
 

@@ -19,6 +19,7 @@ from attnpo.schema import (
     PreferencePair,
     Sampling,
     TokenStats,
+    UserError,
 )
 from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer

@@ -1,4 +1,4 @@
-"""Weights from scorers as a run: what is refused before any data are read, what the store keeps, what training reads."""
+"""Weights from scorers as a run: what is refused before any data are read, what is stored, what training reads."""
 
 import json
 import logging
@@ -120,7 +120,9 @@ def test_an_instruction_that_does_not_fit_is_kept_and_the_prompt_is_cut(world: W
     pair = context.cfg.data.load("train").pairs[0]
     plain = RunTexts(context.chat, context.cfg.lengths).encode(pair)
     room = max(len(one.prompt_ids) + len(one.response_ids) for one in plain.values())
-    tight = make_context(world.config("weights=contrast_prompt", f"lengths.max_length={room}"))
+    most = max(len(one.prompt_ids) for one in plain.values())
+    limits = (f"lengths.max_length={room}", f"lengths.max_prompt_length={most}")
+    tight = make_context(world.config("weights=contrast_prompt", *limits))
     texts = RunTexts(tight.chat, tight.cfg.lengths)
     asked, cut = texts.instructed(pair, texts.encode(pair), "good film")
     longest = max(SIDES, key=lambda side: len(plain[side].response_ids))

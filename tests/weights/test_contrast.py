@@ -56,7 +56,8 @@ def test_held_rewards_are_signed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("percent", "expected"), [(100, [1, 1, 1, 1, 0]), (50, [1, 0, 1, 0, 0]), (49, [0, 0, 1, 0, 0]), (20, [0] * 5)]
+    ("percent", "expected"),
+    [(100.0, [1, 1, 1, 1, 0]), (50.0, [1, 0, 1, 0, 0]), (49.0, [0, 0, 1, 0, 0]), (20.0, [0] * 5)],
 )
 def test_the_top_share_is_rounded_down_and_takes_the_earlier_of_equals(percent: float, expected: list[int]) -> None:
     form = TISDPO(Transform.BINARY, top_percent=percent)
