@@ -52,7 +52,7 @@ def response_weights(
             )
             for side, row in sides.items()
         ]
-        captured = PairWeights("golden", (Round(True, *parts),))
+        captured = PairWeights("golden", (Round(True, parts[0], parts[1]),))
         weighed.append(training_weights(source, captured, encoded, AlignMethod.LEVENSHTEIN, layers=(0,)))
     found = [pair.chosen for pair in weighed] + [pair.rejected for pair in weighed]
     padded = pad_sequence(found, batch_first=True)
@@ -216,7 +216,8 @@ def _ragged(side: Fields, key: str) -> list[list[float]]:
     rows = side.values.get(key)
     if not isinstance(rows, list):
         raise UserError(f"{side.where}{key}: expected lists of numbers; copy the golden files again")
-    return [[float(value) for value in row] for row in rows if isinstance(row, list)]
+    whole = [row for row in rows if isinstance(row, list)]
+    return [[float(value) for value in row if isinstance(value, int | float)] for row in whole]
 
 
 def _sepo(source: WeightSource, objective: PreferenceObjective, inputs: Fields, filling: float) -> dict[str, Tensor]:

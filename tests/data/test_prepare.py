@@ -246,7 +246,7 @@ def test_preparing_does_not_touch_the_account_of_encoding(chat: ChatFormat) -> N
     """The same encoded pairs serve several sources; their tallies must not add up."""
     encoded, made = weighed(chat, [(0, 0)], min_coverage=0.0)
     assert encoded.tally.counts == Counter() and encoded.tally.first == {}
-    assert sum(made.tally.counts.values()) == 2
+    assert sum(made.tally.counts.values()) == 3  # a line for each side, and one for the pair
 
 
 def test_a_tally_counts_all_and_names_three() -> None:

@@ -218,7 +218,7 @@ def test_one_model_asked_in_one_way_is_no_contrast() -> None:
         Selection(ScorerModel(), ScorerModel())
     with pytest.raises(UserError, match=r"weights\.negative\.instruction: CriticalTokens compares two models after"):
         Contrast(A, ScorerModel("b", instruction="badly"), CriticalTokens())
-    with pytest.raises(UserError, match="an instruction must have words"):
+    with pytest.raises(UserError, match="a scorer's instruction must have words"):
         ScorerModel(instruction="  ")
 
 
