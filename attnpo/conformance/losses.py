@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.conformance import decay, distributions, transport, unpaired, weights
+from attnpo.conformance import decay, distributions, scorers, transport, unpaired, weights
 from attnpo.conformance import gradient_importance as importance
 from attnpo.conformance.batches import both_sides, filled, pair_batch, row_group
 from attnpo.conformance.fields import Fields, Record
@@ -198,6 +198,11 @@ RECORDS: dict[str, RecordKind] = {
     "tidpo": RecordKind("objective", "tidpo", importance.recompute),
     "otpo": RecordKind("objective", "otpo", transport.recompute),
     "d2po": RecordKind("weights", "decay", decay.recompute),
+    "tis_dpo": RecordKind("weights", "contrast", scorers.recompute_tis_dpo),
+    "cdpo": RecordKind(
+        "weights", "contrast_cdpo", scorers.recompute_cdpo, dict.fromkeys(scorers.COLUMNS, scorers.columns_of_cdpo)
+    ),
+    "sepo": RecordKind("weights", "selection", scorers.recompute_sepo),
     "attnpo_weights_layer": RecordKind("weights", "attention", weights.recompute_layer),
     "attnpo_weights_rollout": RecordKind("weights", "rollout", weights.recompute_rollout),
     "attnpo_align": RecordKind("weights", "attention", weights.recompute_alignment),

@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
+UNSCORED = "dropped: the scorers cannot be shown both responses"
 CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
 CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
+VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
 
@@ -222,7 +224,8 @@ def prepare_examples(
     examples, content, unmatched = [], 0, 0
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
-    unreadable = UNREADABLE if "judge" in source.requires else UNASKED
+    refusals = {"judge": UNREADABLE, "scorers": UNSCORED}
+    unreadable = next((words for needed, words in refusals.items() if needed in source.requires), UNASKED)
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
         raw = captured.get(pair_id)
@@ -246,6 +249,8 @@ def prepare_examples(
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
                 tally.add(f"no weighted token in the {side} response", pair_id)
+        if example.pair_weight == 0:
+            tally.add(VOID, pair_id)
         examples.append(example)
     return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
 

@@ -25,12 +25,14 @@ from attnpo.objectives.base import LengthFrom
 from attnpo.runs.folders import store_root
 from attnpo.runs.judges import RunJudge, RunVerbalizer
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.scorers import RunScorers
 from attnpo.runs.settings import JudgePreparer, require_reader, wants_auto
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.training.memory import count_parameters
+from attnpo.weights.base import ScoredSource
 from attnpo.weights.cache import Store, Table
 
 log = logging.getLogger(__name__)
@@ -99,8 +101,8 @@ def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
 def make_context(cfg: RunConfig) -> RunContext:
     """The settled config with store, model description, tokenizer and chat format.
 
-    Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
-    weights that nothing would read, before any data is.
+    Logs what the model is. Raises UserError for a judge, a layer, a verbalizer or a scorer that could not be read, and
+    for weights that nothing would read, before any data is.
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -115,6 +117,8 @@ def make_context(cfg: RunConfig) -> RunContext:
     require_reader(cfg.weights, cfg.objective)
     if "generator" in cfg.weights.requires:
         run_verbalizer(context)
+    if "scorers" in cfg.weights.requires:
+        run_scorers(context)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
         depth = judge.num_layers
@@ -151,6 +155,14 @@ def run_judge(context: RunContext) -> RunJudge:
 def run_verbalizer(context: RunContext) -> RunVerbalizer:
     """The run's verbalizer, not loaded. UserError for wording, tokenizer or lengths that cannot be used."""
     return RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
+
+
+def run_scorers(context: RunContext) -> RunScorers:
+    """The models that the run's weights compare, not loaded. UserError for what is missing or of another vocabulary."""
+    source = context.cfg.weights
+    if not isinstance(source, ScoredSource):
+        raise UserError(f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`")
+    return RunScorers(source, context.model, context.chat, context.cfg.lengths)
 
 
 def check_tokenizers(context: RunContext, judge: RunJudge) -> None:

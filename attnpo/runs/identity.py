@@ -27,7 +27,11 @@ PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = ("_target_",)
 OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_epochs", "live_reference")
 # What lies at these paths is compared instead.
-PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
+SCORERS = ("positive", "negative", "oracle", "reference")
+PATHS = (
+    *("model.path", "data.path", "judge.path", "verbalizer.path"),
+    *(f"weights.{name}.path" for name in SCORERS),
+)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
 BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
 # What of it decides which policy is the best.

@@ -10,7 +10,7 @@ from functools import partial
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.machine import device_of
-from attnpo.runs.context import RunContext, log_store, run_judge, run_verbalizer
+from attnpo.runs.context import RunContext, log_store, run_judge, run_scorers, run_verbalizer
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.answer_statistics import AnswerStatistics
@@ -124,7 +124,29 @@ def _verbalizer(context: RunContext) -> CaptureMethod:
     )
 
 
-CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {"judge": _judge, "generator": _verbalizer}
+def _scorers(context: RunContext) -> CaptureMethod:
+    scorers = run_scorers(context)
+    return CaptureMethod(
+        name="scorers",
+        done="scored",
+        work=lambda rows: f"scorer pass: {scorers.paths()} read the training tokens of both responses",
+        depth=0,
+        heads=lambda: 0,
+        rounds=1,
+        verdict=False,
+        model=scorers.fingerprint(),
+        prompts=scorers.texts.fingerprint(),
+        tools=lambda: scorers.tools(device_of(context.cfg.trainer.accelerator)),
+        verdicts=lambda captured: None,
+        answers=lambda pairs, captured: None,
+    )
+
+
+CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {
+    "judge": _judge,
+    "generator": _verbalizer,
+    "scorers": _scorers,
+}
 
 
 def capture_method(context: RunContext, source: WeightSource) -> CaptureMethod | None:

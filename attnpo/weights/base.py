@@ -1,6 +1,6 @@
 """What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -19,6 +19,7 @@ from attnpo.schema import (
     PreferencePair,
     Sampling,
     TokenStats,
+    UserError,
 )
 from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
@@ -57,11 +58,67 @@ class QuestionBuilder(Protocol):
 
 
 @dataclass(frozen=True)
+class ScorerModel:
+    """A causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
+
+    ``instruction`` is put behind the last user turn, after a blank line, when this scorer reads a pair. The chat format
+    is the run's in any case.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.instruction is not None and not self.instruction.strip():
+            raise UserError("a scorer's instruction must have words; null is a scorer without one")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: the run's own model has its own revision."""
+        return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
+
+    def fingerprint(self) -> dict[str, object]:
+        """What it is asked; its weights are the run's to identify."""
+        return {} if self.instruction is None else {"instruction": self.instruction}
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A causal LM that is asked for statistics of training tokens; ``attnpo.training.scoring`` has the one in use.
+
+    ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
+    """
+
+    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, "m"]]]:
+        """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
+
+    def pair_scores(
+        self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
+    ) -> list[Mapping[str, Float[Tensor, "m"]]]:
+        """The same, joint statistics with ``other`` (the second model) among them."""
+
+
+@runtime_checkable
+class TrainingTexts(Protocol):
+    """Gives pairs as training ids; ``attnpo.runs.scorers.RunTexts`` is the one in use."""
+
+    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
+        """The ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
+
+    def instructed(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
+    ) -> tuple[Mapping[str, EncodedResponse], bool]:
+        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened."""
+
+
+@dataclass(frozen=True)
 class Tools:
     """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
 
-    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``. ``progress`` is
-    called with (pairs done, pairs in all) after each stored chunk.
+    ``judge`` and ``prompts`` belong together, so do ``generator``, ``questions`` and ``sampling``, and ``scorers`` (by
+    the names that the source has for them) and ``texts``. ``progress`` is called with (pairs done, pairs in all) after
+    each stored chunk.
     """
 
     judge: JudgeModel | None = None
@@ -71,6 +128,8 @@ class Tools:
     questions: QuestionBuilder | None = None
     sampling: Sampling | None = None
     progress: Callable[[int, int], None] | None = None
+    scorers: Mapping[str, Scorer] | None = None
+    texts: TrainingTexts | None = None
 
 
 @runtime_checkable
@@ -191,6 +250,19 @@ class OnlineSource(NativeSource, Protocol):
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
     ) -> Float[Tensor, "rows R"]:
         """The weights of the batch's main rows, from detached statistics; 0 off the response."""
+
+
+@runtime_checkable
+class ScoredSource(WeightSource, Protocol):
+    """A source that reads what other models make of the training tokens (``requires`` "scorers")."""
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerModel]:
+        """The models by the config key that describes each, the first before the one it is compared with."""
+
+    @property
+    def compares_whole(self) -> bool:
+        """Whether whole distributions of two models are compared, so that their vocabularies must be of one size."""
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from attnpo.config import CONFIG_DIR
 from attnpo.data.adapters import Columns, Note, Reason
 from attnpo.data.base import PairSet, PairSource, pairs_from_rows
 from attnpo.data.collate import collate
-from attnpo.data.prepare import APART, UNREADABLE, EncodedSet, encode_pairs, prepare_examples
+from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
 from attnpo.models.layouts import padded
 from attnpo.schema import SIDES, PreferencePair, UserError
@@ -264,6 +264,7 @@ EVENTS = (
     "special token spelled out in the chosen response",
     "special token spelled out in the rejected response",
     "no weighted token in the",
+    VOID,
 )
 
 
