@@ -24,6 +24,9 @@ from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
+PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, "pairs"]]
+"""Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
+
 SomeSource = TypeVar("SomeSource", bound="Unlayered")
 
 
@@ -163,8 +166,20 @@ class OnlineSource(NativeSource, Protocol):
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
-    ) -> Float[Tensor, "rows R"]:
-        """The weights of the batch's main rows, from detached statistics; 0 off the response."""
+    ) -> Float[Tensor, "rows R"] | PairedWeights:
+        """The weights of the batch's main rows, from detached statistics; 0 off the response.
+
+        A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
+        whose normaliser stays its number of pairs).
+        """
+
+
+@runtime_checkable
+class PairWeigher(NativeSource, Protocol):
+    """A source that also weighs whole pairs, from what the data says of them."""
+
+    def pair_weight(self, pair: PreferencePair) -> float:
+        """What multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
 
 
 @runtime_checkable
@@ -177,6 +192,14 @@ class PartialSource(WeightSource, Protocol):
     @property
     def min_coverage(self) -> float:
         """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
+
+
+def online_reads(source: WeightSource) -> frozenset[str]:
+    """What a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not online.
+
+    "reference" among it: the log-probabilities of the frozen reference.
+    """
+    return source.statistics if isinstance(source, OnlineSource) else frozenset()
 
 
 def is_neutral(source: WeightSource) -> bool:
