@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
+REFUSED = {"judge": UNREADABLE, "reward": "dropped: the reward model cannot be shown both responses"}
 CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
 CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
@@ -224,7 +225,7 @@ def prepare_examples(
     examples, content, unmatched = [], 0, 0
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
-    unreadable = UNREADABLE if "judge" in source.requires else UNASKED
+    unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
         raw = captured.get(pair_id)

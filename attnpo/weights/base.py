@@ -12,6 +12,7 @@ from attnpo.schema import (
     Generator,
     JudgeModel,
     JudgePrompt,
+    JudgeReading,
     Kind,
     Message,
     PairWeights,
@@ -59,12 +60,34 @@ class QuestionBuilder(Protocol):
         """Every setting of questions and tokens that changes a number."""
 
 
+@runtime_checkable
+class RewardReader(Protocol):
+    """A reward model that is asked for attention rows; ``attnpo.models.reward.RewardModel`` is the one in use."""
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+
+    def read(
+        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+    ) -> list[JudgeReading]:
+        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
+
+
+@runtime_checkable
+class ConversationBuilder(Protocol):
+    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
+
+    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
+        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
+
+
 @dataclass(frozen=True)
 class Tools:
     """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
 
-    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``. ``progress`` is
-    called with (pairs done, pairs in all) after each stored chunk.
+    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``, and ``reward``
+    and ``conversations``. ``progress`` is called with (pairs done, pairs in all) after each stored chunk.
     """
 
     judge: JudgeModel | None = None
@@ -73,6 +96,8 @@ class Tools:
     generator: Generator | None = None
     questions: QuestionBuilder | None = None
     sampling: Sampling | None = None
+    reward: RewardReader | None = None
+    conversations: ConversationBuilder | None = None
     progress: Callable[[int, int], None] | None = None
 
 
@@ -94,7 +119,7 @@ class WeightSource(Protocol):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What capturing needs: a subset of {"judge", "generator", "scorers"}; empty means nothing is captured."""
+        """What capturing needs: a subset of {"judge", "generator", "scorers", "reward"}; empty: nothing is captured."""
 
     @property
     def postprocess(self) -> Postprocess | None:

@@ -1,4 +1,4 @@
-"""Selections by the policy's own numbers, and weights of whole pairs: by hand, at their edges, under every objective."""
+"""Selections by the policy's own numbers, and weights of whole pairs: by hand, at edges, under every objective."""
 
 import math
 from typing import Any
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from attnpo.config import groups
 from attnpo.conformance.records import built
-from attnpo.schema import Kind, PreferenceBatch, PreferencePair, RowGroup, TokenStats, UserError
+from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.metrics import pair_values
 from attnpo.training.module import weighed
 from attnpo.weights.base import NativeSource, OnlineSource, PairWeigher, is_neutral, online_reads
 from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn
-from tests.objectives.inputs import Case, Maker, call, make_batch, make_rows, objective_of
+from tests.objectives.inputs import Case, Maker, call, make_batch, make_rows, objective_of, part
 
 GARBAGE = (math.nan, math.inf, -math.inf)
 
@@ -78,8 +78,13 @@ def test_confpo_under_simpo_is_a_mean_over_the_kept_tokens() -> None:
 def test_selective_keeps_scores_from_their_quantile_on(fill: float) -> None:
     """Scores 1 2 3 4 5 at .6: place 2.4 between 3 and 4, 3.4. Of two tokens 0 and 1 it is .6."""
     scores, mask = rows_of([3.0, 5.0, 1.0, 2.0, 4.0], [0.0, 1.0], fill=fill)
-    assert above_quantile(scores, mask, 0.6).tolist() == [[False, True, False, False, True], [False, True] + [False] * 3]
-    assert above_quantile(scores, mask, 0.5).tolist()[0] == [True, True, False, False, True], "the quantile itself stays"
+    assert above_quantile(scores, mask, 0.6).tolist() == [
+        [False, True, False, False, True],
+        [False, True] + [False] * 3,
+    ]
+    assert above_quantile(scores, mask, 0.5).tolist()[0] == [True, True, False, False, True], (
+        "the quantile itself stays"
+    )
     assert torch.equal(above_quantile(scores, mask, 0.0), mask)
 
 
@@ -105,7 +110,7 @@ def test_entropy_keeps_the_share_of_the_tokens_rounded_up(share: float, kept: in
 
 
 def test_entropy_keeps_equals_and_never_padding() -> None:
-    scores, mask = rows_of([2.0, 2.0, 2.0, 1.0], [0.0], fill=9.0)
+    scores, _ = rows_of([2.0, 2.0, 2.0, 1.0], [0.0], fill=9.0)
     stats = TokenStats(torch.zeros(2, 4), vocab={"entropy": scores})
     weights = Entropy(0.25).weights(stats, None, batch_of(4, 1))
     torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0], [1.0, 0, 0, 0]]))
@@ -129,7 +134,7 @@ def test_settings_out_of_range_are_refused(make: Any, said: str) -> None:
 
 @pytest.mark.parametrize("source", [Selective(), Entropy(), WPO(), MWPO()])
 def test_what_was_not_computed_is_an_error(source: OnlineSource) -> None:
-    with pytest.raises(ValueError, match="not computed|none were computed"):
+    with pytest.raises(ValueError, match=r"not computed|none were computed"):
         source.weights(TokenStats(torch.zeros(2, 2)), None, batch_of(2, 2))
 
 
@@ -183,7 +188,9 @@ def test_a_column_weighs_pairs_as_it_is() -> None:
 @pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -0.5, [1.0]])
 def test_a_value_that_is_no_weight_names_pair_and_column(value: object) -> None:
     pair = pair_with(trust=value)
-    with pytest.raises(UserError, match=rf"weights\.column=trust: pair {pair.pair_id}: expected a finite number of 0 or"):
+    with pytest.raises(
+        UserError, match=rf"weights\.column=trust: pair {pair.pair_id}: expected a finite number of 0 or"
+    ):
         PairColumn("trust").pair_weight(pair)
 
 
@@ -240,17 +247,10 @@ def test_it_works_with_every_objective(option: str, objective: str) -> None:
 def test_weights_of_one_pair_do_not_depend_on_its_batch(option: str) -> None:
     case, batch = read(option, "twdpo")
     for place in range(batch.pairs):
-        both = [place, place + batch.pairs]
-        rows = batch.main
-
-        def cut(stats: TokenStats) -> TokenStats:
-            return TokenStats(stats.logps[both], vocab={name: value[both] for name, value in stats.vocab.items()})
-
-        own = RowGroup(rows.response_ids[both], rows.response_mask[both],
-                       {"reward": case.batch.main.token_weights["reward"][both]}, rows.source_lengths[both], None)  # fmt: skip
-        assert case.reference is not None
-        alone = weighed(make_batch(own), source_of(option), cut(case.policy), cut(case.reference))
-        torch.testing.assert_close(alone.main.token_weights["reward"], rows.token_weights["reward"][both])
+        own = part(case, [place])
+        alone = weighed(own.batch, source_of(option), own.policy, own.reference)
+        both = batch.main.token_weights["reward"][[place, place + batch.pairs]]
+        torch.testing.assert_close(alone.main.token_weights["reward"], both)
         torch.testing.assert_close(alone.pair_weight, batch.pair_weight[[place]])
 
 
