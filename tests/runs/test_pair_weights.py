@@ -38,7 +38,7 @@ def test_a_column_weighs_the_pairs_of_any_objective(world: World) -> None:
     assert inputs.examples["train"].tally.counts["pair weight 0: trains nothing"] == 1
     assert "pair weight 0: trains nothing" not in inputs.examples["val"].tally.counts and VAL > 0
     with_column(world, 0.5)
-    other = make_inputs(world.config(*asked, "seed=5", "lengths.max_length=400"))
+    other = make_inputs(world.config(*asked, "seed=5", "lengths.max_prompt_length=390"))
     changed = {key for key, value in contents_of(other).items() if contents_of(inputs)[key] != value}
     assert changed == {"pair weights"}, "the pairs' ids know nothing of the column"
 
@@ -48,7 +48,7 @@ def test_a_column_that_is_missing_or_no_number_names_the_pair(world: World) -> N
         make_inputs(world.config("weights=pair_column", "weights.column=trust"))
     with_column(world, "high")
     with pytest.raises(UserError, match=r"weights\.column=trust: pair \w+: expected a finite number .*'high'"):
-        make_inputs(world.config("weights=pair_column", "weights.column=trust", "lengths.max_length=400"))
+        make_inputs(world.config("weights=pair_column", "weights.column=trust", "lengths.max_prompt_length=390"))
 
 
 def test_a_source_alone_may_read_the_reference(world: World, tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_source_alone_may_read_the_reference(world: World, tmp_path: Path) -> 
     config = world.config(*asked)
     assert "reference" not in config.unread()
     run(config, tmp_path / "run")
-    told = [row for row in read_metrics(tmp_path / "run") if "train/weights/pair" in row]
+    told = [row for row in read_metrics(tmp_path / "run" / "metrics.csv") if "train/weights/pair" in row]
     assert told[0]["train/weights/pair"] == pytest.approx(0.5**0.6, abs=1e-5)
     assert all(row["train/weights/void"] == 0 for row in told)
 
@@ -68,10 +68,20 @@ def test_a_formula_trains_and_its_source_is_part_of_the_run(
     (tmp_path / "own_rules.py").write_text("def early(tokens):\n    return [0.9 ** at for at in tokens.positions]\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "tests,own_rules")
-    asked = ("weights=formula", "weights.function=own_rules.early", "trainer.max_steps=1")
-    run(world.config(*asked), tmp_path / "run")
-    assert any("train/loss" in row for row in read_metrics(tmp_path / "run"))
+    asked = (
+        "weights=formula",
+        "weights.function=own_rules.early",
+        "trainer.max_steps=1",
+        "callbacks.checkpoints=false",
+    )
+    config = world.config(*asked)
+    run(config, tmp_path / "run")
+    assert any("train/loss" in row for row in read_metrics(tmp_path / "run" / "metrics.csv"))
+    inputs = make_inputs(config)
+    row = inputs.examples["train"].examples[0].weights[0].tolist()
+    assert row == pytest.approx([0.9**at for at in range(len(row))])
+    before = contents_of(inputs)
     (tmp_path / "own_rules.py").write_text("def early(tokens):\n    return [0.8 ** at for at in tokens.positions]\n")
+    after = contents_of(inputs)
+    assert {key for key in after if before[key] != after[key]} == {"weights.function (its module)"}
     sys.modules.pop("own_rules")
-    with pytest.raises(UserError, match=r"weights\.function"):
-        run(world.config(*asked[:2], "trainer.max_steps=2", "resume=auto"), tmp_path / "run")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnpo.config import groups
 from attnpo.conformance.records import built
+from attnpo.runs.settings import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
 from attnpo.training.metrics import pair_values
 from attnpo.training.module import weighed
@@ -150,7 +151,7 @@ def test_wpo_compares_the_tokens_with_what_the_policy_draws() -> None:
     assert float(pair[0]) == pytest.approx(math.sqrt(1 * 0.9 / 0.82) * 0.1 / 0.82, rel=1e-6)
     assert tokens.tolist() == [[0.5, 0.5], [1.0, 0.0]]
     # A policy that is sure of both answers: above 1 without the clamp.
-    sure = TokenStats(torch.log(torch.tensor([[0.9], [0.9]])), vocab={"collision": torch.log(torch.full((2, 1), 0.82))})
+    sure = TokenStats(torch.full((2, 2), math.log(0.9)), vocab={"collision": torch.full((2, 2), math.log(0.82))})
     assert float(WPO().weights(sure, None, batch_of(1, 1))[1][0]) == 1.0
     unclamped = WPO(clamp=False).weights(sure, None, batch_of(1, 1))[1]
     assert float(unclamped[0]) == pytest.approx((0.9 / 0.82) ** 2, rel=1e-6)
@@ -201,6 +202,7 @@ def test_a_column_that_is_not_there_names_those_that_are() -> None:
 
 # --------------------------------------------------------------------------------------------- in a step
 
+PAIRS = ("wpo", "mwpo")
 ONLINE = ("confidence", "selective", "entropy", "wpo", "mwpo")
 
 
@@ -239,7 +241,13 @@ def test_it_works_with_every_objective(option: str, objective: str) -> None:
         assert all(total == pytest.approx(1) or total == 0 for total in weights.sum(-1).tolist())
     assert batch.main.factors is (kind is Kind.FACTOR)
     assert bool((batch.pair_weight >= 0).all()) and batch.pair_weight.isfinite().all()
-    out = call(objective_of(objective), Case(case.policy, case.reference, batch, case.ahead))
+    loss = objective_of(objective)
+    if "factors" in loss.requires and kind is not Kind.FACTOR:
+        with pytest.raises(UserError, match="reads factors"):
+            require_reader(source_of(option), loss)
+        return
+    require_reader(source_of(option), loss) if "token_weights" in loss.requires or option in PAIRS else None
+    out = call(loss, Case(case.policy, case.reference, batch, case.ahead))
     assert out.losses.isfinite().all() and out.losses.shape == (batch.pairs,)
 
 
