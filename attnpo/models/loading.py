@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
@@ -108,7 +108,7 @@ def load_model(
     _check_loaded(path, model, loaded[1])
     check_rotary(model)
     model.train(False)
-    require_causal(model.base_model if reward else model, str(path))
+    require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
     return model
 
 

@@ -6,6 +6,7 @@ itself. Whether the model's attention is what is read is tried once.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
@@ -28,7 +29,7 @@ class RewardModel:
 
     def __init__(self, model: PreTrainedModel, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
         self.model, self.token_budget, self.kernel = model, token_budget, kernel
-        self._backbone: PreTrainedModel = model.base_model
+        self._backbone = cast(PreTrainedModel, model.base_model)
         self._readable = False
 
     @property
