@@ -205,5 +205,6 @@ RECORDS: dict[str, RecordKind] = {
     "sepo": RecordKind("weights", "selection", scorers.recompute_sepo),
     "attnpo_weights_layer": RecordKind("weights", "attention", weights.recompute_layer),
     "attnpo_weights_rollout": RecordKind("weights", "rollout", weights.recompute_rollout),
+    "abc": RecordKind("weights", "reward_attention", weights.recompute_credit),
     "attnpo_align": RecordKind("weights", "attention", weights.recompute_alignment),
 }

@@ -10,7 +10,7 @@ from functools import partial
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.machine import device_of
-from attnpo.runs.context import RunContext, log_store, run_judge, run_scorers, run_verbalizer
+from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, run_scorers, run_verbalizer
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.answer_statistics import AnswerStatistics
@@ -142,10 +142,29 @@ def _scorers(context: RunContext) -> CaptureMethod:
     )
 
 
+def _reward(context: RunContext) -> CaptureMethod:
+    reward = run_reward(context)
+    return CaptureMethod(
+        name="reward model",
+        done="read",
+        work=lambda rows: f"reward model: reading {rows} of {reward.path} on both responses",
+        depth=reward.num_layers,
+        heads=lambda: reward.num_heads,
+        rounds=1,
+        verdict=False,
+        model=reward.fingerprint(),
+        prompts=reward.chat.fingerprint(),
+        tools=lambda: reward.tools(device_of(context.cfg.trainer.accelerator)),
+        verdicts=lambda captured: None,
+        answers=lambda pairs, captured: None,
+    )
+
+
 CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {
     "judge": _judge,
     "generator": _verbalizer,
     "scorers": _scorers,
+    "reward": _reward,
 }
 
 

@@ -12,6 +12,7 @@ from attnpo.schema import (
     Generator,
     JudgeModel,
     JudgePrompt,
+    JudgeReading,
     Kind,
     Message,
     PairWeights,
@@ -24,6 +25,9 @@ from attnpo.schema import (
 from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
+
+PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, "pairs"]]
+"""Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
 
 SomeSource = TypeVar("SomeSource", bound="Layerless")
 
@@ -55,6 +59,28 @@ class QuestionBuilder(Protocol):
 
     def fingerprint(self) -> Mapping[str, object]:
         """Every setting of questions and tokens that changes a number."""
+
+
+@runtime_checkable
+class RewardReader(Protocol):
+    """A reward model that is asked for attention rows; ``attnpo.models.reward.RewardModel`` is the one in use."""
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+
+    def read(
+        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+    ) -> list[JudgeReading]:
+        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
+
+
+@runtime_checkable
+class ConversationBuilder(Protocol):
+    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
+
+    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
+        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +142,9 @@ class TrainingTexts(Protocol):
 class Tools:
     """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
 
-    ``judge`` and ``prompts`` belong together, so do ``generator``, ``questions`` and ``sampling``, and ``scorers`` (by
-    the names that the source has for them) and ``texts``. ``progress`` is called with (pairs done, pairs in all) after
-    each stored chunk.
+    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``, ``reward`` and
+    ``conversations``, ``scorers`` (by the names that the source has for them) and ``texts``. ``progress`` is called
+    with (pairs done, pairs in all) after each stored chunk.
     """
 
     judge: JudgeModel | None = None
@@ -127,6 +153,8 @@ class Tools:
     generator: Generator | None = None
     questions: QuestionBuilder | None = None
     sampling: Sampling | None = None
+    reward: RewardReader | None = None
+    conversations: ConversationBuilder | None = None
     progress: Callable[[int, int], None] | None = None
     scorers: Mapping[str, Scorer] | None = None
     texts: TrainingTexts | None = None
@@ -150,7 +178,7 @@ class WeightSource(Protocol):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What capturing needs: a subset of {"judge", "generator", "scorers"}; empty means nothing is captured."""
+        """What capturing needs: a subset of {"judge", "generator", "scorers", "reward"}; empty: nothing is captured."""
 
     @property
     def postprocess(self) -> Postprocess | None:
@@ -248,8 +276,20 @@ class OnlineSource(NativeSource, Protocol):
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
-    ) -> Float[Tensor, "rows R"]:
-        """The weights of the batch's main rows, from detached statistics; 0 off the response."""
+    ) -> Float[Tensor, "rows R"] | PairedWeights:
+        """The weights of the batch's main rows, from detached statistics; 0 off the response.
+
+        A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
+        whose normaliser stays its number of pairs).
+        """
+
+
+@runtime_checkable
+class PairWeigher(NativeSource, Protocol):
+    """A source that also weighs whole pairs, from what the data says of them."""
+
+    def pair_weight(self, pair: PreferencePair) -> float:
+        """What multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
 
 
 @runtime_checkable
@@ -275,6 +315,14 @@ class PartialSource(WeightSource, Protocol):
     @property
     def min_coverage(self) -> float:
         """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
+
+
+def online_reads(source: WeightSource) -> frozenset[str]:
+    """What a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not online.
+
+    "reference" among it: the log-probabilities of the frozen reference.
+    """
+    return source.statistics if isinstance(source, OnlineSource) else frozenset()
 
 
 def is_neutral(source: WeightSource) -> bool:
