@@ -115,9 +115,9 @@ class PairColumn(Uniform):
     why_not_captured: ClassVar[str] = "weights=pair_column come with the data, nothing is captured"
 
     @property
-    def columns(self) -> frozenset[str]:
-        """The columns of the data that are read beside prompt and responses."""
-        return frozenset({self.column})
+    def columns(self) -> tuple[str, ...]:
+        """The column of the data that is read beside prompt and responses."""
+        return (self.column,)
 
     def capture_fingerprint(self) -> dict[str, object]:
         """The name of the source and of its column; nothing is stored under it."""
