@@ -148,7 +148,7 @@ def test_faults_that_pass_are_tried_again() -> None:
 def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
     world: World, tmp_path: Path, fault: Fault
 ) -> None:
-    """The fourth request and the sixth one fail for good; turn 2 waits for all of turn 1."""
+    """The fourth request and the sixth one fail for good, which are fewer than are asked at once; turn 2 waits."""
     questions = [Question(f"q{number}", (text, "and then?")) for number, text in enumerate(TEXTS)]
     whole = tmp_path / "whole"
     with Loopback(echo) as server:
@@ -156,7 +156,7 @@ def test_what_stays_without_an_answer_is_asked_for_by_the_next_command(
     faults = [None, None, None, fault, None, fault]
     with Loopback(echo, faults=faults) as server:
         with pytest.raises(UserError, match=r"did not answer 2 of 8 conversations; .*give the command again"):
-            answer_questions(questions, SAMPLING, served(server, str(world.model), retries=0, concurrency=2), tmp_path)
+            answer_questions(questions, SAMPLING, served(server, str(world.model), retries=0, concurrency=3), tmp_path)
         assert len(server.requests) == 8
         found = answer_questions(questions, SAMPLING, served(server, str(world.model)), tmp_path)
         assert len(server.requests) == 8 + 2 + 8
