@@ -183,7 +183,7 @@ def pair_with(**extra: object) -> PreferencePair:
 def test_a_column_weighs_pairs_as_it_is() -> None:
     source = PairColumn("trust")
     assert [source.pair_weight(pair_with(trust=value)) for value in (0, 2, 0.25, True)] == [0.0, 2.0, 0.25, 1.0]
-    assert source.columns == {"trust"} and is_neutral(source) and isinstance(source, PairWeigher)
+    assert source.columns == ("trust",) and is_neutral(source) and isinstance(source, PairWeigher)
 
 
 @pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, -0.5, [1.0]])

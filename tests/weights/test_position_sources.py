@@ -15,7 +15,7 @@ from attnpo.conformance.fields import Record
 from attnpo.conformance.losses import items
 from attnpo.conformance.records import Status
 from attnpo.data.collate import collate, pad_rows
-from attnpo.data.prepare import EncodedSet, Tally, make_example, prepare_examples
+from attnpo.data.prepare import VOID, EncodedSet, Tally, make_example, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
@@ -148,7 +148,8 @@ def test_answers_without_a_changed_token_count_for_nothing_and_are_counted() -> 
         example = make_example("p", sides, training_weights(source, None, sides, pair=PAIR))
         assert example.pair_weight == 0.0 and not example.weights[0].any() and bool(example.weights[0].isfinite().all())
         made = prepare_examples(EncodedSet([PAIR], [sides], Tally(), 1), source, {}, AlignRules())
-        assert made.tally.counts == {f"no weighted token in the {side} response": 1 for side in SIDES}
+        unweighted = {f"no weighted token in the {side} response": 1 for side in SIDES}
+        assert made.tally.counts == {**unweighted, VOID: 1}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.components import located
+from attnpo.components import MISSING, located
 from attnpo.files import file_digest
 from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools
@@ -65,8 +65,9 @@ class Formula:
             raise UserError(
                 "weights.signed=true: a distribution has no weights below 0: set weights.kind=factor, or signed=false"
             )
-        self._called()
-        self._digests()
+        if self.function != MISSING:  # the text that stands until the user has given one
+            self._called()
+            self._digests()
 
     def _called(self) -> Weigh:
         """The function. UserError for a name that is none, or may not be imported."""
