@@ -70,7 +70,7 @@ class LocalGrader:
 
     @property
     def price(self) -> Price:
-        """Nothing."""
+        """Prices every token at 0: the model runs on this machine."""
         return Price()
 
     def check_ready(self) -> None:

@@ -1,4 +1,4 @@
-"""Graders behind an OpenAI-compatible endpoint: OpenAI's own service, or a model served elsewhere.
+"""Grades with a model served at an OpenAI-compatible address: OpenAI's own service, or a model served elsewhere.
 
 Requests, back-off with jitter and ``Retry-After`` are the openai client's. A reply that is no completion (a proxy's
 page, half a text) is made an error of the connection, so that the client repeats it like any other.
@@ -236,6 +236,6 @@ def _read(completion: "ChatCompletion", seconds: float) -> GradingReply:
 
 
 def _said(problem: Exception) -> str:
-    """A problem as one line, with what is behind a broken connection."""
+    """Says a problem in one line, with the cause of a broken connection."""
     cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
     return " ".join(f"{problem}{cause}".split())[:300]

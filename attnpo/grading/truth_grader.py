@@ -43,7 +43,7 @@ class TruthGrader:
 
     @property
     def price(self) -> Price:
-        """Nothing."""
+        """Prices every token at 0: no service is asked."""
         return Price()
 
     def check_ready(self) -> None:
