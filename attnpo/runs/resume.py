@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from attnpo.config import as_yaml
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.models.loading import weights_fingerprint
-from attnpo.runs.identity import LATER, component, may_lack, numbers_of, saved_numbers
+from attnpo.runs.identity import LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
@@ -20,6 +20,7 @@ from attnpo.schema import UserError, digest
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
 from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
+from attnpo.weights.base import PairWeigher
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
     }
+    if isinstance(inputs.weighed.source, PairWeigher):  # columns that no pair's id knows of
+        found["pair weights"] = [[e.pair_weight for e in made.examples] for made in inputs.examples.values()]
+    found |= {f"{key} (its module)": text for key, text in code_of(context.cfg.values).items()}
     return {name: digest(value)[:16] for name, value in found.items()}
 
 
