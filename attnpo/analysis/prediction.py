@@ -17,7 +17,7 @@ DRAWS, LEVEL = 2000, 0.95
 WORLDS_TO_FIT = 3  # the fewest of which one can be left out: a line through a single world tells nothing of worlds
 
 Values = Float[np.ndarray, "cases"]
-Rows = Int[np.ndarray, "rows"]
+Rows = Int[np.ndarray, "_"]  # of any number each
 
 
 @dataclass(frozen=True)

@@ -12,22 +12,30 @@ from attnpo.display.printed import KeyedTable
 from attnpo.display.scatter_figure import ScatterPanel, scatter_figure
 from attnpo.display.tables import Cell
 from attnpo.reports.finished import column_names, read_study
+from attnpo.reports.gain_cases import FILE, read_cases, write_cases
 from attnpo.reports.gains import AGREEMENT, EFFECTIVE, HIDDEN, KNOWN, LENGTH, SHARE, Harvest, collect
 from attnpo.reports.output import publish
 from attnpo.reports.report_config import GAINS
+from attnpo.runs.folders import make_folder
 from attnpo.schema import UserError
 
 SAME = 0.95  # numbers whose ranks agree so much are not drawn beside each other
 
 
 def gains_report(folders: Sequence[Path], level: float, output: Path, mark: str) -> None:
-    """Prints which numbers known before training go with the gain at KL ``level``, and writes tables and a figure.
+    """Prints which numbers known before training go with the gain at KL ``level``; writes tables, figure and cases.
 
-    UserError where the studies hold no judge weights beside uniform ones whose paths reach the level.
+    ``folders``: of finished studies, or files of cases that another such report wrote. UserError where they hold no
+    judge weights beside uniform ones whose paths reach the level.
     """
-    studies = [read_study(folder) for folder in folders]
+    studies = {folder: read_study(folder) for folder in folders if not folder.is_file()}
+    names = dict(zip(studies, column_names([study.path for study in studies.values()]), strict=True))
     notes, harvest = [], Harvest()
-    for study, name in zip(studies, column_names([study.path for study in studies]), strict=True):
+    for path in folders:
+        if path not in studies:
+            read_cases(path, level, harvest)
+            continue
+        study, name = studies[path], names[path]
         if not study.finished:
             raise UserError(f"{study.path}: expected a finished study, {study.notes[0]}")
         notes += [f"{name}: {line}" for line in study.notes if line.startswith("left out")]
@@ -44,6 +52,8 @@ def gains_report(folders: Sequence[Path], level: float, output: Path, mark: str)
     tables = [worlds_table(cases), known_table(told, cases, best), hidden_table(told)]
     notes = [*verdict(told, len({case.world for case in cases})), *explained(harvest, level), *notes]
     title = f"Known before training against the gain at KL {level:g}"
+    make_folder(output)
+    write_cases(output / FILE, level, harvest)
     sections = [Section("Every case", [case_table(cases)])]
     if best:
         panels = [ScatterPanel(name, points_of(cases, name)) for name in best]

@@ -243,6 +243,26 @@ def test_two_studies_with_the_same_runs_count_once(tmp_path: Path, capsys: pytes
     assert "counted once, though several studies have them: 1" in capsys.readouterr().out
 
 
+def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
+    """Read from the file that an earlier report left, a study counts as from its folder, under its first name."""
+    arms = {"u": record(UNIFORM), "a": record(ATTENTION, weights__layer=3)}
+    lone = a_study(tmp_path / "lone", arms, {("u", 0): Ran(0.25), ("a", 0): Ran(0.5), ("a", 1): Ran(0.5)}, worlds=False)
+    many = many_worlds(tmp_path / "many", lambda accuracy, chance: accuracy - 0.7 + 0.01 * chance)
+    together = (asked([many, lone], tmp_path / "t") / "gains.csv").read_text()
+    file = asked([many], tmp_path / "m") / "cases.json"
+    shutil.rmtree(many)
+    again = asked([file, lone], tmp_path / "c")
+    rows = [line.split(",") for line in together.splitlines()]
+    assert rows and sorted(rows) == sorted(line.split(",") for line in (again / "gains.csv").read_text().splitlines())
+    asked([file, again / "cases.json"], tmp_path / "both")
+    assert (tmp_path / "both" / "r" / "gains.csv").read_text().splitlines()[0] == together.splitlines()[0]
+    with pytest.raises(UserError, match=r"cases\.json: expected cases at KL 2, it has those at KL 1; give level="):
+        asked([file], tmp_path / "l", "level=2")
+    file.write_text(file.read_text().replace('"seed": 1', '"seed": 2', 1))
+    with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of a `report gains`, unchanged since"):
+        asked([file], tmp_path / "d")
+
+
 # ------------------------------------------------------------------------------------------------ what follows
 
 
