@@ -128,6 +128,23 @@ def _locate(dotted: str) -> object:
     return target
 
 
+def located(dotted: str, what: str) -> tuple[object, str]:
+    """What an import path names, and an empty text; or None, and why it may not or cannot be imported.
+
+    The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names. ``what``
+    is expected there, in a word ("class").
+    """
+    if not _may_import(dotted):
+        return None, (
+            f"expected a {what} of attnpo, got {dotted}; a configuration is code that is run: set the environment "
+            f"variable {ALLOW}={dotted.partition('.')[0]} only if you trust that package"
+        )
+    try:
+        return _locate(dotted), ""
+    except (ImportError, AttributeError, ValueError) as error:
+        return None, f"cannot import {dotted}: {missing_package(error) or error}"
+
+
 def _parameters(target: type) -> dict[str, bool]:
     """Each field of a dataclass with whether it is required."""
     return {
@@ -316,15 +333,9 @@ class Reader:
         dotted, key = str(value["_target_"]), join(path, "_target_")
         if dotted == MISSING:
             return self.refuse(required(key))
-        if not _may_import(dotted):
-            return self.refuse(
-                f"{key}: expected a class of attnpo, got {dotted}; a configuration is code that is run: set the "
-                f"environment variable {ALLOW}={dotted.partition('.')[0]} only if you trust that package"
-            )
-        try:
-            target = _locate(dotted)
-        except (ImportError, AttributeError, ValueError) as error:
-            return self.refuse(f"{key}: cannot import {dotted}: {missing_package(error) or error}")
+        target, problem = located(dotted, "class")
+        if problem:
+            return self.refuse(f"{key}: {problem}")
         members = get_args(hint) or (hint,)
         wanted = tuple(item for item in members if inspect.isclass(item) and dataclasses.is_dataclass(item))
         roles = [item for item in members if _is_role(item)]

@@ -361,7 +361,8 @@ class PreferenceBatch:
 
     ``step_tokens``: the chosen and the rejected response tokens of that step, void pairs left out; (0, 0) where nobody
     counted them. ``ahead``: row groups of this rank's whole step that are looked at before it, with its first
-    micro-batch only. ``state``: what an objective summed over those.
+    micro-batch only. ``state``: what an objective summed over those. ``step``: optimiser steps taken before this one,
+    None outside training.
     """
 
     groups: Mapping[str, RowGroup]
@@ -372,6 +373,7 @@ class PreferenceBatch:
     step_tokens: tuple[int, int] = (0, 0)
     ahead: Mapping[str, tuple[RowGroup, ...]] = field(default_factory=dict)
     state: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+    step: int | None = None
 
     @property
     def main(self) -> RowGroup:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "locks": {"console", "files"},
     "machine": {"config", "console", "schema", "training"},
     "text": TEXT,
-    "weights": WEIGHTS,
+    "weights": WEIGHTS | {"components"},
     "data": DATA | {"hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},

@@ -35,8 +35,12 @@ def row_group(
     weights: Float[Tensor, "rows R"] | None = None,
     lengths: Float[Tensor, "rows"] | None = None,
     ids: Int[Tensor, "rows R"] | None = None,
+    factors: bool = False,
 ) -> RowGroup:
-    """Rows with weights 1/|y| unless some are given; ``lengths`` are the weight source's, unless the mask's."""
+    """Rows with weights 1/|y| unless some are given; ``lengths`` are the weight source's, unless the mask's.
+
+    ``factors``: the weights are factors and no distribution.
+    """
     counts = mask.sum(-1).double()
     return RowGroup(
         response_ids=torch.zeros(mask.shape, dtype=torch.long) if ids is None else ids,
@@ -44,6 +48,7 @@ def row_group(
         token_weights={"reward": mask / counts.clamp(min=1).unsqueeze(-1) if weights is None else weights},
         source_lengths=counts if lengths is None else lengths,
         reference_logps=None,
+        factors=factors,
     )
 
 

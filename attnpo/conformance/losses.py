@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.conformance import distributions, transport, unpaired, weights
+from attnpo.conformance import decay, distributions, scorers, transport, unpaired, weights
 from attnpo.conformance import gradient_importance as importance
 from attnpo.conformance.batches import both_sides, filled, pair_batch, row_group
 from attnpo.conformance.fields import Fields, Record
@@ -197,7 +197,14 @@ RECORDS: dict[str, RecordKind] = {
     "tdpo2": RecordKind("objective", "tdpo2", distributions.recompute),
     "tidpo": RecordKind("objective", "tidpo", importance.recompute),
     "otpo": RecordKind("objective", "otpo", transport.recompute),
+    "d2po": RecordKind("weights", "decay", decay.recompute),
+    "tis_dpo": RecordKind("weights", "contrast", scorers.recompute_tis_dpo),
+    "cdpo": RecordKind(
+        "weights", "contrast_cdpo", scorers.recompute_cdpo, dict.fromkeys(scorers.COLUMNS, scorers.columns_of_cdpo)
+    ),
+    "sepo": RecordKind("weights", "selection", scorers.recompute_sepo),
     "attnpo_weights_layer": RecordKind("weights", "attention", weights.recompute_layer),
     "attnpo_weights_rollout": RecordKind("weights", "rollout", weights.recompute_rollout),
+    "abc": RecordKind("weights", "reward_attention", weights.recompute_credit),
     "attnpo_align": RecordKind("weights", "attention", weights.recompute_alignment),
 }

@@ -15,6 +15,7 @@ from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeigh
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import TrainingWeights, training_weights
+from attnpo.weights.sources.reward_attention import credit
 
 ORDERS = {"official": "normalize_then_mean", "paper_order": "mean_then_normalize"}
 EXACT = 1e-12  # absolute and relative, for numbers that one float64 formula gives
@@ -138,6 +139,26 @@ def compare_combined(
             comparison.same("source lengths", list(weights.lengths), [float(len(ids[side])) for side in SIDES])
     comparison.same("quantities", sorted(results), sorted(record.expected.values))
     compare_expected(record, comparison, lambda filling: results)
+
+
+def recompute_credit(record: Record, comparison: Comparison) -> None:
+    """Compares ABC's credit, from a reward model's last attention map, and the dense rewards that follow from it.
+
+    Every token of the response counts as holding one character of it, the last one too.
+    """
+    inputs, given = record.inputs, record.hyperparameters
+    before, count = inputs.integer("query_len"), inputs.integer("response_len")
+    maps = inputs.tensor("reward_model_attention_last_layer_head_mean")
+    comparison.same("tokens", list(maps.shape), [before + count] * 2)
+    ids = list(range(count))
+    row = credit(maps[-1:], EncodedResponse(list(range(before)), ids, _places(count)))
+    source = weight_source("reward_attention", 0, layer=1).resolve(1)
+    captured = PairWeights("golden", (Round(True, row, row),))
+    found = on_training_tokens(source, captured, dict.fromkeys(SIDES, ids), source.capture_layers(1)).chosen
+    beta, reward = given.number("beta"), given.number("terminal_reward")
+    dense = beta * reward * found
+    dense[-1] += (1 - beta) * reward
+    compare_expected(record, comparison, lambda filling: {"credit_distribution": found, "dense_rewards": dense})
 
 
 def recompute_alignment(record: Record, comparison: Comparison) -> None:

@@ -8,9 +8,9 @@ by ``attnpo.data.adapters`` and never lost in silence:
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,8 @@ class PairSet:
 
     ``counts`` has the rows dropped per reason, ``notes`` what was noticed on rows that were kept (duplicates, an empty
     side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
-    three rows it holds for; the first row of the split is row 0.
+    three rows it holds for; the first row of the split is row 0. ``unused``: the table's columns that became no part of
+    prompt and responses; a pair's ``extra`` has those of its row.
     """
 
     pairs: list[PreferencePair]
@@ -52,6 +53,7 @@ class PairSet:
     read: int = 0
     examples: Mapping[str, list[int]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
+    unused: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -76,6 +78,24 @@ class PairSet:
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [counted(name, count, self.examples[name]) for name, count in events]
         return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
+
+
+def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
+    """Logs the columns that nothing reads, with a warning where their names promise token or pair weights.
+
+    ``read`` are those that the weight source reads.
+    """
+    unused = [name for name in pairs.unused if name not in read]
+    weights = [name for name in unused if _LIKE_WEIGHTS.search(name)]
+    if unused:
+        _LOG.info("data: columns that are not used: %s", ", ".join(unused))
+    if weights:
+        _LOG.warning(
+            "data: %s may hold weights and %s not used: weights of tokens are read from columns by weights=column "
+            "(weights.chosen, weights.rejected)",
+            ", ".join(weights),
+            "is" if len(weights) == 1 else "are",
+        )
 
 
 def counted(event: str, count: int, rows: Sequence[int]) -> str:
@@ -204,25 +224,9 @@ class PairSource:
                 "data.columns.rejected=..."
             )
         _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
-        if split == "train":
-            self._name_unused(table.column_names)
         if split == "val" and self._shares_rows(len(table), rows):
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
-        return pairs
-
-    def _name_unused(self, names: Iterable[str]) -> None:
-        """Logs the columns that nothing reads, with a warning where their names promise token or pair weights."""
-        unused = self.columns.unused(names)
-        weights = [name for name in unused if _LIKE_WEIGHTS.search(name)]
-        if unused:
-            _LOG.info("data.path=%s: columns that are not used: %s", self.path, ", ".join(unused))
-        if weights:
-            _LOG.warning(
-                "data.path=%s: %s may hold weights, but no weights are read from the data: all token weights come "
-                "from the source that `weights` names, and all pairs count alike",
-                self.path,
-                ", ".join(weights),
-            )
+        return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
 
     def _shares_rows(self, length: int, rows: range) -> bool:
         if self.train_split != self.val_split and not Path(self.path).expanduser().is_file():

@@ -22,6 +22,7 @@ class TrainingExample:
 
     ``weights`` are the rows of both sides (Float["m"] each), ``lengths`` |y| as the source counts it, ``coverage``
     the share of content tokens with a partner on the source's side. ``reference_logps`` are float32 per token.
+    ``factors``: the weights are factors, used as they are, and no distribution.
     """
 
     pair_id: str
@@ -32,6 +33,7 @@ class TrainingExample:
     coverage: tuple[float, float]
     pair_weight: float = 1.0
     reference_logps: tuple[Float[Tensor, "m"], Float[Tensor, "k"]] | None = None
+    factors: bool = False
 
     @property
     def sides(self) -> tuple[EncodedResponse, EncodedResponse]:
@@ -62,7 +64,7 @@ def collate(
     """The batch of ``examples``: chosen rows first, then rejected rows, in the same order of pairs.
 
     Args:
-        examples: P pairs, at least one; all with reference log-probabilities or none.
+        examples: P pairs, at least one; all with reference log-probabilities or none, all with factors or none.
         layout: a function of ``models.layouts``.
         pad_id: token id put on padding positions of the model inputs.
         step_pairs: pairs of the whole optimiser step over all ranks, the loss's normaliser.
@@ -82,6 +84,7 @@ def collate(
         source_lengths=torch.tensor(lengths, dtype=torch.float32),
         reference_logps=pad_rows(logps, width) if len(stored) == len(examples) else None,
         inputs=inputs,
+        factors=examples[0].factors,
     )
     return PreferenceBatch(
         groups={"main": rows},

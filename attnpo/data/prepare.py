@@ -9,7 +9,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
-from attnpo.weights.base import PartialSource, WeightSource, least_coverage
+from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import (
@@ -26,10 +26,14 @@ log = logging.getLogger(__name__)
 
 UNREADABLE = "dropped: the judge cannot be shown both responses"
 UNASKED = "dropped: the verbalizer cannot be asked about both responses"
+UNSCORED = "dropped: the scorers cannot be shown both responses"
+UNREWARDED = "dropped: the reward model cannot be shown both responses"
+REFUSED = {"judge": UNREADABLE, "scorers": UNSCORED, "reward": UNREWARDED}
 CUT, CUT_PROMPT = "cut: {} response", "cut: beginning of the prompt for the {} response"
 CUT_IN_FRONT = "cut: beginning of the {} response, and all of its prompt,"
 DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
+VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
 
 
@@ -122,7 +126,9 @@ def encode_pair(
     return encoded
 
 
-def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights) -> TrainingExample:
+def make_example(
+    pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
+) -> TrainingExample:
     """The example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
     void = not bool(weights.chosen.any()) and not bool(weights.rejected.any())
     return TrainingExample(
@@ -132,7 +138,8 @@ def make_example(pair_id: str, encoded: Mapping[str, EncodedResponse], weights: 
         weights=(weights.chosen, weights.rejected),
         lengths=weights.lengths,
         coverage=weights.coverage,
-        pair_weight=0.0 if void else 1.0,
+        pair_weight=0.0 if void else pair_weight,
+        factors=weights.factors,
     )
 
 
@@ -221,7 +228,7 @@ def prepare_examples(
     examples, content, unmatched = [], 0, 0
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
-    unreadable = UNREADABLE if "judge" in source.requires else UNASKED
+    unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
         pair_id = pair.pair_id
         raw = captured.get(pair_id)
@@ -241,10 +248,14 @@ def prepare_examples(
             continue
         for side in weights.flat:
             tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
-        example = make_example(pair_id, sides, weights)
+        example = make_example(
+            pair_id, sides, weights, source.pair_weight(pair) if isinstance(source, PairWeigher) else 1.0
+        )
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
                 tally.add(f"no weighted token in the {side} response", pair_id)
+        if example.pair_weight == 0:
+            tally.add(VOID, pair_id)
         examples.append(example)
     return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
 

@@ -138,7 +138,9 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
     ids[1:, -1] += torch.arange(1, 4, device=model.device)
     ids %= vocabulary(model)
     try:
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+        output = model(input_ids=ids, use_cache=False)
+        # A backbone alone gives hidden states.
+        logits = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any model

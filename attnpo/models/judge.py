@@ -152,7 +152,7 @@ class CausalJudge:
         wanted = [layer - 1 for layer in layers]
         inputs, probe = self._laid(prompts, wanted, shared, per_head=per_head, rollout=rollout, stop=not verdict)
         logits = self._run(inputs, probe, verdict)
-        return _readings(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
+        return readings_of(probe, wanted, logits, label_ids, [len(prompt) for prompt in prompts])
 
     def _laid(
         self,
@@ -170,7 +170,7 @@ class CausalJudge:
             row = one_row(prompts, self.model.device)
             inputs, last, branches = row.inputs(), row.last, row.branches
         else:
-            ids, last = _right_padded(prompts, self.model.device)
+            ids, last = right_padded(prompts, self.model.device)
             inputs, branches = {"input_ids": ids}, None
         probe = Probe(
             last, wanted, depth=self.num_layers, per_head=per_head, rollout=rollout, stop=stop, branches=branches
@@ -221,8 +221,8 @@ class CausalJudge:
         if self._readable:
             return
         kind = type(self.model).__name__
-        prompts, at = _probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
-        ids, last = _right_padded(prompts, self.model.device)
+        prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
+        ids, last = right_padded(prompts, self.model.device)
         with eval_mode(self.model), at.watched():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
@@ -240,8 +240,8 @@ class CausalJudge:
                     "a softmax over the keys in view; name another model as judge.path"
                 ) from error
         assert logits is not None
-        if _differ(logits, expected):
-            changed = (number for number, states in untapped.items() if _differ(at.outputs[number], states))
+        if differ(logits, expected):
+            changed = (number for number, states in untapped.items() if differ(at.outputs[number], states))
             layer = next(changed, at.number)
             raise UserError(
                 f"judge: layer {layer} of {kind} gives other numbers when its attention is read (logits differ by "
@@ -252,7 +252,7 @@ class CausalJudge:
 
     def _reason_against_rows(self) -> str | None:
         kind = type(self.model).__name__
-        prompts = _probe_prompts(vocabulary(self.model))
+        prompts = probe_prompts(vocabulary(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
         assert expected is not None
         try:
@@ -298,32 +298,36 @@ class Blocks:
             self.outputs[number] = states
 
 
-def _differ(actual: Tensor, expected: Tensor) -> bool:
+def differ(actual: Tensor, expected: Tensor) -> bool:
     """Whether numbers differ by more than two kernels may, which is much in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
 
-def _probe_prompts(words: int) -> list[list[int]]:
+def probe_prompts(words: int) -> list[list[int]]:
     """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth."""
     start = [(7 * place + 3) % words for place in range(WORTH + 9)]
     ends = [[(11 * place + 5 * index) % words for place in range(6 + 2 * index)] for index in range(4)]
     return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
 
 
-def _right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
     ids, mask = padded_right(prompts, 0)
     return ids.to(device), (mask.sum(1) - 1).to(device)
 
 
-def _readings(
+def readings_of(
     probe: Probe,
     wanted: Sequence[int],
     logits: Tensor | None,
     label_ids: tuple[int, int] | None,
     lengths: Sequence[int],
 ) -> list[JudgeReading]:
+    """What a filled probe and the logits [batch vocab] of the last positions say of prompts of these lengths.
+
+    ``wanted``: 0-based layers. UserError when one of them gave no attention, or layers differ in their heads.
+    """
     probe.require(probe.rows, wanted)
     _require_same_heads({layer + 1: probe.rows[layer] for layer in wanted})
     rolled = probe.rollout().cpu() if probe.keep else None

@@ -11,13 +11,14 @@ from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BitsAndBytesConfig,
     PretrainedConfig,
@@ -63,8 +64,11 @@ def load_model(
     revision: str | None = None,
     quantize: str | None = None,
     device: torch.device | str = "cpu",
+    reward: bool = False,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
+
+    ``reward``: the same with a head for sequences instead, a reward model.
 
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
@@ -82,7 +86,8 @@ def load_model(
     more = {} if quantize is None else _four_bits(quantize, DTYPES[dtype], device)
     try:
         with _loading("model", path, revision):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            kind = AutoModelForSequenceClassification if reward else AutoModelForCausalLM
+            loaded: Any = kind.from_pretrained(
                 source,
                 dtype=DTYPES[dtype],
                 # None: sdpa, else eager; by name, sdpa is an error where the class has none.
@@ -103,7 +108,7 @@ def load_model(
     _check_loaded(path, model, loaded[1])
     check_rotary(model)
     model.train(False)
-    require_causal(model, str(path))
+    require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
     return model
 
 

@@ -52,11 +52,15 @@ PARTS = 8  # of a chunk; the tensors a statistic needs beside the logits then ad
 
 
 class Distributions(NamedTuple):
-    """Log-probabilities and probabilities of one chunk [n vocab]; ``other`` is the second model's log-probabilities."""
+    """Log-probabilities and probabilities of one chunk [n vocab], and its ``labels`` [n].
+
+    ``other`` is the second model's log-probabilities.
+    """
 
     logp: Tensor
     p: Tensor
     other: Tensor | None
+    labels: Tensor
 
 
 class Statistic(NamedTuple):
@@ -70,6 +74,10 @@ def _second(d: Distributions) -> Tensor:
     if d.other is None:
         raise UserError("a joint statistic compares two models: pass other=(hidden, head) of the second model")
     return d.other
+
+
+def _contrast(d: Distributions) -> Tensor:
+    return torch.log_softmax(2 * d.logp - _second(d), -1)
 
 
 STATISTICS: Mapping[str, Statistic] = {
@@ -93,9 +101,16 @@ STATISTICS: Mapping[str, Statistic] = {
         value=lambda d: (d.p * (d.logp - _second(d))).sum(-1),
         gradient=lambda d, value: d.p * (d.logp - _second(d) - value[:, None]),
     ),
+    "joint:contrast": Statistic(
+        value=lambda d: _contrast(d).gather(1, d.labels[:, None])[:, 0],
+        gradient=lambda d, value: (
+            _contrast(d).exp_().mul_(-2).scatter_add_(1, d.labels[:, None], torch.full_like(value[:, None], 2.0))
+        ),
+    ),
 }
 """Of one distribution: entropy in nats, log of the sum of squared probabilities, largest probability. Of two at the
-same position: KL(reference || policy), KL(policy || reference), in nats."""
+same position: KL(reference || policy), KL(policy || reference), in nats; the label's log-probability in nats under the
+contrast softmax(2 z - z'), z and z' the two models' logits."""
 
 
 def token_statistics(
@@ -139,7 +154,7 @@ def statistics_of_logits(
     """The same statistics from logits that exist already, by ordinary autograd: for models without a plain head."""
     logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)
-    distributions = Distributions(logp, logp.exp(), second)
+    distributions = Distributions(logp, logp.exp(), second, labels)
     values = {"logps": logp.gather(1, labels[:, None])[:, 0]}
     for name in (*(f"vocab:{key}" for key in vocab), *(f"joint:{key}" for key in joint)):
         values[name] = STATISTICS[name].value(distributions)
@@ -252,7 +267,7 @@ class _ChunkedStatistics(torch.autograd.Function):
             for rows in _slices(count, plan.chunk):
                 logits, other = _logits(hidden[rows], head), second(rows)
                 values[0, rows] = logits.gather(1, labels[rows, None])[:, 0]
-                _evaluate(logits, other, values[1:, rows], normalisers[:, rows], plan)
+                _evaluate(logits, other, labels[rows], values[1:, rows], normalisers[:, rows], plan)
                 del logits, other  # before the next chunk's are made
             values[0] -= normalisers[0, :, 0]
         ctx.plan = plan
@@ -293,24 +308,29 @@ class _ChunkedStatistics(torch.autograd.Function):
         return d_hidden, cast_weight, cast_bias, None, None, None, None, None
 
 
-def _evaluate(logits: Tensor, other: Tensor | None, values: Tensor, normalisers: Tensor, plan: _Plan) -> None:
+def _evaluate(
+    logits: Tensor, other: Tensor | None, labels: Tensor, values: Tensor, normalisers: Tensor, plan: _Plan
+) -> None:
     """Fills the statistics and normalisers of one chunk, part by part. Overwrites both models' logits."""
     if not plan.statistics:
         normalisers[0] = _normaliser(logits)
         return
     for part in _slices(len(logits), plan.part):
-        distributions = _distributions(logits[part], None if other is None else other[part], normalisers[:, part], True)
+        second = None if other is None else other[part]
+        distributions = _distributions(logits[part], second, labels[part], normalisers[:, part], True)
         for index, statistic in enumerate(plan.statistics):
             values[index, part] = statistic.value(distributions)
 
 
-def _distributions(logits: Tensor, other: Tensor | None, normalisers: Tensor, unknown: bool) -> Distributions:
+def _distributions(
+    logits: Tensor, other: Tensor | None, labels: Tensor, normalisers: Tensor, unknown: bool
+) -> Distributions:
     """The distributions of some tokens, made in place of their logits; ``unknown`` normalisers are filled in first."""
     for index, mine in enumerate((logits,) if other is None else (logits, other)):
         if unknown:
             normalisers[index] = _normaliser(mine.clone())
         mine.sub_(normalisers[index])
-    return Distributions(logits, logits.exp(), other)
+    return Distributions(logits, logits.exp(), other, labels)
 
 
 def _differentiate(
@@ -331,7 +351,8 @@ def _differentiate(
         slope = None if softcap is None else mine.div(softcap).square_().neg_().add_(1)  # 1 - (y / cap)^2
         first, labels_of = coefficients[0, part, None], labels[part, None]
         if plan.statistics:
-            d = _distributions(mine, None if other is None else other[part], normalisers[:, part], False)
+            second = None if other is None else other[part]
+            d = _distributions(mine, second, labels[part], normalisers[:, part], False)
             gradient = (d.p * -first).scatter_add_(1, labels_of, first)
             for index, statistic in enumerate(plan.statistics, start=1):
                 gradient += statistic.gradient(d, values[index, part]).mul_(coefficients[index, part, None])

@@ -24,14 +24,18 @@ from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import LengthFrom
 from attnpo.runs.folders import store_root
 from attnpo.runs.judges import RunJudge, RunVerbalizer
+from attnpo.runs.reward_models import RunReward
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.scorers import RunScorers
 from attnpo.runs.settings import JudgePreparer, require_reader, wants_auto
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.training.memory import count_parameters
+from attnpo.weights.base import ScoredSource
 from attnpo.weights.cache import Store, Table
+from attnpo.weights.sources.reward_attention import RewardAttention
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +103,8 @@ def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
 def make_context(cfg: RunConfig) -> RunContext:
     """The settled config with store, model description, tokenizer and chat format.
 
-    Logs what the model is. Raises UserError for a judge, a layer or a verbalizer that could not be read, and for
-    weights that nothing would read, before any data is.
+    Logs what the model is. Raises UserError for a judge, a layer, a verbalizer or a scorer that could not be read, and
+    for weights that nothing would read, before any data is.
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -115,6 +119,10 @@ def make_context(cfg: RunConfig) -> RunContext:
     require_reader(cfg.weights, cfg.objective)
     if "generator" in cfg.weights.requires:
         run_verbalizer(context)
+    if "scorers" in cfg.weights.requires:
+        run_scorers(context)
+    if "reward" in cfg.weights.requires:
+        cfg.weights.resolve(run_reward(context).num_layers)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
         depth = judge.num_layers
@@ -153,18 +161,45 @@ def run_verbalizer(context: RunContext) -> RunVerbalizer:
     return RunVerbalizer(context.cfg.verbalizer, context.model, context.chat, context.store)
 
 
+def run_scorers(context: RunContext) -> RunScorers:
+    """The models that the run's weights compare, not loaded. UserError for what is missing or of another vocabulary."""
+    source = context.cfg.weights
+    if not isinstance(source, ScoredSource):
+        raise UserError(f"weights {type(source).__name__} require scorers and name none; give it a property `scorers`")
+    return RunScorers(source, context.model, context.chat, context.cfg.lengths)
+
+
+def run_reward(context: RunContext) -> RunReward:
+    """The run's reward model, not loaded. UserError where none is named, or its tokens cannot be matched."""
+    source = context.cfg.weights
+    if not isinstance(source, RewardAttention):
+        raise UserError(
+            f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
+        )
+    reward = RunReward(source)
+    require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
+    check_vocabulary(context, reward.tokenizer, reward.path, "weights.path")
+    return reward
+
+
 def check_tokenizers(context: RunContext, judge: RunJudge) -> None:
+    """``check_vocabulary`` of a judge that is another model."""
+    if judge.settings.path is not None:
+        check_vocabulary(context, judge.tokenizer, judge.path, "judge.path")
+
+
+def check_vocabulary(context: RunContext, tokenizer: PreTrainedTokenizerBase, path: str, key: str) -> None:
     """Refuses to match tokens of two vocabularies by their ids, warns where their count is the scale."""
-    if judge.settings.path is None or judge.tokenizer.get_vocab() == context.tokenizer.get_vocab():
+    if tokenizer.get_vocab() == context.tokenizer.get_vocab():
         return
     if context.cfg.align.method is AlignMethod.LEVENSHTEIN:
         raise UserError(
-            f"judge.path={judge.path} has another vocabulary than {context.model.path}: token ids cannot be matched; "
+            f"{key}={path} has another vocabulary than {context.model.path}: token ids cannot be matched; "
             "set align.method=characters (and objective.length_from=train)"
         )
     if getattr(context.cfg.objective, "length_from", None) is LengthFrom.SOURCE:
         warning = (
-            f"objective.length_from=source: |y| counts the tokens of {judge.path}, another vocabulary than that of "
+            f"objective.length_from=source: |y| counts the tokens of {path}, another vocabulary than that of "
             f"{context.model.path}, so the scale differs from training tokens; objective.length_from=train counts those"
         )
         log_once([warning], logging.WARNING)

@@ -27,7 +27,13 @@ PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = ("_target_",)
 OF_STUDIES = ("study", "seeds", "grid", "grids", "default_layer", "verbalized_epochs", "live_reference")
 # What lies at these paths is compared instead.
-PATHS = ("model.path", "data.path", "judge.path", "verbalizer.path")
+SCORERS = ("positive", "negative", "oracle", "reference")
+PATHS = (
+    *("model.path", "data.path", "judge.path", "verbalizer.path", "weights.path"),
+    *(f"weights.{name}.path" for name in SCORERS),
+)
+# Import paths of functions, whose modules are compared as those of components are.
+FUNCTIONS = ("weights.function",)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
 BESIDE = ("truth", "drift", "callbacks", "trainer.validate_every")
 # What of it decides which policy is the best.
@@ -144,8 +150,18 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
 def files_of(values: Mapping[str, object]) -> dict[str, str]:
     """Digests of the files that flat settings name, and of the modules of components outside the package, by key."""
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    found = {key: _module(text) if key.endswith("_target_") else _file(text) for key, text in texts.items()}
+    found = {key: _module(text) if _names_code(key) else _file(text) for key, text in texts.items()}
     return {key: file_digest(Path(path)) for key, path in found.items() if path is not None}
+
+
+def code_of(values: Mapping[str, Json]) -> dict[str, str]:
+    """Digests of the modules of functions outside the package that a config names, by key."""
+    return files_of({key: value for key, value in flat(values) if key in FUNCTIONS})
+
+
+def _names_code(key: str) -> bool:
+    """Whether a key's text is the import path of a class or a function."""
+    return key.endswith("_target_") or key in FUNCTIONS
 
 
 def _file(name: str) -> str | None:

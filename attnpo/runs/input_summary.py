@@ -64,6 +64,9 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     if weighed.report is not None and "judge" in weighed.source.requires:
         rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
         out["judge_prompts"] = {"read": len(rounds), "cut": sum(item.cut for item in rounds)}
+    if weighed.report is not None and "scorers" in weighed.source.requires:
+        cut = sum(item.cut for pair in weighed.captured.values() for item in pair.rounds)
+        out["scorers"] = {"pairs": len(weighed.captured), "cut": cut}
     if weighed.answers is not None:
         lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
@@ -135,6 +138,8 @@ def log_inputs(inputs: Inputs) -> None:
             log.info("%s", line)
     if statistics.get("judge_prompts", {}).get("cut"):
         log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
+    if statistics.get("scorers", {}).get("cut"):
+        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", statistics["scorers"])
     log_captured(inputs.weighed)
     for split in SPLITS:
         _require_examples(inputs, split)

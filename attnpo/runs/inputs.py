@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
-from attnpo.data.base import PairSet
+from attnpo.data.base import PairSet, name_unused
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
@@ -15,6 +15,7 @@ from attnpo.runs.identity import inputs_of
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import SPLITS, Weighed, weigh
 from attnpo.schema import UserError, digest
+from attnpo.weights.base import ColumnSource
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,12 @@ class Inputs:
 
 
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
-    """The pairs of both splits."""
+    """The pairs of both splits; logs which columns of the training data nothing reads."""
     source = context.cfg.data
-    return {split: source.load(split) for split in SPLITS}
+    pairs = {split: source.load(split) for split in SPLITS}
+    weights = context.cfg.weights
+    name_unused(pairs["train"], weights.columns if isinstance(weights, ColumnSource) else ())
+    return pairs
 
 
 def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:

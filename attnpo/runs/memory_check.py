@@ -21,6 +21,7 @@ from attnpo.schema import UserError
 from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import TrainerSettings
+from attnpo.weights.base import WeightSource, online_reads
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class Planned(Root):
 
     model: ModelSpec
     objective: PreferenceObjective
+    weights: WeightSource
     optimizer: Optimizer
     trainer: TrainerSettings
     lengths: LengthRules
@@ -92,7 +94,7 @@ def training_estimate(cfg: RunConfig | Planned, config: PretrainedConfig) -> Mem
         cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,
-        reference=cfg.reference if "reference" in cfg.objective.requires else None,
+        reference=cfg.reference if "reference" in cfg.objective.requires | online_reads(cfg.weights) else None,
         strategy=cfg.trainer.strategy,
         devices=planned_processes(cfg.trainer),
         micro=plan.per_forward,

@@ -10,13 +10,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.data.prepare import encode_pairs, prepare_examples
+from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
 from attnpo.evaluation.implicit_reward import WeighedPair
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.weighing import capture_method
 from attnpo.schema import SIDES, Kind, PairWeights, PreferencePair, RowGroup
+from attnpo.weights.base import ColumnSource, WeightSource
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import ensure_captured
 
@@ -24,7 +25,8 @@ from attnpo.weights.capture import ensure_captured
 def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = False) -> list[TrainingExample]:
     """Pairs as examples with weights; with weights of 0 where a pair gets none.
 
-    Without weights where the source asks a generator, which takes long, unless ``ask`` says that it may.
+    Without weights where the source asks a generator, which takes long, unless ``ask`` says that it may, and where it
+    reads columns that a pair has not (one of sampled answers).
     """
     context, weighed = inputs.context, inputs.weighed
     encoded = encode_pairs(pairs, context.chat, context.cfg.lengths)
@@ -33,7 +35,8 @@ def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = Fa
     if not silent:
         align, source = context.cfg.align, weighed.source
         captured = _captured(inputs, encoded.pairs)
-        made = prepare_examples(encoded, source, captured, align, weighed.layers, weighed.transforms)
+        told = _with_columns(encoded, source)
+        made = prepare_examples(told, source, captured, align, weighed.layers, weighed.transforms)
         known = {example.pair_id: example for example in made.examples}
     examples = []
     for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
@@ -43,6 +46,15 @@ def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = Fa
         )
         examples.append(known.get(pair.pair_id, bare))
     return examples
+
+
+def _with_columns(encoded: EncodedSet, source: WeightSource) -> EncodedSet:
+    """The pairs that have every column that ``source`` reads."""
+    if not isinstance(source, ColumnSource):
+        return encoded
+    both = zip(encoded.pairs, encoded.encoded, strict=True)
+    kept = [(pair, sides) for pair, sides in both if all(name in pair.extra for name in source.columns)]
+    return replace(encoded, pairs=[pair for pair, _ in kept], encoded=[sides for _, sides in kept])
 
 
 def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, PairWeights]:

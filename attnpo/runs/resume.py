@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from attnpo.config import as_yaml
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.models.loading import weights_fingerprint
-from attnpo.runs.identity import LATER, component, may_lack, numbers_of, saved_numbers
+from attnpo.runs.identity import LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
@@ -42,6 +42,7 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
     }
+    found |= {f"{key} (its module)": text for key, text in code_of(context.cfg.values).items()}
     return {name: digest(value)[:16] for name, value in found.items()}
 
 

@@ -71,7 +71,7 @@ from attnpo.training.sampled_rows import AnchoredObjective, Anchors
 from attnpo.training.settings import CallbackSettings, TrainerSettings
 from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning, total_steps
-from attnpo.weights.base import OnlineSource
+from attnpo.weights.base import OnlineSource, online_reads
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,9 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     policy = load_policy(inputs.context)
     examples = {split: inputs.examples[split].examples for split in inputs.examples}
     reference, kept = None, None
-    if "reference" in objective.requires:
+    source = cfg.weights
+    reads = objective.requires | online_reads(source)
+    if "reference" in reads:
         if cfg.reference == "first_epoch":
             kept = keeper(inputs.context, inputs.examples)
         if cfg.reference == "cached":
@@ -116,9 +118,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
         else:
             reference = load_reference(inputs.context, policy)
-    source = cfg.weights
     online = source if isinstance(source, OnlineSource) else None
-    reads = objective.requires | (online.statistics if online is not None else frozenset())
     models = [model for model in (policy, reference) if model is not None]
     layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
     compile_policy(inputs.context, policy, layout)

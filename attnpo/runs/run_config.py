@@ -31,7 +31,7 @@ from attnpo.runs.settings import (
 from attnpo.schema import BOOKKEEPING, UserError, check_seed
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
-from attnpo.weights.base import WeightSource
+from attnpo.weights.base import WeightSource, online_reads
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.transforms import WeightTransform
 
@@ -152,7 +152,7 @@ class RunConfig(Root):
 
     def _unread_objective(self) -> dict[str, str]:
         name, found = type(self.objective).__name__, {}
-        if "reference" not in self.objective.requires:
+        if "reference" not in self.objective.requires | online_reads(self.weights):
             found["reference"] = f"objective {name} reads no reference"
         anchored, on = getattr(self.objective, "anchor", 0), getattr(self.objective, "anchor_on", None)
         if anchored and on is AnchorOn.LOW and getattr(self.weights, "neutral", False) and not self.transforms:

@@ -1,5 +1,7 @@
 """Captured weights of a run's pairs: read from the store, or computed where it lacks them."""
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,11 +10,11 @@ from functools import partial
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.machine import device_of
-from attnpo.runs.context import RunContext, log_store, run_judge, run_verbalizer
+from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, run_scorers, run_verbalizer
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.answer_statistics import AnswerStatistics
-from attnpo.weights.base import Tools, WeightSource
+from attnpo.weights.base import ColumnSource, Tools, WeightSource
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import (
     TOKENS,
@@ -42,8 +44,9 @@ class Weighed:
     """A resolved weight source and what it captured for the pairs at hand (empty for sources that capture nothing).
 
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
-    is the store's key of the captured rows. ``verdicts`` and ``answers`` are the account of the judge's verdicts and of
-    the answers about parts, where such were read. ``transforms`` are the run's, fitted on its training pairs.
+    is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
+    ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
+    read. ``transforms`` are the run's, fitted on its training pairs.
     """
 
     source: WeightSource
@@ -121,7 +124,48 @@ def _verbalizer(context: RunContext) -> CaptureMethod:
     )
 
 
-CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {"judge": _judge, "generator": _verbalizer}
+def _scorers(context: RunContext) -> CaptureMethod:
+    scorers = run_scorers(context)
+    return CaptureMethod(
+        name="scorers",
+        done="scored",
+        work=lambda rows: f"scorer pass: {scorers.paths()} read the training tokens of both responses",
+        depth=0,
+        heads=lambda: 0,
+        rounds=1,
+        verdict=False,
+        model=scorers.fingerprint(),
+        prompts=scorers.texts.fingerprint(),
+        tools=lambda: scorers.tools(device_of(context.cfg.trainer.accelerator)),
+        verdicts=lambda captured: None,
+        answers=lambda pairs, captured: None,
+    )
+
+
+def _reward(context: RunContext) -> CaptureMethod:
+    reward = run_reward(context)
+    return CaptureMethod(
+        name="reward model",
+        done="read",
+        work=lambda rows: f"reward model: reading {rows} of {reward.path} on both responses",
+        depth=reward.num_layers,
+        heads=lambda: reward.num_heads,
+        rounds=1,
+        verdict=False,
+        model=reward.fingerprint(),
+        prompts=reward.chat.fingerprint(),
+        tools=lambda: reward.tools(device_of(context.cfg.trainer.accelerator)),
+        verdicts=lambda captured: None,
+        answers=lambda pairs, captured: None,
+    )
+
+
+CAPTURE_METHODS: Mapping[str, Callable[[RunContext], CaptureMethod]] = {
+    "judge": _judge,
+    "generator": _verbalizer,
+    "scorers": _scorers,
+    "reward": _reward,
+}
 
 
 def capture_method(context: RunContext, source: WeightSource) -> CaptureMethod | None:
@@ -149,7 +193,7 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
     source = context.cfg.weights
     method = capture_method(context, source)
     if method is None:
-        return Weighed(source.resolve(1), {}, None, None, (), 0, {})
+        return Weighed(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
     source = source.resolve(method.depth or 1)
     layers = rows_to_store(source, method.depth or 1, method.heads)
     wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
@@ -184,6 +228,18 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
         key,
         method.answers(share, captured),
     )
+
+
+def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
+    """What identifies the columns that a source reads, which the pairs' ids do not cover; empty for other sources."""
+    if not isinstance(source, ColumnSource):
+        return {}
+    found = hashlib.sha256()
+    for split in SPLITS:
+        for pair in encoded[split].pairs:
+            values = [pair.extra.get(name) for name in source.columns]
+            found.update(json.dumps([pair.pair_id, values], default=repr).encode())
+    return {"columns": list(source.columns), "values": found.hexdigest()}
 
 
 def _log_stored(

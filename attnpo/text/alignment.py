@@ -82,6 +82,27 @@ def align(
     return Aligned(moved, coverage, len(carried) / len(source) if source else 1.0, matched)
 
 
+def differing(
+    first: Sequence[int], second: Sequence[int], min_match: int = 1
+) -> tuple[Bool[Tensor, "n"], Bool[Tensor, "m"]]:
+    """Marks the tokens of two texts that have no equal partner in a best edit alignment of them.
+
+    Runs of fewer than ``min_match`` partners, neighbours in both texts, count as none.
+    """
+    changed = torch.ones(len(first), dtype=torch.bool), torch.ones(len(second), dtype=torch.bool)
+    runs: list[list[tuple[int, int]]] = []
+    for i, j in _equal_ids(list(first), list(second)):
+        if runs and runs[-1][-1] == (i - 1, j - 1):
+            runs[-1].append((i, j))
+        else:
+            runs.append([(i, j)])
+    for run in runs:
+        if len(run) >= min_match:
+            changed[0][[i for i, _ in run]] = False
+            changed[1][[j for _, j in run]] = False
+    return changed
+
+
 def _ints(values: Sequence[int] | Tensor) -> list[int]:
     # Levenshtein takes a torch tensor without complaint and answers "replace everything": only Python ints go in.
     return values.tolist() if isinstance(values, Tensor) else list(map(int, values))

@@ -50,6 +50,7 @@ def pair_values(
     ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
     accuracy, so that it starts at 0.5 where policy and reference are the same. ``weights/effective_share`` is the
     effective number of weighted tokens over |y| as the source counts it, mean of both sides; 1 for uniform weights.
+    Of a source that weighs pairs, ``weights/pair`` and ``weights/void`` are the mean pair weight and the share of 0.
     """
     rows = batch.main
     margins = output.chosen_rewards - output.rejected_rewards
@@ -73,6 +74,7 @@ def pair_values(
     share = effective / rows.source_lengths.clamp(min=1.0)
     values["weights/effective_share"] = 0.5 * (share[: batch.pairs] + share[batch.pairs :])
     values["weights/max"] = torch.maximum(*split_pairs(weights.amax(-1)))
+    values |= {name: value for name, value in batch.pair_values.items() if name.startswith("weights/")}
     return values
 
 

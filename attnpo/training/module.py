@@ -45,9 +45,17 @@ RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
 def weighed(
     batch: PreferenceBatch, source: OnlineSource, policy: TokenStats, reference: TokenStats | None
 ) -> PreferenceBatch:
-    """The batch with the weights that an online source gives its main rows."""
+    """The batch with the weights that an online source gives its main rows, and its pairs if it weighs these too.
+
+    Pair weights are logged as ``weights/pair``, and the share of pairs that it made void as ``weights/void``.
+    """
     with torch.no_grad():
-        weights = source.weights(detached(policy), None if reference is None else detached(reference), batch)
+        given = source.weights(detached(policy), None if reference is None else detached(reference), batch)
+    weights, pair = given if isinstance(given, tuple) else (given, None)
+    if pair is not None:
+        pair = pair.to(batch.pair_weight.dtype)
+        told = {"weights/pair": pair, "weights/void": (pair == 0).to(pair.dtype)}
+        batch = replace(batch, pair_weight=batch.pair_weight * pair, pair_values={**batch.pair_values, **told})
     rows = replace(
         batch.main,
         token_weights={**batch.main.token_weights, "reward": weights},
@@ -170,7 +178,7 @@ class PreferenceModule(L.LightningModule):
         """
         if batch.ahead:
             self._state = self._look_ahead(batch)
-        batch = replace(batch, ahead={}, state=self._state)
+        batch = replace(batch, ahead={}, state=self._state, step=self.global_step if self.training else None)
         # Before the main rows are scored, so that its graph is gone when theirs is held.
         gradient = input_gradient(self.policy, batch.main) if "input_gradient" in self.reads else None
         policy, reference = self._statistics(batch.main, self.reads)

@@ -1,12 +1,17 @@
-"""Log-probabilities of pairs under a frozen model: the stored reference of a training, rewards of unseen pairs."""
+"""What frozen models make of tokens: a training's stored reference, rewards of unseen pairs, scorers of weights."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
 from attnpo.models.layouts import Layout, padded
 from attnpo.models.scored import ScoredLM
+from attnpo.schema import EncodedResponse, TokenStats, UserError
+from attnpo.weights.base import Scorer
 from attnpo.weights.capture import LogpPair
 
 TOKENS_PER_FORWARD = 16384  # padded, both branches of each pair
@@ -39,5 +44,78 @@ def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingE
             yield batch
             batch = []
         batch.append(example)
+    if batch:
+        yield batch
+
+
+# --------------------------------------------------------------------------------------------- scorers of weights
+
+Scores = Mapping[str, Float[Tensor, "m"]]
+
+
+@dataclass(frozen=True)
+class ModelScorer:
+    """A frozen model as a scorer of training tokens (``attnpo.weights.base.Scorer``), in the number format it has."""
+
+    model: ScoredLM
+    pad_id: int
+
+    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Scores]:
+        """The statistics ``names`` of each response's tokens, in the order of ``ids``; UserError for unknown names."""
+        return self._scores(ids, names, None)
+
+    def pair_scores(self, ids: Sequence[EncodedResponse], other: Scorer, names: Collection[str]) -> list[Scores]:
+        """The same with joint statistics, in which ``other`` is the second model.
+
+        UserError for models whose vocabularies differ in size, TypeError for a scorer that is no ``ModelScorer``.
+        """
+        if not isinstance(other, ModelScorer):
+            raise TypeError(f"two models are compared through their heads, and {type(other).__name__} shows none")
+        own, second = (len(scorer.model.head().weight) for scorer in (self, other))
+        if own != second:
+            raise UserError(
+                f"the distributions of two scorers are compared token by token, and their heads have {own} and "
+                f"{second} rows: take models with one vocabulary"
+            )
+        return self._scores(ids, names, other)
+
+    def _scores(
+        self, ids: Sequence[EncodedResponse], names: Collection[str], other: "ModelScorer | None"
+    ) -> list[Scores]:
+        found: dict[int, Scores] = {}
+        for scorer in (self, *([] if other is None else [other])):
+            scorer.model.eval()
+        for batch in _within_budget(ids):
+            stats = self._batch([ids[place] for place in batch], frozenset({"logps", *names}), other)
+            by_name = {"logps": stats.logps}
+            by_name |= {f"vocab:{name}": rows for name, rows in stats.vocab.items()}
+            by_name |= {f"joint:{name}": rows for name, rows in stats.joint.items()}
+            for row, place in enumerate(batch):
+                count = len(ids[place].response_ids)
+                found[place] = {name: by_name[name][row, :count].float().cpu() for name in names}
+        return [found[place] for place in range(len(ids))]
+
+    @torch.no_grad()
+    def _batch(self, rows: Sequence[EncodedResponse], names: frozenset[str], other: "ModelScorer | None") -> TokenStats:
+        device = next(self.model.parameters()).device
+        inputs, response_ids, mask = padded([(row.prompt_ids, row.response_ids) for row in rows], self.pad_id)
+        read = (inputs.to(device), response_ids.to(device), mask.to(device))
+        second = None
+        if other is not None:
+            hidden = other.model(*read, frozenset({"logps", "hidden"})).hidden
+            second = (hidden, other.model.head())
+        stats: TokenStats = self.model(*read, names, second)
+        return stats
+
+
+def _within_budget(ids: Sequence[EncodedResponse]) -> Iterator[list[int]]:
+    """The places of responses, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens."""
+    length = {place: len(row.prompt_ids) + len(row.response_ids) for place, row in enumerate(ids)}
+    batch: list[int] = []
+    for place in sorted(length, key=lambda place: length[place]):
+        if batch and (len(batch) + 1) * length[place] > TOKENS_PER_FORWARD:
+            yield batch
+            batch = []
+        batch.append(place)
     if batch:
         yield batch

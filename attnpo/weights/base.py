@@ -1,6 +1,6 @@
 """What a weight source is and what it works with. Layers are counted from 1 as in the paper (32 = last of 32)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
@@ -12,6 +12,7 @@ from attnpo.schema import (
     Generator,
     JudgeModel,
     JudgePrompt,
+    JudgeReading,
     Kind,
     Message,
     PairWeights,
@@ -19,12 +20,16 @@ from attnpo.schema import (
     PreferencePair,
     Sampling,
     TokenStats,
+    UserError,
 )
 from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
-SomeSource = TypeVar("SomeSource", bound="Unlayered")
+PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, "pairs"]]
+"""Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
+
+SomeSource = TypeVar("SomeSource", bound="Layerless")
 
 
 @runtime_checkable
@@ -56,12 +61,90 @@ class QuestionBuilder(Protocol):
         """Every setting of questions and tokens that changes a number."""
 
 
+@runtime_checkable
+class RewardReader(Protocol):
+    """A reward model that is asked for attention rows; ``attnpo.models.reward.RewardModel`` is the one in use."""
+
+    @property
+    def num_layers(self) -> int:
+        """Depth of the model; layers are counted 1..num_layers."""
+
+    def read(
+        self, conversations: Sequence[Sequence[int]], *, layers: Sequence[int], per_head: bool = False
+    ) -> list[JudgeReading]:
+        """The rows of each conversation's last token, in their order; 1-based ``layers``."""
+
+
+@runtime_checkable
+class ConversationBuilder(Protocol):
+    """Encodes a prompt with a response; ``attnpo.text.chat.ChatFormat`` is the one in use."""
+
+    def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
+        """Ids of both with the end of turn; ``attnpo.text.chat.RefusedText`` when it cannot be shown."""
+
+
+@dataclass(frozen=True)
+class ScorerModel:
+    """A causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
+
+    ``instruction`` is put behind the last user turn, after a blank line, when this scorer reads a pair. The chat format
+    is the run's in any case.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    instruction: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.instruction is not None and not self.instruction.strip():
+            raise UserError("a scorer's instruction must have words; null is a scorer without one")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: the run's own model has its own revision."""
+        return {"revision": "the scorer is the model itself (path=null)"} if self.path is None else {}
+
+    def fingerprint(self) -> dict[str, object]:
+        """What it is asked; its weights are the run's to identify."""
+        return {} if self.instruction is None else {"instruction": self.instruction}
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """A causal LM that is asked for statistics of training tokens; ``attnpo.training.scoring`` has the one in use.
+
+    ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
+    """
+
+    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, "m"]]]:
+        """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
+
+    def pair_scores(
+        self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
+    ) -> list[Mapping[str, Float[Tensor, "m"]]]:
+        """The same, joint statistics with ``other`` (the second model) among them."""
+
+
+@runtime_checkable
+class TrainingTexts(Protocol):
+    """Gives pairs as training ids; ``attnpo.runs.scorers.RunTexts`` is the one in use."""
+
+    def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
+        """The ids by side that training reads; ``attnpo.text.chat.RefusedText`` for a pair that has none."""
+
+    def instructed(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse], instruction: str
+    ) -> tuple[Mapping[str, EncodedResponse], bool]:
+        """The same responses under a prompt with ``instruction``, and whether that prompt had to be shortened."""
+
+
 @dataclass(frozen=True)
 class Tools:
     """What sources may call while capturing. ``verdict`` also reads the two label logits (full depth).
 
-    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``. ``progress`` is
-    called with (pairs done, pairs in all) after each stored chunk.
+    ``judge`` and ``prompts`` belong together, and so do ``generator``, ``questions`` and ``sampling``, ``reward`` and
+    ``conversations``, ``scorers`` (by the names that the source has for them) and ``texts``. ``progress`` is called
+    with (pairs done, pairs in all) after each stored chunk.
     """
 
     judge: JudgeModel | None = None
@@ -70,7 +153,11 @@ class Tools:
     generator: Generator | None = None
     questions: QuestionBuilder | None = None
     sampling: Sampling | None = None
+    reward: RewardReader | None = None
+    conversations: ConversationBuilder | None = None
     progress: Callable[[int, int], None] | None = None
+    scorers: Mapping[str, Scorer] | None = None
+    texts: TrainingTexts | None = None
 
 
 @runtime_checkable
@@ -91,7 +178,7 @@ class WeightSource(Protocol):
 
     @property
     def requires(self) -> frozenset[str]:
-        """What capturing needs: a subset of {"judge", "generator", "scorers"}; empty means nothing is captured."""
+        """What capturing needs: a subset of {"judge", "generator", "scorers", "reward"}; empty: nothing is captured."""
 
     @property
     def postprocess(self) -> Postprocess | None:
@@ -116,12 +203,9 @@ class WeightSource(Protocol):
         """``captured`` (rows of ``layers``) with the one row left that this source is about."""
 
 
-class Unlayered:
-    """What sources without layers have in common; ``rows`` are the numbers that theirs are stored under, if any."""
+class Layerless:
+    """What sources without layers do where others choose one; ``rows`` are the numbers theirs are stored under."""
 
-    kind: ClassVar[Kind] = Kind.DISTRIBUTION
-    signed: ClassVar[bool] = False
-    tokens: ClassVar[str] = "source"
     rows: ClassVar[tuple[int, ...]] = (0,)
 
     def resolve(self: SomeSource, num_layers: int) -> SomeSource:
@@ -141,6 +225,14 @@ class Unlayered:
         return captured
 
 
+class Unlayered(Layerless):
+    """A source without layers: a distribution on the source's own tokens unless it says otherwise."""
+
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
+    tokens: ClassVar[str] = "source"
+
+
 @runtime_checkable
 class NativeSource(WeightSource, Protocol):
     """A source that needs no capture: it weighs the training tokens from what they are."""
@@ -154,6 +246,27 @@ class NativeSource(WeightSource, Protocol):
 
 
 @runtime_checkable
+class PairedSource(WeightSource, Protocol):
+    """A source without capture whose weights of a response depend on the other response's training tokens too."""
+
+    @property
+    def neutral(self) -> bool:
+        """As for ``NativeSource``."""
+
+    def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
+        """A weight for every training token of each response, by side."""
+
+
+@runtime_checkable
+class ColumnSource(WeightSource, Protocol):
+    """A source that reads columns of the data, which ``PreferencePair.extra`` holds."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Their names."""
+
+
+@runtime_checkable
 class OnlineSource(NativeSource, Protocol):
     """A source that weighs each batch from what the training step computes; ``weigh`` fills its place until then."""
 
@@ -163,8 +276,33 @@ class OnlineSource(NativeSource, Protocol):
 
     def weights(
         self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
-    ) -> Float[Tensor, "rows R"]:
-        """The weights of the batch's main rows, from detached statistics; 0 off the response."""
+    ) -> Float[Tensor, "rows R"] | PairedWeights:
+        """The weights of the batch's main rows, from detached statistics; 0 off the response.
+
+        A source may give a weight for each pair as well (finite, 0 or more; 0 takes the pair out of the step's loss,
+        whose normaliser stays its number of pairs).
+        """
+
+
+@runtime_checkable
+class PairWeigher(NativeSource, Protocol):
+    """A source that also weighs whole pairs, from what the data says of them."""
+
+    def pair_weight(self, pair: PreferencePair) -> float:
+        """What multiplies the pair's loss, finite and 0 or more; UserError naming the pair otherwise."""
+
+
+@runtime_checkable
+class ScoredSource(WeightSource, Protocol):
+    """A source that reads what other models make of the training tokens (``requires`` "scorers")."""
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerModel]:
+        """The models by the config key that describes each, the first before the one it is compared with."""
+
+    @property
+    def compares_whole(self) -> bool:
+        """Whether whole distributions of two models are compared, so that their vocabularies must be of one size."""
 
 
 @runtime_checkable
@@ -179,9 +317,17 @@ class PartialSource(WeightSource, Protocol):
         """The share of a response's tokens with a weight below which its pair is dropped, unless the run says."""
 
 
+def online_reads(source: WeightSource) -> frozenset[str]:
+    """What a run computes for ``source`` in every step, named as in an objective's ``requires``; empty if not online.
+
+    "reference" among it: the log-probabilities of the frozen reference.
+    """
+    return source.statistics if isinstance(source, OnlineSource) else frozenset()
+
+
 def is_neutral(source: WeightSource) -> bool:
     """Whether an objective that reads no weights loses nothing with ``source``: it costs nothing and says nothing."""
-    return not source.requires and not (isinstance(source, NativeSource) and not source.neutral)
+    return not source.requires and not (isinstance(source, NativeSource | PairedSource) and not source.neutral)
 
 
 def least_coverage(source: WeightSource, asked: float | None = None) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.alignment import Aligned, AlignMethod, align
-from attnpo.weights.base import NativeSource, OnlineSource, PartialSource, WeightSource
+from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
 from attnpo.weights.transforms import WeightRow, WeightTransform
@@ -27,7 +27,7 @@ class TrainingWeights:
     a partner (from a ``PartialSource``: a partner about which something was said). ``content``: how many such tokens
     there are; ``unmatched``: how many of them got none. ``realigned``: responses whose judge rounds were cut into
     different tokens, so that one was aligned onto the other. ``flat``: sides whose raw weights were all 0 and which
-    became uniform.
+    became uniform. ``factors``: the weights are factors, to be used as they are, and no distribution.
     """
 
     chosen: Float[Tensor, "m"]
@@ -38,6 +38,7 @@ class TrainingWeights:
     content: tuple[int, int]
     realigned: int = 0
     flat: tuple[str, ...] = ()
+    factors: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def training_weights(
         content=(chosen.content, rejected.content),
         realigned=chosen.realigned + rejected.realigned,
         flat=tuple(side for side in SIDES if finished[side].flat),
+        factors=source.kind is Kind.FACTOR and not isinstance(source, OnlineSource),
     )
 
 
@@ -122,10 +124,11 @@ def finished_weights(
         require_distribution(source.kind, source.signed)
     if captured is not None:
         captured = source.select(captured, layers)
+    both = source.weigh_pair(_given(source, pair), encoded) if isinstance(source, PairedSource) else None
     finished = {}
     for side in SIDES:
         where = f"pair {_name(captured, pair)}, {side}"
-        rows = _raw_rows(source, captured, encoded[side], pair, side)
+        rows = _raw_rows(source, captured, encoded[side], pair, side, None if both is None else both[side])
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
@@ -191,20 +194,32 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
         )
 
 
+def _given(source: WeightSource, pair: PreferencePair | None) -> PreferencePair:
+    if pair is None:
+        raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
+    return pair
+
+
 def _raw_rows(
-    source: WeightSource, captured: PairWeights | None, encoded: EncodedResponse, pair: PreferencePair | None, side: str
+    source: WeightSource,
+    captured: PairWeights | None,
+    encoded: EncodedResponse,
+    pair: PreferencePair | None,
+    side: str,
+    own: Float[Tensor, "m"] | None,
 ) -> list[TokenWeights]:
-    """One entry per round, each with the one row that the source selected."""
+    """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
-    if not isinstance(source, NativeSource):
+    if own is None and not isinstance(source, NativeSource):
         raise UserError(
             f"pair {_name(captured, pair)}: expected captured weights for {type(source).__name__}; run attnpo.weigh "
             "first"
         )
-    if pair is None:
-        raise ValueError(f"{type(source).__name__} weighs a pair's own text, and no pair was given")
-    weights, count = source.weigh(pair, side, encoded), len(encoded.response_ids)
+    pair = _given(source, pair)
+    weights = source.weigh(pair, side, encoded) if own is None and isinstance(source, NativeSource) else own
+    count = len(encoded.response_ids)
+    assert weights is not None
     if weights.shape != (count,):
         raise UserError(
             f"pair {pair.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "

@@ -24,7 +24,7 @@ from attnpo.config import CONFIG_DIR
 from attnpo.data.adapters import Columns, Note, Reason
 from attnpo.data.base import PairSet, PairSource, pairs_from_rows
 from attnpo.data.collate import collate
-from attnpo.data.prepare import APART, UNREADABLE, EncodedSet, encode_pairs, prepare_examples
+from attnpo.data.prepare import APART, UNREADABLE, VOID, EncodedSet, encode_pairs, prepare_examples
 from attnpo.data.rules import AlignRules, LengthRules, Overlong
 from attnpo.models.layouts import padded
 from attnpo.schema import SIDES, PreferencePair, UserError
@@ -323,7 +323,7 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     assert set(account.notes) == {note.value for note in Note}
     assert [event for event in EVENTS if not any(name.startswith(event) for name in account.events)] == []
     apart = [f"{side} response {APART}" for side in ("chosen", "rejected")]
-    known = (*EVENTS, "judge rounds cut a response", *apart)
+    known = (*EVENTS, VOID, "judge rounds cut a response", *apart)
     assert [name for name in account.events if not name.startswith(known)] == []
     lost = account.reasons.total()
     assert account.rows == account.kept + lost

@@ -33,7 +33,7 @@ KEYS = {
     "weights=attension": (
         "weights/attension",
         "did you mean weights=attention?",
-        "attention, gradient, rollout, transport, true_importance",
+        "transport, true_importance, uniform",
     ),
     "logger=mlflow": ("logger/mlflow", "csv, wandb"),
     "setting=llama": ("setting/llama", "real_smoke"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
-from attnpo.data.base import PairSet, PairSource, pairs_from_rows, row_range
+from attnpo.data.base import PairSet, PairSource, name_unused, pairs_from_rows, row_range
 from attnpo.schema import PreferencePair, UserError, digest
 
 USER = {"role": "user", "content": "Name a colour."}
@@ -159,18 +159,20 @@ def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest
         (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     source = PairSource(str(tmp_path))
     with caplog.at_level(logging.INFO):
-        source.load("train")
+        pairs = source.load("train")
         source.load("val")
+        name_unused(pairs)
     said_of = [record for record in caplog.records if "score" in record.message or "mask" in record.message]
     assert [record.levelno for record in said_of] == [logging.INFO, logging.WARNING]
     assert "columns that are not used: score, chosen_Weights, loss_mask" in said_of[0].message
-    assert "chosen_Weights, loss_mask may hold weights" in said_of[1].message
+    assert "chosen_Weights, loss_mask may hold weights and are not used" in said_of[1].message
+    assert "weights=column" in said_of[1].message
 
 
 def test_nothing_is_said_where_every_column_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n', encoding="utf-8")
     with caplog.at_level(logging.INFO):
-        PairSource(str(tmp_path)).load("train")
+        name_unused(PairSource(str(tmp_path)).load("train"))
     assert "not used" not in caplog.text
 
 

@@ -10,6 +10,7 @@ from attnpo.data.prepare import (
     SILENT,
     UNASKED,
     UNREADABLE,
+    VOID,
     EncodedSet,
     ExampleSet,
     Tally,
@@ -197,6 +198,7 @@ def test_a_pair_without_any_weighted_token_counts_for_nothing(chat: ChatFormat) 
     assert made.tally.counts == {
         "no weighted token in the chosen response": 2,
         "no weighted token in the rejected response": 1,
+        VOID: 1,
     }
     assert (made.read, made.dropped) == (3, 0)
     assert f": 1 ({encoded.pairs[0].pair_id[:8]})" in made.tally.lines()[1]
@@ -244,7 +246,7 @@ def test_preparing_does_not_touch_the_account_of_encoding(chat: ChatFormat) -> N
     """The same encoded pairs serve several sources; their tallies must not add up."""
     encoded, made = weighed(chat, [(0, 0)], min_coverage=0.0)
     assert encoded.tally.counts == Counter() and encoded.tally.first == {}
-    assert sum(made.tally.counts.values()) == 2
+    assert sum(made.tally.counts.values()) == 3  # a line for each side, and one for the pair
 
 
 def test_a_tally_counts_all_and_names_three() -> None:

@@ -9,7 +9,7 @@ from attnpo.models.logps import Head, project, statistics_of_logits, token_stati
 from attnpo.schema import UserError
 
 VOCAB_NAMES = ("entropy", "collision", "top_prob")
-JOINT_NAMES = ("kl_ref_policy", "kl_policy_ref")
+JOINT_NAMES = ("kl_ref_policy", "kl_policy_ref", "contrast")
 
 
 def problem(count: int = 11, bias: bool = True) -> tuple[Tensor, nn.Linear, Tensor, Tensor, nn.Linear]:
@@ -44,6 +44,8 @@ def test_two_words_by_hand() -> None:
     assert torch.allclose(joint["joint:kl_ref_policy"], (log(half) - (log(quarter) + log(most)) / 2).expand(2))
     expected = quarter * log(quarter / half) + most * log(most / half)
     assert torch.allclose(joint["joint:kl_policy_ref"], expected.expand(2))
+    # softmax(2 (0, ln 3) - (0, 0)) = (1, 9) / 10.
+    assert torch.allclose(joint["joint:contrast"], log(torch.tensor([0.1, 0.9])))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 11, 1024])

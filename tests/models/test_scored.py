@@ -218,7 +218,9 @@ def test_a_model_with_a_hidden_step_before_its_head_falls_back_to_its_own_logits
 def test_requests_are_checked(tiny: Build) -> None:
     inputs, ids, mask, _ = batch()
     scored = ScoredLM(tiny("llama"))
-    with pytest.raises(UserError, match="unknown token statistic 'entropy'; known: hidden, joint:kl_policy_ref"):
+    with pytest.raises(
+        UserError, match="unknown token statistic 'entropy'; known: hidden, joint:contrast, joint:kl_policy_ref"
+    ):
         scored(inputs, ids, mask, {"entropy"})
     with pytest.raises(UserError, match=r"joint:kl_ref_policy compares two models"):
         scored(inputs, ids, mask, {"joint:kl_ref_policy"})

@@ -46,6 +46,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("simpo", {"label_smoothing": 0.1}),
     ("rrhf", {"length_penalty": 0.5, "sft": "batch"}),
     ("slic_hf", {"delta": 10.0, "sft": "mean"}),
+    ("tis_dpo", {"token_level": True}),
 ]
 KEYS = [(option, ()) for option in OPTIONS] + [(option, tuple(values.items())) for option, values in VARIANTS]
 INPUTS = {"reference", "token_weights", "factors", "hidden", "input_gradient", "several_pairs"}

@@ -24,6 +24,7 @@ from attnpo.objectives.slic_hf import slic_hf_loss
 from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
 from attnpo.objectives.terms import Sft, chosen_nll, low_shares, with_anchor
 from attnpo.objectives.tidpo import Triplet, tidpo_loss, triplet_term
+from attnpo.objectives.tis_dpo import tis_dpo_loss
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import ObjectiveOutput, RowGroup
 
@@ -90,6 +91,13 @@ CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = 
     ),
     (lambda: tidpo_loss(P, R, WEIGHTS, MASK, None, None, 0.4, 0.5, 0.1), -lsig(0.4 * 2.5), (0.2, -0.8)),
     (lambda: otpo_loss(P, R, WEIGHTS, MASK, 0.4), -lsig(0.4 * 2.5), (0.2, -0.8)),
+    (lambda: tis_dpo_loss(P, R, WEIGHTS, MASK, LENGTHS, None, 0.4), -lsig(0.4 * 7), (0.4, -2.4)),
+    # sum a KL = 0.125 and 0.5.
+    (
+        lambda: tis_dpo_loss(P, R, WEIGHTS, MASK, None, KL, 0.4, 0.5),
+        -lsig(0.4 * (2.5 - 0.5 * (0.125 - 0.5))),
+        (0.4 * (0.5 - 0.125), 0.4 * (-2 - 0.5)),
+    ),
 ]
 
 

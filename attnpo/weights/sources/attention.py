@@ -91,7 +91,7 @@ class Attention:
         numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
         per_head = any(isinstance(row, HeadRow) for row in layers)
         return judge_rounds(
-            "attention", pairs, tools, lambda reading: _rows(reading, numbers, layers), numbers, per_head=per_head
+            "attention", pairs, tools, lambda reading: chosen_rows(reading, numbers, layers), numbers, per_head=per_head
         )
 
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
@@ -120,7 +120,7 @@ def _in_words(row: Row) -> str:
     return f"head {row.head} of layer {row.layer}" if isinstance(row, HeadRow) else f"layer {row}"
 
 
-def _rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
+def chosen_rows(reading: JudgeReading, numbers: Sequence[int], wanted: Sequence[Row]) -> Tensor:
     """The ``wanted`` rows of a reading of the layers ``numbers``. UserError when the judge has not that many heads."""
     heads = [row for row in wanted if isinstance(row, HeadRow)]
     if not heads:

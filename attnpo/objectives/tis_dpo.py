@@ -1,0 +1,93 @@
+"""TIS-DPO (Liu et al. 2025): DPO on weighted sums, a weighted KL if asked; its weights are ``weights=contrast``."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.objectives.base import (
+    LengthScaled,
+    Reduction,
+    by_side,
+    log_ratios,
+    logps_of,
+    reduce,
+    split_pairs,
+    weighted_sum,
+)
+from attnpo.objectives.terms import check_beta, check_not_negative, sigmoid_loss
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
+
+KL = "kl_policy_ref"
+
+
+def tis_dpo_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, "rows"] | None,
+    position_kl: Float[Tensor, "rows R"] | None,
+    beta: float,
+    alpha: float = 0.5,
+    label_smoothing: float = 0.0,
+) -> ObjectiveOutput:
+    """The TIS-DPO loss of each pair: ``-log sigmoid(beta (S_w - S_l - alpha (K_w - K_l)))``, S = ``sum_t w_t d_t``.
+
+    d is the log-ratio of a token in nats, w (``weights``) a factor, or a distribution times |y| (``lengths``). K is
+    ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no
+    such term, as by default in the code. Rewards are ``beta S``, with the term ``beta (S - K)``; the extras hold K and
+    the unweighted rewards. Source: exlaw/TIS-DPO, ``trainers.py``. Both sides' K pass gradient.
+    """
+    ratios = log_ratios(policy_logps, reference_logps, mask)
+    rewards = beta * weighted_sum(ratios, weights, mask, lengths)
+    chosen, rejected = split_pairs(rewards)
+    margin = chosen - rejected
+    extras = by_side("unweighted", beta * reduce(ratios.detach(), None, mask, Reduction.SUM))
+    if position_kl is not None:
+        sums = weighted_sum(position_kl, weights, mask, lengths)
+        chosen_kl, rejected_kl = split_pairs(sums)
+        margin = margin - beta * alpha * (chosen_kl - rejected_kl)
+        chosen, rejected = split_pairs(rewards - beta * sums)
+        extras |= by_side("weighted_kl", sums.detach())
+    return ObjectiveOutput(sigmoid_loss(margin, label_smoothing), chosen.detach(), rejected.detach(), extras)
+
+
+@dataclass(frozen=True)
+class TISDPO(LengthScaled):
+    """``-log sigmoid(beta (S_w - S_l))``, S the weighted sum of log-ratios; TwDPO's form, which takes any weights.
+
+    ``token_level`` adds the code's KL term, ``alpha`` times the difference of both sides' weighted sums of the KL from
+    policy to reference, inside the margin.
+    """
+
+    beta: float = 0.1
+    alpha: float = 0.5
+    token_level: bool = False
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta, self.label_smoothing)
+        check_not_negative(alpha=self.alpha)
+
+    @property
+    def requires(self) -> frozenset[str]:
+        """The reference and token weights, and with ``token_level`` the KL at each position."""
+        return frozenset({"reference", "token_weights"} | ({f"joint:{KL}"} if self.token_level else set()))
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect as the others stand, with the reason."""
+        return ({} if self.token_level else {"alpha": "objective.token_level=false"}) | super().unread()
+
+    def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
+        """Losses, weighted rewards and, as extras, the unweighted rewards and the KL sums."""
+        kl = policy.joint[KL] if self.token_level else None
+        return tis_dpo_loss(
+            policy.logps,
+            logps_of(reference),
+            *self.weighted(batch.main),
+            kl,
+            self.beta,
+            self.alpha,
+            self.label_smoothing,
+        )

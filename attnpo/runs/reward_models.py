@@ -1,0 +1,64 @@
+"""A run's reward model: described cheaply, loaded once, and only when something is missing in the store."""
+
+import torch
+
+from attnpo.config_files import read_template
+from attnpo.models.judge import kernel_for
+from attnpo.models.loading import described, load_model, load_tokenizer, model_depth, model_heads, weights_fingerprint
+from attnpo.models.reward import RewardModel
+from attnpo.schema import UserError
+from attnpo.text.chat import ChatFormat
+from attnpo.weights.base import Tools
+from attnpo.weights.layers import Depth
+from attnpo.weights.sources.reward_attention import RewardAttention
+
+
+class RunReward:
+    """A reward model that is described cheaply and loaded at most once.
+
+    Args:
+        source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
+    """
+
+    def __init__(self, source: RewardAttention) -> None:
+        if source.path is None:
+            raise UserError(
+                "weights=reward_attention reads a reward model, and weights.path is null: set "
+                "weights.path=FOLDER_OR_HUB_NAME"
+            )
+        self.settings, self.path, self.revision = source, source.path, source.revision
+        self.tokenizer = load_tokenizer(self.path, self.revision)
+        self.chat = ChatFormat(self.tokenizer, read_template(source.chat_template, "weights.chat_template"))
+
+    @property
+    def num_layers(self) -> Depth:
+        """Depth, with the layers that have attention, from its config alone; UserError when none can be read."""
+        found = described(self.path, self.revision)
+        if not found.layers:
+            raise UserError(
+                f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
+                "none goes through transformers' AttentionInterface; name another reward model"
+            )
+        return Depth(model_depth(self.path, self.revision), found.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of each layer, from its config alone; UserError when layers differ in it."""
+        return model_heads(self.path, self.revision)
+
+    @property
+    def kernel(self) -> str:
+        """The attention kernel family that it runs with."""
+        return kernel_for(described(self.path, self.revision).attention)
+
+    def fingerprint(self) -> dict[str, object]:
+        """What identifies its numbers: weights, number format, attention kernel family."""
+        weights = weights_fingerprint(self.path, self.revision)
+        return {"weights": weights, "dtype": self.settings.dtype, "kernel": self.kernel}
+
+    def tools(self, device: torch.device) -> Tools:
+        """Model and conversations for capturing; loads the model onto ``device``."""
+        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision, reward=True)
+        model.to(device)  # type: ignore[arg-type]
+        reader = RewardModel(model, token_budget=self.settings.token_budget, kernel=self.kernel)
+        return Tools(reward=reader, conversations=self.chat)

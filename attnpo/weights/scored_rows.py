@@ -1,0 +1,140 @@
+"""Raw rows of sources that compare two scorers: a number per training token, stored once, weighed on every use."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.text.chat import RefusedText
+from attnpo.weights.base import Scorer, ScorerModel, Tools, TrainingTexts
+from attnpo.weights.capture import Unreadable
+
+LOG_RATIO = "log_ratio"
+CONTRAST = "contrast"
+
+Rule = Callable[[Float[Tensor, "n"], Bool[Tensor, "n"], str], Float[Tensor, "n"]]
+"""(raw numbers, which tokens hold characters, side) to the weights of a response."""
+
+
+def check_scorers(models: Mapping[str, ScorerModel]) -> None:
+    """Raises UserError where both scorers are one model that is asked in one way: all would be 0."""
+    (first, one), (second, other) = models.items()
+    if (one.path, one.revision, one.instruction) == (other.path, other.revision, other.instruction):
+        what = "the run's own model" if one.path is None else one.path
+        raise UserError(
+            f"weights.{first} and weights.{second} are both {what}, asked in the same way, so that they agree on every "
+            f"token: set weights.{first}.path or weights.{second}.path to another model, or an instruction"
+        )
+
+
+class _Asked(NamedTuple):
+    """A pair's training ids, and the ids that each of the two scorers reads."""
+
+    pair_id: str
+    encoded: Mapping[str, EncodedResponse]
+    first: Mapping[str, EncodedResponse]
+    second: Mapping[str, EncodedResponse]
+    cut: bool
+
+
+def scored_rows(
+    source: str,
+    pairs: Sequence[PreferencePair],
+    tools: Tools,
+    models: Mapping[str, ScorerModel],
+    statistic: str,
+) -> list[PairWeights]:
+    """One round per pair on its training tokens, a float32 row per response.
+
+    ``statistic``: "log_ratio", log-probability under the first of ``models`` less that under the second; "contrast",
+    log-probability under softmax(2 z - z'), z and z' their logits. A pair whose text has no training ids, or cannot be
+    given an instruction, comes back ``Unreadable``. ``Round.cut``: an instruction's prompt had to be shortened.
+    UserError when the scorers are missing.
+    """
+    (first, model), (second, other) = models.items()
+    if tools.scorers is None or tools.texts is None or not models.keys() <= tools.scorers.keys():
+        raise UserError(f"weights={source} compares two models: set weights.{first}.path and weights.{second}.path")
+    asked: dict[str, _Asked] = {}
+    refused: dict[str, Unreadable] = {}
+    for pair in pairs:
+        try:
+            asked[pair.pair_id] = _ask(pair, tools.texts, model, other)
+        except RefusedText as problem:
+            refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
+    rows = _compare(list(asked.values()), tools.scorers[first], tools.scorers[second], statistic)
+    return [
+        refused[pair.pair_id] if pair.pair_id in refused else _captured(asked[pair.pair_id], rows[pair.pair_id])
+        for pair in pairs
+    ]
+
+
+def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: ScorerModel) -> _Asked:
+    encoded = texts.encode(pair)
+    cut, read = False, []
+    for scorer in (model, other):
+        if scorer.instruction is None:
+            read.append(encoded)
+        else:
+            ids, shortened = texts.instructed(pair, encoded, scorer.instruction)
+            read.append(ids)
+            cut = cut or shortened
+    return _Asked(pair.pair_id, encoded, read[0], read[1], cut)
+
+
+def _compare(
+    asked: Sequence[_Asked], first: Scorer, second: Scorer, statistic: str
+) -> dict[str, dict[str, Float[Tensor, "n"]]]:
+    """The rows by pair id and side."""
+    places = [(one.pair_id, side) for one in asked for side in SIDES]
+    read = [one.first[side] for one in asked for side in SIDES]
+    if statistic == CONTRAST:
+        name = "joint:contrast"
+        values = [found[name] for found in first.pair_scores(read, second, {name})]
+    else:
+        ours = first.scores(read, {"logps"})
+        theirs = second.scores([one.second[side] for one in asked for side in SIDES], {"logps"})
+        values = [a["logps"].double() - b["logps"].double() for a, b in zip(ours, theirs, strict=True)]
+    rows: dict[str, dict[str, Tensor]] = {}
+    for (pair_id, side), row in zip(places, values, strict=True):
+        rows.setdefault(pair_id, {})[side] = row.float()
+    return rows
+
+
+def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, "n"]]) -> PairWeights:
+    sides = {}
+    for side in SIDES:
+        encoded = asked.encoded[side]
+        sides[side] = TokenWeights(
+            torch.tensor(encoded.response_ids, dtype=torch.long),
+            torch.tensor(encoded.offsets, dtype=torch.long).reshape(-1, 2),
+            rows[side].unsqueeze(0),
+        )
+    return PairWeights(asked.pair_id, (Round(True, sides["chosen"], sides["rejected"], cut=asked.cut),))
+
+
+def weighed_by(captured: PairWeights, rule: Rule) -> PairWeights:
+    """``captured`` with the raw row of each response replaced by the weights that ``rule`` makes of it, in float64.
+
+    UserError naming the pair and the side for a raw number that is not finite.
+    """
+
+    def one(item: TokenWeights, side: str) -> TokenWeights:
+        raw = item.weights[0].double()
+        if not bool(raw.isfinite().all()):
+            bad = float(raw[~raw.isfinite()][0])
+            raise UserError(
+                f"pair {captured.pair_id}, {side}: expected finite scores of both scorers, got {bad}; score with "
+                "dtype=float32, or drop the pair"
+            )
+        words = item.offsets[:, 1] > item.offsets[:, 0]
+        return replace(item, weights=rule(raw, words, side).to(item.weights.dtype).unsqueeze(0))
+
+    rounds = tuple(
+        replace(item, chosen=one(item.chosen, "chosen"), rejected=one(item.rejected, "rejected"))
+        for item in captured.rounds
+    )
+    return replace(captured, rounds=rounds)

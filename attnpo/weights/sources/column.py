@@ -1,0 +1,186 @@
+"""Token weights and masks that the dataset itself brings, as a column of numbers or of character spans per response."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.files import shortened
+from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, UserError
+from attnpo.weights.base import Layerless, Tools
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess, normalize
+
+
+class Form(Enum):
+    """What a column's list holds: a number per training token, or spans of characters."""
+
+    TOKENS = "tokens"
+    SPANS = "spans"
+
+
+@dataclass(frozen=True)
+class Column(Layerless):
+    """Weights from the columns ``chosen`` and ``rejected`` of the data, factors or a distribution as ``kind`` declares.
+
+    TOKENS: a list with a number for every training token of the whole response that holds one of its characters; true
+    and false count as 1 and 0. Where a long response is cut, the numbers of the tokens that are left are used.
+    SPANS: a list of ``[start, end]``, ``[start, end, weight]`` or mappings with these keys, half-open characters of
+    the response as it stands in the pair, a weight of 1 unless given; spans do not overlap. A token has the mean over
+    its characters; characters in no span have ``elsewhere``.
+
+    ``end_token``: the weight of tokens without a character of the response (end of turn); None: lists of tokens have a
+    number for them as well. A distribution is normalised over the training tokens that are left. ``signed``: factors
+    may be negative.
+    """
+
+    chosen: str = "chosen_weights"
+    rejected: str = "rejected_weights"
+    form: Form = Form.TOKENS
+    kind: Kind = Kind.FACTOR
+    signed: bool = False
+    elsewhere: float = 0.0
+    end_token: float | None = 0.0
+
+    rows: ClassVar[tuple[int, ...]] = ()
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[Postprocess | None] = None
+    neutral: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.signed and self.kind is Kind.DISTRIBUTION:
+            raise UserError(
+                "weights.signed=true goes with factors alone, and weights.kind is distribution: set weights.kind=factor"
+            )
+        if self.end_token is None and self.form is Form.SPANS:
+            raise UserError(
+                "weights.end_token=null says that lists have a number for the end of turn, and weights.form=spans "
+                "holds characters alone: give a number"
+            )
+        for name, value in (("elsewhere", self.elsewhere), ("end_token", self.end_token)):
+            if value is not None and not (isfinite(value) and (self.signed or value >= 0)):
+                least = "finite" if self.signed else "0 or more and finite"
+                raise UserError(f"weights.{name} must be {least}, got {value}")
+
+    @property
+    def columns(self) -> tuple[str, str]:
+        """The columns of the chosen and the rejected response."""
+        return self.chosen, self.rejected
+
+    def unread(self) -> dict[str, str]:
+        """The key that spans alone read."""
+        return {"elsewhere": "weights.form=tokens"} if self.form is Form.TOKENS else {}
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """The name of the source; nothing is stored under it."""
+        return {"source": "column"}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Raises UserError: there is nothing to store."""
+        raise UserError("weights=column are read from the data, nothing is captured; run attnpo.fit directly")
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+        """The weights of the m training tokens, float32.
+
+        UserError naming pair, side and column for what is missing, of the wrong length, no number, negative where that
+        is not declared, or without any mass where a distribution is.
+        """
+        name = self.chosen if side == "chosen" else self.rejected
+        where = f"pair {pair.pair_id}, {side}, column {name!r}"
+        cell = _cell(pair, name, where, f"weights.{side}")
+        if self.form is Form.TOKENS:
+            row = self._by_token(cell, pair.response(side), encoded, where)
+        else:
+            row = self._by_span(cell, pair.response(side), encoded, where)
+        if self.kind is Kind.FACTOR:
+            return row.float()
+        if not bool(row.any()):
+            raise UserError(
+                f"{where}: weights.kind=distribution needs weight on some of the {row.numel()} training tokens, and "
+                "all are 0: drop the pair, give it weights, or set weights.kind=factor, which lets it count for nothing"
+            )
+        return normalize(row).float()
+
+    def _by_token(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
+        """The column's numbers on the training tokens; those of the tokens that were cut are left out."""
+        values = [self._number(value, f"{where}, entry {place}") for place, value in enumerate(cell)]
+        own = [place for place, (start, end) in enumerate(encoded.offsets) if end > start or self.end_token is None]
+        held = [(start, end) for start, end in encoded.offsets if end > start]
+        cut_front = bool(held) and held[0][0] > len(text) - len(text.lstrip())
+        cut_end = bool(held) and held[-1][1] < len(text.rstrip())
+        lost_end = self.end_token is None and len(own) == len(held) and len(values) == len(own) + 1
+        fits = len(values) >= len(own) if cut_front or cut_end else len(values) == len(own) or lost_end
+        if not fits:
+            least = "at least " if cut_front or cut_end else ""
+            raise UserError(
+                f"{where}: expected {least}{len(own)} numbers, one for each of this run's training tokens "
+                f"{'and end tokens' if self.end_token is None else 'that hold a character'}, got {len(values)}; "
+                "count them with this model's tokenizer, or give weights.form=spans, which needs none"
+            )
+        row = torch.full((len(encoded.offsets),), self.end_token or 0.0, dtype=torch.float64)
+        kept = values[len(values) - len(own) :] if cut_front else values[: len(own)]
+        row[torch.tensor(own, dtype=torch.long)] = torch.tensor(kept, dtype=torch.float64)
+        return row
+
+    def _by_span(self, cell: Sequence[object], text: str, encoded: EncodedResponse, where: str) -> Tensor:
+        """The mean over each token's characters."""
+        characters = torch.full((len(text),), self.elsewhere, dtype=torch.float64)
+        taken = torch.zeros(len(text), dtype=torch.bool)
+        for place, entry in enumerate(cell):
+            at = f"{where}, span {place}"
+            start, end, weight = _span(entry, at)
+            if not 0 <= start < end <= len(text):
+                raise UserError(f"{at}: expected characters within the response's {len(text)}, got [{start}, {end})")
+            if bool(taken[start:end].any()):
+                raise UserError(f"{at}: [{start}, {end}) overlaps an earlier span; give every character one weight")
+            taken[start:end] = True
+            characters[start:end] = self._number(weight, at)
+        end_token = self.end_token or 0.0
+        row = [characters[start:end].mean() if end > start else end_token for start, end in encoded.offsets]
+        return torch.tensor(row, dtype=torch.float64)
+
+    def _number(self, value: object, at: str) -> float:
+        """A weight as the declared kind has it."""
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise UserError(f"{at}: expected a finite number, got {shortened(repr(value))}")
+        if value < 0 and not self.signed:
+            raise UserError(
+                f"{at}: expected 0 or more under weights.kind={self.kind.value}, got {value:g}; negative weights are "
+                "factors (weights.kind=factor weights.signed=true)"
+            )
+        return float(value)
+
+
+def _cell(pair: PreferencePair, name: str, where: str, key: str) -> Sequence[object]:
+    """The list that a pair's row has in a column."""
+    if name not in pair.extra:
+        found = ", ".join(sorted(pair.extra)) or "none"
+        raise UserError(
+            f"{where}: the data have no such column; columns beside prompt and responses: {found}. Name it with "
+            f"{key}=COLUMN"
+        )
+    cell = pair.extra[name]
+    if not isinstance(cell, Sequence) or isinstance(cell, str | bytes):
+        raise UserError(f"{where}: expected a list, got {shortened(repr(cell))}; every row needs its weights")
+    return cell
+
+
+def _span(entry: object, at: str) -> tuple[int, int, object]:
+    """Start, end and weight of one entry of a column of spans."""
+    weight: object = None
+    if isinstance(entry, Mapping) and {"start", "end"} <= set(entry) <= {"start", "end", "weight"}:
+        start, end, weight = entry["start"], entry["end"], entry.get("weight")
+    elif isinstance(entry, Sequence) and not isinstance(entry, str | bytes) and len(entry) in (2, 3):
+        start, end, weight = (*entry, None)[:3]
+    else:
+        raise UserError(f"{at}: expected [start, end], [start, end, weight] or a mapping with these keys, got "
+                        f"{shortened(repr(entry))}")  # fmt: skip
+    if not isinstance(start, int) or not isinstance(end, int):
+        raise UserError(f"{at}: expected whole numbers as start and end, got {start!r} and {end!r}")
+    return start, end, 1.0 if weight is None else weight

@@ -1,0 +1,246 @@
+"""Two models' opinions of a token as its weight: TIS-DPO, cDPO of critical tokens, TGDPO.
+
+What is stored is the raw comparison of the two models. The form that makes weights of it is applied on every use, so
+that another transform asks no model again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import isfinite
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
+from attnpo.weights.base import ScorerModel, Tools, Unlayered
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.scored_rows import CONTRAST, LOG_RATIO, check_scorers, scored_rows, weighed_by
+
+
+@runtime_checkable
+class ContrastForm(Protocol):
+    """How the comparison of two models becomes factors."""
+
+    @property
+    def signed(self) -> bool:
+        """Whether a weight can be negative."""
+
+    @property
+    def statistic(self) -> str:
+        """What is compared: "log_ratio" of a token, or its log-probability under the "contrast" of both."""
+
+    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+        """The weights of a response; ``words`` is false on the tokens that only end the turn."""
+
+
+def _require(key: str, holds: bool, expected: str, got: object) -> None:
+    if not holds:
+        raise UserError(f"weights.form.{key}: expected {expected}, got {got}")
+
+
+# --------------------------------------------------------------------------------------------- TIS-DPO
+
+
+class Transform(Enum):
+    """What TIS-DPO makes of a token's reward: the four transforms of its code, or the formula of its paper."""
+
+    SCALE = "scale"
+    RANK = "rank"
+    THRESHOLD = "threshold"
+    BINARY = "binary"
+    PAPER = "paper"
+
+
+READ = {
+    Transform.SCALE: ("low", "high", "least", "most"),
+    Transform.RANK: ("least", "most"),
+    Transform.THRESHOLD: ("low", "high"),
+    Transform.BINARY: ("top_percent",),
+    Transform.PAPER: ("low", "high", "k", "mu"),
+}
+ROUNDING = 100  # the code keeps two decimals of a log-ratio
+
+
+def ranks(values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """The place of each value in rising order, from 0; equal values share the mean of theirs."""
+    below = (values[None, :] < values[:, None]).sum(-1)
+    upto = (values[None, :] <= values[:, None]).sum(-1)
+    return (below + upto - 1).to(values.dtype) / 2
+
+
+@dataclass(frozen=True)
+class TISDPO:
+    """TIS-DPO's weights of the reward v = log pi_positive - log pi_negative, -v on the rejected side.
+
+    ``scale``: v held in [``low``, ``high``], moved linearly onto [``least``, ``most``]. ``rank``: its rank among the
+    response's tokens, on the same range; a single token gets the middle. ``threshold``: v held in [low, high], signed.
+    ``binary``: 1 on the ``top_percent`` of the tokens (rounded down), 0 elsewhere. These round v to two decimals and
+    leave the end of turn out, with weight 0. ``paper``: ``k exp(mu c)`` on chosen and ``k exp(-mu c)`` on rejected
+    tokens, c the unrounded log-ratio held in [low, high], on every token.
+
+    Source: exlaw/TIS-DPO, ``preference_datasets.py``. Differs from it in ties: equal tokens share a rank here, and the
+    earlier ones come first in ``binary``. A response cut before its end of turn keeps the weight of its last token.
+    """
+
+    transform: Transform = Transform.SCALE
+    low: float = -1.5
+    high: float = 1.5
+    least: float = 0.7
+    most: float = 1.3
+    top_percent: float = 100.0
+    k: float = 1.0
+    mu: float = 1.0
+
+    statistic: ClassVar[str] = LOG_RATIO
+
+    def __post_init__(self) -> None:
+        for name in ("low", "high", "least", "most", "mu"):
+            _require(name, isfinite(getattr(self, name)), "a finite number", getattr(self, name))
+        _require("high", self.low < self.high, f"more than low ({self.low})", self.high)
+        _require("most", 0 <= self.least <= self.most, f"at least least ({self.least}), from 0 on", self.most)
+        _require("top_percent", 0 < self.top_percent <= 100, "more than 0 and at most 100", self.top_percent)
+        _require("k", 0 < self.k < float("inf"), "a finite number above 0", self.k)
+
+    @property
+    def signed(self) -> bool:
+        """Only ``threshold`` below 0."""
+        return self.transform is Transform.THRESHOLD and self.low < 0
+
+    def unread(self) -> dict[str, str]:
+        """Keys of other transforms."""
+        every = dict.fromkeys(name for names in READ.values() for name in names)
+        why = f"weights.form.transform={self.transform.value}"
+        return {name: why for name in every if name not in READ[self.transform]}
+
+    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+        """The weights of a response."""
+        sign = 1 if side == "chosen" else -1
+        if self.transform is Transform.PAPER:
+            return self.k * torch.exp(sign * self.mu * raw.clamp(self.low, self.high))
+        weights = torch.zeros_like(raw)
+        # A number halfway between two decimals goes to the even one, as in Python and NumPy.
+        weights[words] = self._of_words(sign * (raw[words] * ROUNDING).round() / ROUNDING)
+        return weights
+
+    def _of_words(self, rewards: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        count = rewards.numel()
+        if self.transform is Transform.THRESHOLD:
+            return rewards.clamp(self.low, self.high)
+        if self.transform is Transform.BINARY:
+            top = torch.argsort(rewards, descending=True, stable=True)[: int(count * self.top_percent / 100)]
+            return torch.zeros_like(rewards).index_fill(0, top, 1.0)
+        if self.transform is Transform.RANK:
+            share = ranks(rewards) / (count - 1) if count > 1 else torch.full_like(rewards, 0.5)
+        else:
+            share = (rewards.clamp(self.low, self.high) - self.low) / (self.high - self.low)
+        return self.least + share * (self.most - self.least)
+
+
+# --------------------------------------------------------------------------------------------- cDPO, TGDPO
+
+
+@dataclass(frozen=True)
+class CriticalTokens:
+    """cDPO's weights of c, a token's probability under softmax(2 z_positive - z_negative).
+
+    Rejected tokens weigh 1 - c, chosen ones c, or 1 with ``only_neg`` (as the code has it by default); the end of turn
+    weighs 1. Source: chenzhiling9954/Critical-Tokens-Matter, ``src/pipeline.py``.
+    """
+
+    only_neg: bool = True
+
+    signed: ClassVar[bool] = False
+    statistic: ClassVar[str] = CONTRAST
+
+    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+        """The weights of a response, from log c."""
+        one = torch.ones_like(raw)
+        if side == "chosen" and self.only_neg:
+            return one
+        # Rounding may leave a log-probability a little above 0.
+        weights = raw.clamp(max=0.0).exp() if side == "chosen" else -torch.expm1(raw.clamp(max=0.0))
+        return torch.where(words, weights, one)
+
+
+@dataclass(frozen=True)
+class TokenGuided:
+    """TGDPO's factors ``1 + alpha beta q`` on chosen, ``1 - alpha beta q`` on rejected tokens; they can be negative.
+
+    q is the log-ratio of a trained preference model (positive) and the reference (negative), so that ``beta q`` is the
+    reward of that model; the code has one beta for it and for the objective. Source: dvlab-research/TGDPO,
+    ``src/llamafactory/train/tgdpo/trainer.py``.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.1
+
+    signed: ClassVar[bool] = True
+    statistic: ClassVar[str] = LOG_RATIO
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            _require(name, 0 < value < float("inf"), "a finite number above 0", value)
+
+    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+        """The factors of a response."""
+        return 1 + (1 if side == "chosen" else -1) * self.alpha * self.beta * raw
+
+
+# --------------------------------------------------------------------------------------------- the source
+
+
+@dataclass(frozen=True)
+class Contrast(Unlayered):
+    """Factors on the training tokens from what ``positive`` and ``negative`` make of them, by ``form``."""
+
+    positive: ScorerModel
+    negative: ScorerModel
+    form: ContrastForm
+
+    name: ClassVar[str] = "contrast"
+    kind: ClassVar[Kind] = Kind.FACTOR
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
+    postprocess: ClassVar[Postprocess | None] = None
+
+    def __post_init__(self) -> None:
+        check_scorers(self.scorers)
+        asked = [name for name, model in self.scorers.items() if model.instruction is not None]
+        if asked and self.compares_whole:
+            raise UserError(
+                f"weights.{asked[0]}.instruction: {type(self.form).__name__} compares two models after one and the "
+                "same prompt; set it to null, or take another form"
+            )
+
+    @property
+    def signed(self) -> bool:  # type: ignore[override]
+        """Whether the form gives negative weights."""
+        return self.form.signed
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerModel]:
+        """Both models by their keys."""
+        return {"positive": self.positive, "negative": self.negative}
+
+    @property
+    def compares_whole(self) -> bool:
+        """Whether the form reads both distributions, not the token's own probabilities alone."""
+        return self.form.statistic == CONTRAST
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """What is compared, after which instructions; never the form's own numbers."""
+        asked = [model.fingerprint() for model in self.scorers.values()]
+        return {"source": "scorers", "statistic": self.form.statistic, "asked": asked}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """One round per pair with the raw comparison on its training tokens."""
+        return scored_rows(self.name, pairs, tools, self.scorers, self.form.statistic)
+
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """The weights that the form makes of the stored comparison."""
+        return weighed_by(captured, self.form)

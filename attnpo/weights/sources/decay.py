@@ -1,0 +1,44 @@
+"""Weights that fall with the position in the response (D2PO)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.weights.sources.uniform import Uniform
+
+EXPONENTS = (0, 1)
+
+
+@dataclass(frozen=True)
+class Decay(Uniform):
+    """Factors ``gamma ** t`` on the training tokens in their order, end of turn included.
+
+    ``first_exponent``: the exponent of the first token, 1 in D2PO's code, where that token decays already; 0 gives it
+    a factor of 1. Margins of the two differ by the factor gamma.
+    """
+
+    gamma: float = 0.98
+    first_exponent: int = 1
+
+    name: ClassVar[str] = "decay"
+    why_not_captured: ClassVar[str] = "weights=decay follow from positions, nothing is captured"
+    kind: ClassVar[Kind] = Kind.FACTOR
+    neutral: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gamma <= 1:
+            raise UserError(f"weights.gamma must be above 0 and at most 1 (no decay), got {self.gamma}")
+        if self.first_exponent not in EXPONENTS:
+            raise UserError(
+                f"weights.first_exponent: expected 1 (D2PO's code) or 0 (the first token whole), got "
+                f"{self.first_exponent}"
+            )
+
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+        """The factor of each of the m training tokens, formed in float64, float32."""
+        places = torch.arange(len(encoded.response_ids), dtype=torch.float64)
+        return (self.gamma ** (places + self.first_exponent)).float()

@@ -1,0 +1,72 @@
+"""Weights on the tokens in which the two answers of a pair differ (DDPO of RLHF-V; FIGA looks at the same tokens)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, UserError, check_least
+from attnpo.text.alignment import differing
+from attnpo.weights.base import Tools, Unlayered
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess
+
+
+@dataclass(frozen=True)
+class Edits(Unlayered):
+    """Factors: ``changed`` on tokens that the other answer lacks at this place, ``same`` on those that both share.
+
+    Shared runs below ``min_match`` tokens count as changed. Tokens without a character of the response (end of turn)
+    count as shared. ``average``: divided by their sum, so that a sum of log-ratios becomes their weighted mean; a
+    response that would keep nothing keeps its zeros.
+
+    Differs from DDPO: its diff is the paper's edit alignment of token ids (``text.alignment``). FIGA's loss is not
+    here.
+    """
+
+    changed: float = 3.0
+    same: float = 1.0
+    min_match: int = 3
+    average: bool = False
+
+    rows: ClassVar[tuple[int, ...]] = ()
+    kind: ClassVar[Kind] = Kind.FACTOR
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[Postprocess | None] = None
+    neutral: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("changed", self.changed), ("same", self.same)):
+            if not (value >= 0 and isfinite(value)):
+                raise UserError(f"weights.{name} must be 0 or more and finite, got {value}")
+        if self.changed == self.same == 0:
+            raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
+        check_least("weights", 1, min_match=self.min_match)
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """The name of the source; nothing is stored under it."""
+        return {"source": "edits"}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Raises UserError: there is nothing to store."""
+        raise UserError(
+            "weights=edits follow from the two answers' tokens, nothing is captured; run attnpo.fit directly"
+        )
+
+    def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
+        """The factors of both responses on their training tokens, float32."""
+        holding = {
+            side: [place for place, (start, end) in enumerate(encoded[side].offsets) if end > start] for side in SIDES
+        }
+        chosen, rejected = ([encoded[side].response_ids[place] for place in holding[side]] for side in SIDES)
+        found = {}
+        for side, changed in zip(SIDES, differing(chosen, rejected, self.min_match), strict=True):
+            row = torch.full((len(encoded[side].response_ids),), self.same, dtype=torch.float64)
+            row[torch.tensor(holding[side], dtype=torch.long)[changed]] = self.changed
+            found[side] = (row / row.sum() if self.average and bool(row.any()) else row).float()
+        return found

@@ -1,0 +1,81 @@
+"""Weights from the lengths of a pair's two responses, against longer answers winning by length alone."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from attnpo.schema import SIDES, Kind, PreferenceBatch, TokenStats, UserError, check_seed, digest
+from attnpo.weights.sources.uniform import Uniform
+
+
+class Rule(Enum):
+    """What is left of the longer response: its beginning, or random tokens of it."""
+
+    TAIL = "tail"
+    SUBSAMPLE = "subsample"
+
+
+@dataclass(frozen=True)
+class Lengths(Uniform):
+    """Factors of 1 on as many tokens of either response as the shorter one has, end of turn included.
+
+    TAIL: these are the first ones, and all later ones weigh ``alpha`` (LD-DPO; 0 is POET). SUBSAMPLE: they are drawn
+    at random anew in every optimiser step, once for policy and reference, and all others weigh 0 (SamPO). A draw
+    follows from ``seed``, the step, the pair and the side alone; validation draws the same tokens every time.
+
+    Lengths are those of the training tokens, after any cut. Differs from SamPO's code, which draws for policy and
+    reference apart.
+    """
+
+    rule: Rule = Rule.TAIL
+    alpha: float = 0.5
+    seed: int = 0
+
+    name: ClassVar[str] = "lengths"
+    why_not_captured: ClassVar[str] = "weights=lengths are computed in each training step"
+    kind: ClassVar[Kind] = Kind.FACTOR
+    neutral: ClassVar[bool] = False
+    statistics: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise UserError(f"weights.alpha must lie in [0, 1], got {self.alpha}")
+        check_seed("weights.seed", self.seed)
+
+    def unread(self) -> dict[str, str]:
+        """The key that the other rule reads."""
+        return {"seed": "weights.rule=tail"} if self.rule is Rule.TAIL else {"alpha": "weights.rule=subsample"}
+
+    def weights(
+        self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch
+    ) -> Float[Tensor, "rows R"]:
+        """The batch's factors, in float32 unless the log-probabilities are finer."""
+        mask = batch.main.response_mask
+        shorter = torch.minimum(*mask.sum(-1).chunk(2))
+        kept = self._order(batch) < torch.cat([shorter, shorter])[:, None]
+        low = self.alpha if self.rule is Rule.TAIL else 0.0
+        dtype = torch.promote_types(policy.logps.dtype, torch.float32)
+        return torch.where(kept, 1.0, low).to(dtype) * mask
+
+    def _order(self, batch: PreferenceBatch) -> Int[Tensor, "rows R"]:
+        """The place of each response token in the order in which tokens are kept, from 0."""
+        mask = batch.main.response_mask
+        if self.rule is Rule.TAIL:
+            return mask.cumsum(-1) - 1
+        drawn = _drawn(self.seed, batch).to(mask.device, non_blocking=True)
+        return drawn.masked_fill(~mask, torch.inf).argsort(dim=-1).argsort(dim=-1)
+
+
+def _drawn(seed: int, batch: PreferenceBatch) -> Float[Tensor, "rows R"]:
+    """A random number per position, which depends on seed, step, pair, side and position alone, not on the padding."""
+    width = batch.main.response_mask.shape[1]
+    rows = []
+    for side in SIDES:
+        for pair_id in batch.pair_ids:
+            key = int(digest([seed, batch.step, pair_id, side])[:15], 16)
+            rows.append(torch.rand(width, generator=torch.Generator().manual_seed(key), dtype=torch.float64))
+    return torch.stack(rows)

@@ -1,0 +1,111 @@
+"""Attention of a reward model as token weights: ABC's credit (Chan et al. 2024), there for RL, here for pairs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from attnpo.schema import (
+    BOOKKEEPING,
+    SIDES,
+    EncodedResponse,
+    PairWeights,
+    PreferencePair,
+    Round,
+    TokenWeights,
+    UserError,
+    check_least,
+)
+from attnpo.text.chat import RefusedText
+from attnpo.weights.base import Tools
+from attnpo.weights.capture import Unreadable
+from attnpo.weights.layers import HeadRow, Row
+from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.attention import Attention, chosen_rows
+
+
+@dataclass(frozen=True)
+class RewardAttention(Attention):
+    """Attention of the last token, where a reward model reads its reward, on the tokens of the response before it.
+
+    The prompt is left out and the rest normalised, which is ABC's credit; layers and heads as in ``weights=attention``.
+    ``path``, ``revision``, ``dtype``, ``chat_template``: the model, which must be a causal one with a head for
+    sequences. A pair with a conversation of more than ``max_length`` tokens, or with an empty response, is dropped and
+    counted. Differs from ABC: that row's own end-of-turn token gets no weight.
+    """
+
+    path: str | None = None
+    revision: str | None = None
+    dtype: str = "float32"
+    chat_template: str | None = None
+    max_length: int = 2048
+    token_budget: int = field(default=16384, metadata=BOOKKEEPING)
+    postprocess: Postprocess = field(default_factory=lambda: Postprocess(sink_tokens=0))
+
+    requires: ClassVar[frozenset[str]] = frozenset({"reward"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_least("weights", 1, max_length=self.max_length, token_budget=self.token_budget)
+        if isinstance(self.layer, str) and self.layer.strip().lower() == "auto":
+            raise UserError("weights.layer=auto asks a judge, and there is none: set weights.layer=last or a number")
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """What is read at the last token, and how long a conversation may be."""
+        heads = "each" if self.heads else "mean"
+        return {"source": "reward_attention", "position": "last", "heads": heads, "max_length": self.max_length}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """One round per pair, float32 rows of ``layers``; all conversations go to the reward model in one call.
+
+        A pair that it cannot be shown comes back ``Unreadable``.
+        """
+        if tools.reward is None or tools.conversations is None:
+            raise UserError("weights=reward_attention reads a reward model: set weights.path=FOLDER_OR_HUB_NAME")
+        shown: dict[str, list[EncodedResponse]] = {}
+        refused: dict[str, Unreadable] = {}
+        for pair in pairs:
+            try:
+                both = [tools.conversations.encode(pair.prompt, pair.response(side)) for side in SIDES]
+            except RefusedText as problem:
+                refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
+                continue
+            reason = self._unfit(both)
+            if reason:
+                refused[pair.pair_id] = Unreadable(pair.pair_id, (), reason, reason)
+            else:
+                shown[pair.pair_id] = both
+        numbers = tuple(dict.fromkeys(row.layer if isinstance(row, HeadRow) else row for row in layers))
+        readings = tools.reward.read(
+            [one.prompt_ids + one.response_ids for both in shown.values() for one in both],
+            layers=numbers,
+            per_head=any(isinstance(row, HeadRow) for row in layers),
+        )
+        rows = [chosen_rows(reading, numbers, layers) for reading in readings]
+        captured: dict[str, PairWeights] = {**refused}
+        for place, (pair_id, both) in enumerate(shown.items()):
+            chosen, rejected = (credit(rows[2 * place + side].float(), both[side]) for side in (0, 1))
+            captured[pair_id] = PairWeights(pair_id, (Round(True, chosen, rejected),))
+        return [captured[pair.pair_id] for pair in pairs]
+
+    def _unfit(self, both: Sequence[EncodedResponse]) -> str:
+        """Why two conversations cannot be read, in words that fit every such pair; empty if they can."""
+        if max(len(one.prompt_ids) + len(one.response_ids) for one in both) > self.max_length:
+            return f"a conversation is longer than weights.max_length {self.max_length}"
+        if any(all(start == end for start, end in one.offsets) for one in both):
+            return "a response is empty"
+        return ""
+
+
+def credit(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:
+    """What a conversation's rows put on the tokens of its response, those alone that hold a character of it."""
+    kept = [place for place, (start, end) in enumerate(encoded.offsets) if end > start]
+    start = len(encoded.prompt_ids)
+    return TokenWeights(
+        torch.tensor([encoded.response_ids[place] for place in kept], dtype=torch.long),
+        torch.tensor([encoded.offsets[place] for place in kept], dtype=torch.long).reshape(-1, 2),
+        rows[:, [start + place for place in kept]].detach().cpu().contiguous(),
+    )

@@ -1,0 +1,87 @@
+"""SePO's selection: the tokens on which an oracle and its reference differ most (Yang et al. 2024)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from attnpo.schema import Kind, PairWeights, PreferencePair, UserError
+from attnpo.weights.base import ScorerModel, Tools, Unlayered
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
+
+
+def selected(scores: Float[Tensor, "n"], top_fraction: float, highest: bool) -> Bool[Tensor, "n"]:
+    """The ``int(top_fraction (n - 1))`` highest (or lowest) scores, the first token's never; the earlier of equal ones.
+
+    Source: SteveKGYang/SePO, ``token_score.py``.
+    """
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    candidates = scores[1:]
+    order = torch.argsort(candidates, descending=highest, stable=True)
+    kept[1 + order[: int(top_fraction * candidates.numel())]] = True
+    return kept
+
+
+@dataclass(frozen=True)
+class Selection(Unlayered):
+    """The ``top_fraction`` of the tokens: on the chosen side those that the oracle raises most, on the rejected lowest.
+
+    The score of a token is its log-probability under ``oracle`` less that under ``reference``, the model that the
+    oracle was trained from; the end of turn is a candidate. Kept tokens weigh n / (number kept), so that an objective
+    that means over a response means over the kept ones (SePO's loss is ``objective=simpo objective.beta=1
+    objective.gamma_beta_ratio=0``), or 1 each with ``as_mean`` false. A pair of which one side keeps nothing says
+    nothing: its weights are 0 on both sides.
+    """
+
+    oracle: ScorerModel
+    reference: ScorerModel
+    top_fraction: float = 0.3
+    as_mean: bool = True
+
+    name: ClassVar[str] = "selection"
+    kind: ClassVar[Kind] = Kind.FACTOR
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset({"scorers"})
+    postprocess: ClassVar[Postprocess | None] = None
+    compares_whole: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_scorers(self.scorers)
+        if not 0 < self.top_fraction <= 1:
+            raise UserError(f"weights.top_fraction: expected more than 0 and at most 1, got {self.top_fraction}")
+
+    @property
+    def scorers(self) -> Mapping[str, ScorerModel]:
+        """Both models by their keys."""
+        return {"oracle": self.oracle, "reference": self.reference}
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """What is compared, after which instructions; never how much is kept of it."""
+        return {
+            "source": "scorers",
+            "statistic": LOG_RATIO,
+            "asked": [model.fingerprint() for model in self.scorers.values()],
+        }
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """One round per pair with the log-ratio of each training token."""
+        return scored_rows(self.name, pairs, tools, self.scorers, LOG_RATIO)
+
+    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
+        """The weights of the kept tokens; 0 everywhere where a side keeps none."""
+        chosen = weighed_by(captured, self._weights)
+        empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
+        return weighed_by(captured, _nothing) if any(empty) else chosen
+
+    def _weights(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+        kept = selected(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
+        return kept * (raw.numel() / kept.sum().clamp(min=1)) if self.as_mean else kept
+
+
+def _nothing(raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    return torch.zeros_like(raw)

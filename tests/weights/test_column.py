@@ -1,0 +1,243 @@
+"""Weights that the data bring: both forms by hand, cut responses, what is refused, and whole runs on such data."""
+
+import json
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnpo.data.base import PairSource, name_unused
+from attnpo.data.prepare import make_example
+from attnpo.runs.inputs import make_inputs
+from attnpo.runs.other_pairs import weigh_others
+from attnpo.runs.resume import contents_of
+from attnpo.runs.run import run
+from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.weights.base import ColumnSource, NativeSource, Tools, WeightSource, is_neutral
+from attnpo.weights.pipeline import training_weights
+from attnpo.weights.sources.column import Column, Form
+from tests.runs.worlds import World, build_world
+
+TEXT = "aabbcc"
+# Three tokens of two characters and the end of turn.
+WHOLE = EncodedResponse([1], [5, 6, 7, 99], [(0, 2), (2, 4), (4, 6), (6, 6)])
+SPANS = Column(form=Form.SPANS)
+
+
+def pair_with(cell: object, rejected: object = (1.0,)) -> PreferencePair:
+    return PreferencePair.make(
+        [{"role": "user", "content": "q"}], TEXT, "xx", {"chosen_weights": cell, "rejected_weights": rejected}
+    )
+
+
+def weighed(source: Column, cell: object, encoded: EncodedResponse = WHOLE) -> list[float]:
+    return source.weigh(pair_with(cell), "chosen", encoded).tolist()
+
+
+# ------------------------------------------------------------------------------------------------ by token
+
+
+def test_numbers_stand_on_the_tokens_that_hold_characters() -> None:
+    assert weighed(Column(), [0.5, 2, 0]) == [0.5, 2, 0, 0]
+    assert weighed(Column(), [True, False, True]) == [1, 0, 1, 0]
+    assert weighed(Column(end_token=1.5), [0.5, 2, 0]) == [0.5, 2, 0, 1.5]
+    assert weighed(Column(end_token=None), [0.5, 2, 0, 3]) == [0.5, 2, 0, 3]
+    assert weighed(Column(signed=True), [-0.5, 2, 0]) == [-0.5, 2, 0, 0]
+
+
+def test_a_distribution_is_normalised_over_the_training_tokens() -> None:
+    source = Column(kind=Kind.DISTRIBUTION)
+    assert weighed(source, [1, 2, 1]) == [0.25, 0.5, 0.25, 0]
+    assert weighed(Column(kind=Kind.DISTRIBUTION, end_token=4.0), [1, 2, 1]) == [0.125, 0.25, 0.125, 0.5]
+    assert weighed(source, [1, 2, 1], EncodedResponse([], [5], [(0, 2)])) == [1.0]
+
+
+def test_a_cut_response_takes_the_numbers_of_what_is_left() -> None:
+    end = EncodedResponse([1], [5, 6], [(0, 2), (2, 4)])
+    front = EncodedResponse([], [7, 99], [(4, 6), (6, 6)])
+    only_end_lost = EncodedResponse([1], [5, 6, 7], [(0, 2), (2, 4), (4, 6)])
+    for source, numbers in ((Column(), [1, 2, 3]), (Column(end_token=None), [1, 2, 3, 4])):
+        assert weighed(source, numbers, end) == [1, 2]
+        assert weighed(source, numbers, only_end_lost) == [1, 2, 3]
+        assert weighed(source, numbers, front) == [3, 4 if source.end_token is None else 0]
+        with pytest.raises(UserError, match="expected at least 2 numbers"):
+            weighed(source, [1], end)
+
+
+def test_a_template_that_strips_the_response_cuts_nothing() -> None:
+    pair = PreferencePair.make([{"role": "user", "content": "q"}], " ab ", "x", {"chosen_weights": [1, 2]})
+    row = EncodedResponse([1], [5, 6, 99], [(1, 2), (2, 3), (4, 4)])
+    assert Column().weigh(pair, "chosen", row).tolist() == [1, 2, 0]
+    with pytest.raises(UserError, match="expected 1 numbers"):
+        Column().weigh(pair, "chosen", EncodedResponse([1], [5], [(1, 3)]))
+
+
+@pytest.mark.parametrize(
+    ("source", "cell", "message"),
+    [
+        (Column(), [1, 2], r"expected 3 numbers, one for each of this run's training tokens that hold a .*, got 2"),
+        (Column(), [1, 2, 3, 4], r"expected 3 numbers.*got 4; .*weights\.form=spans"),
+        (Column(), [], r"expected 3 numbers.*got 0"),
+        (Column(end_token=None), [1, 2, 3], r"expected 4 numbers, .* training tokens and end tokens, got 3"),
+        (Column(), [1, math.nan, 3], r"entry 1: expected a finite number, got nan"),
+        (Column(), [1, 2, math.inf], r"entry 2: expected a finite number, got inf"),
+        (Column(), [1, None, 3], r"entry 1: expected a finite number, got None"),
+        (Column(), [1, "2", 3], r"entry 1: expected a finite number, got '2'"),
+        (Column(), None, r"expected a list, got None; every row needs its weights"),
+        (Column(), "123", r"expected a list, got '123'"),
+        (Column(), [1, -2, 3], r"entry 1: expected 0 or more under weights\.kind=factor, got -2; .*weights\.signed"),
+        (Column(kind=Kind.DISTRIBUTION), [1, -2, 3], r"expected 0 or more under weights\.kind=distribution, got -2"),
+        (Column(kind=Kind.DISTRIBUTION), [0, 0, 0], r"needs weight on some of the 4 training tokens, and all are 0"),
+    ],
+)
+def test_numbers_that_are_no_weights_name_pair_side_and_column(source: Column, cell: object, message: str) -> None:
+    pair = pair_with(cell)
+    with pytest.raises(UserError, match=rf"^pair {pair.pair_id}, chosen, column 'chosen_weights'.*{message}"):
+        source.weigh(pair, "chosen", WHOLE)
+
+
+def test_a_column_that_is_not_there_names_those_that_are() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"rejected, column 'mask': the data have no such column; columns beside prompt and responses: "
+        r"chosen_weights, rejected_weights\. Name it with weights\.rejected=COLUMN",
+    ):
+        Column(rejected="mask").weigh(pair_with([1]), "rejected", WHOLE)
+
+
+# ------------------------------------------------------------------------------------------------ by span
+
+
+def test_a_token_has_the_mean_over_its_characters() -> None:
+    assert weighed(SPANS, [[0, 3, 2.0]]) == [2, 1, 0, 0]
+    assert weighed(SPANS, [[1, 5]]) == [0.5, 1, 0.5, 0]
+    assert weighed(SPANS, [{"start": 4, "end": 6, "weight": 3.0}, {"start": 0, "end": 2}]) == [1, 0, 3, 0]
+    assert weighed(SPANS, [{"start": 0, "end": 2, "weight": None}]) == [1, 0, 0, 0]
+    assert weighed(SPANS, []) == [0, 0, 0, 0]
+    assert weighed(Column(form=Form.SPANS, elsewhere=1.0, end_token=1.0), [(2, 4, 0)]) == [1, 0, 1, 1]
+    assert weighed(Column(form=Form.SPANS, kind=Kind.DISTRIBUTION), [[0, 3, 2.0]]) == pytest.approx(
+        [2 / 3, 1 / 3, 0, 0]
+    )
+    assert weighed(Column(form=Form.SPANS, signed=True), [[0, 1, -1.0]]) == [-0.5, 0, 0, 0]
+    assert weighed(SPANS, [[4, 6]], EncodedResponse([1], [5], [(0, 2)])) == [0]
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ([[0, 7]], r"span 0: expected characters within the response's 6, got \[0, 7\)"),
+        ([[2, 2]], r"span 0: expected characters within"),
+        ([[-1, 2]], r"span 0: expected characters within"),
+        ([[0, 2], [1, 3]], r"span 1: \[1, 3\) overlaps an earlier span"),
+        ([[0, 2.5]], r"span 0: expected whole numbers as start and end, got 0 and 2\.5"),
+        ([[0, 2, math.nan]], r"span 0: expected a finite number, got nan"),
+        ([[0, 2, -1]], r"span 0: expected 0 or more"),
+        ([[0]], r"span 0: expected \[start, end\], .* got \[0\]"),
+        ([{"from": 0, "end": 2}], r"span 0: expected \[start, end\]"),
+        ([3], r"span 0: expected \[start, end\], .*got 3"),
+    ],
+)
+def test_spans_that_are_none_are_refused(cell: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        weighed(SPANS, cell)
+
+
+# ------------------------------------------------------------------------------------------------ as a source
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"signed": True, "kind": Kind.DISTRIBUTION}, r"weights\.signed=true goes with factors alone"),
+        ({"end_token": None, "form": Form.SPANS}, r"weights\.end_token=null .* weights\.form=spans"),
+        ({"end_token": -1.0}, r"weights\.end_token must be 0 or more and finite, got -1"),
+        ({"elsewhere": math.nan, "signed": True}, r"weights\.elsewhere must be finite, got nan"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Column(**values)
+
+
+def test_what_it_says_of_itself() -> None:
+    source = Column("a", "b", kind=Kind.DISTRIBUTION)
+    assert isinstance(source, WeightSource) and isinstance(source, NativeSource) and isinstance(source, ColumnSource)
+    assert source.columns == ("a", "b") and not is_neutral(source) and not source.requires
+    assert source.resolve(3) == source and source.capture_layers(3) == source.wanted() == ()
+    assert (Column().kind, Column(signed=True).signed, source.tokens) == (Kind.FACTOR, True, "train")
+    assert Column().unread().keys() == {"elsewhere"} and not SPANS.unread()
+    with pytest.raises(UserError, match=r"weights=column are read from the data.*attnpo\.fit"):
+        source.capture([], Tools(), ())
+
+
+def test_masks_that_keep_nothing_make_their_pair_void() -> None:
+    sides = {"chosen": WHOLE, "rejected": EncodedResponse([1], [8, 99], [(0, 2), (2, 2)])}
+    nothing = training_weights(Column(), None, sides, pair=pair_with([0, 0, 0], [0]))
+    assert nothing.factors and make_example("p", sides, nothing).pair_weight == 0.0
+    one = training_weights(Column(), None, sides, pair=pair_with([0, 0, 0], [1]))
+    assert make_example("p", sides, one).pair_weight == 1.0
+    shares = training_weights(Column(kind=Kind.DISTRIBUTION), None, sides, pair=pair_with([1, 1, 2], [3]))
+    assert not shares.factors and shares.chosen.tolist() == [0.25, 0.25, 0.5, 0] and shares.lengths == (4.0, 2.0)
+
+
+def test_columns_that_the_source_reads_are_not_named_as_unused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_weights": [1], "rejected_weights": [1], "mask": [1]}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    pairs = PairSource(str(tmp_path)).load("train")
+    with caplog.at_level(logging.INFO):
+        name_unused(pairs, Column().columns)
+    assert caplog.messages[0] == "data: columns that are not used: mask"
+    assert caplog.messages[1].startswith("data: mask may hold weights and is not used: ")
+    caplog.clear()
+    name_unused(pairs, (*Column().columns, "mask"))
+    assert not caplog.messages
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+def with_columns(world: World, weight: float = 1.0) -> None:
+    """Gives every row a span of the first half of each response."""
+    for file in sorted(world.data.glob("*.jsonl")):
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        for row in rows:
+            for side in SIDES:
+                answer = row[side] if isinstance(row[side], str) else row[side][-1]["content"]
+                row[f"{side}_spans"] = [[0, max(1, len(answer) // 2), weight]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+CHOSEN = ("weights=column", "weights.form=spans", "weights.chosen=chosen_spans", "weights.rejected=rejected_spans")
+
+
+def test_a_run_trains_on_its_data_s_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    world = build_world(tmp_path)
+    with_columns(world)
+    caplog.set_level("INFO")
+    result = run(world.config(*CHOSEN, "callbacks=none", "objective.beta=0.5"), tmp_path / "run")
+    assert result.metrics["first/val/loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(result.metrics["val/loss"] - math.log(2)) > 1e-5
+    assert not any("may hold weights" in message for message in caplog.messages)
+    inputs = make_inputs(world.config(*CHOSEN))
+    example = inputs.examples["train"].examples[0]
+    assert example.factors and 0 < float(example.weights[0].mean()) < 1
+    # Pairs of sampled answers have no such columns: no weights, and no error.
+    bare = [PreferencePair.make(pair.prompt, pair.chosen, pair.rejected) for pair in inputs.pairs["val"].pairs]
+    assert all(not row.any() for made in weigh_others(inputs, bare) for row in made.weights)
+    assert all(row.any() for made in weigh_others(inputs, inputs.pairs["val"].pairs) for row in made.weights)
+    # Another column is another run, though the pairs' ids are the same.
+    before = contents_of(inputs)
+    with_columns(world, 2.0)
+    after = contents_of(make_inputs(world.config(*CHOSEN)))
+    assert {key for key in before if before[key] != after[key]} == {"judge and weights"}
+
+
+def test_a_run_without_the_column_says_so(tmp_path: Path) -> None:
+    world = build_world(tmp_path)
+    with pytest.raises(UserError, match=re.escape("column 'chosen_spans': the data have no such column")):
+        run(world.config(*CHOSEN, "callbacks=none"), tmp_path / "run")

@@ -1,0 +1,351 @@
+"""Weights from positions, edits and lengths: numbers by hand, edges, and what objectives get of them."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnpo.config import groups, load
+from attnpo.conformance.fields import Record
+from attnpo.conformance.losses import items
+from attnpo.conformance.records import Status
+from attnpo.data.collate import collate, pad_rows
+from attnpo.data.prepare import VOID, EncodedSet, Tally, make_example, prepare_examples
+from attnpo.data.rules import AlignRules
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import PreferenceObjective
+from attnpo.objectives.dpo import DPO
+from attnpo.objectives.ipo import IPO
+from attnpo.objectives.otpo import OTPO
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.runs.settings import require_reader
+from attnpo.schema import SIDES, EncodedResponse, Kind, PreferenceBatch, TokenStats, UserError
+from attnpo.text.alignment import differing
+from attnpo.training import module
+from attnpo.training.module import PreferenceModule
+from attnpo.training.optimizer import Optimizer
+from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, Tools, WeightSource, is_neutral
+from attnpo.weights.pipeline import check_transforms, training_weights
+from attnpo.weights.sources.decay import Decay
+from attnpo.weights.sources.edits import Edits
+from attnpo.weights.sources.lengths import Lengths, Rule
+from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.transforms import Mixture
+from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of
+from tests.training.tiny import make_examples, tiny_model
+from tests.weights.fakes import make_pair
+
+EOS = 99
+PAIR = make_pair(0)
+
+
+def encoded(*ids: int, end: bool = True) -> EncodedResponse:
+    """Tokens of one character each, and an end token without one."""
+    count = len(ids)
+    places = [(place, place + 1) for place in range(count)]
+    return EncodedResponse([1], [*ids, *[EOS] * end], places + [(count, count)] * end)
+
+
+def both(chosen: EncodedResponse, rejected: EncodedResponse) -> dict[str, EncodedResponse]:
+    return {"chosen": chosen, "rejected": rejected}
+
+
+# ------------------------------------------------------------------------------------------------ decay
+
+
+def test_decay_is_a_power_of_the_position_under_both_conventions() -> None:
+    row = encoded(5, 6, 7)
+    assert Decay(0.5).weigh(PAIR, "chosen", row).tolist() == [0.5, 0.25, 0.125, 0.0625]
+    assert Decay(0.5, 0).weigh(PAIR, "chosen", row).tolist() == [1.0, 0.5, 0.25, 0.125]
+    assert Decay(0.5).weigh(PAIR, "chosen", encoded(5, end=False)).tolist() == [0.5]
+    assert Decay(1.0).weigh(PAIR, "rejected", row).tolist() == [1.0] * 4
+
+
+def test_decay_far_out_underflows_to_zero_and_nothing_else() -> None:
+    row = Decay(0.5).weigh(PAIR, "chosen", encoded(*range(400)))
+    assert bool(row.isfinite().all()) and row[-1] == 0.0 and row[100] == 0.5**101
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"gamma": 0.0}, r"weights\.gamma must be above 0 and at most 1 \(no decay\), got 0\.0"),
+        ({"gamma": 1.01}, r"weights\.gamma must be above 0"),
+        ({"gamma": math.nan}, r"weights\.gamma must be above 0"),
+        ({"first_exponent": 2}, r"weights\.first_exponent: expected 1 .* or 0 .*, got 2"),
+    ],
+)
+def test_decays_that_are_none_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Decay(**values)
+
+
+# ------------------------------------------------------------------------------------------------ edits
+
+
+def marks(first: str, second: str, least: int = 1) -> tuple[str, str]:
+    """The two texts, a token per letter, with a star on each that differs."""
+    found = differing([ord(letter) for letter in first], [ord(letter) for letter in second], least)
+    one, two = (
+        "".join("*" if star else letter for letter, star in zip(text, row.tolist(), strict=True))
+        for text, row in zip((first, second), found, strict=True)
+    )
+    return one, two
+
+
+def test_tokens_that_differ_by_hand() -> None:
+    assert marks("abcdef", "abxdef") == ("ab*def", "ab*def")
+    assert marks("abcdef", "abdef") == ("ab*def", "abdef")
+    assert marks("abc", "abc") == ("abc", "abc")
+    assert marks("abc", "xyz") == ("***", "***")
+    assert marks("abc", "") == ("***", "")
+    assert marks("", "") == ("", "")
+
+
+def test_short_matches_count_as_changed() -> None:
+    assert marks("abcdXfgh", "abcdYfgh", 3) == ("abcd*fgh", "abcd*fgh")
+    assert marks("abcdXfg", "abcdYfg", 3) == ("abcd***", "abcd***")
+    # Neighbours in one text alone are two runs of two, not one of four.
+    assert marks("abcd", "abXcd", 3) == ("****", "*****")
+    assert marks("abcd", "abXcd", 2) == ("abcd", "ab*cd")
+
+
+def test_edits_weigh_changed_and_shared_tokens() -> None:
+    sides = both(encoded(1, 2, 3, 4, 5), encoded(1, 2, 3, 9, 8, 5))
+    found = training_weights(Edits(), None, sides, pair=PAIR)
+    # 1 2 3 is a run of three; the single 5 is a run of one, below min_match; the end of turn counts as shared.
+    assert found.chosen.tolist() == [1, 1, 1, 3, 3, 1]
+    assert found.rejected.tolist() == [1, 1, 1, 3, 3, 3, 1]
+    assert found.factors and found.lengths == (6.0, 7.0) and found.coverage == (1.0, 1.0)
+    finer = training_weights(Edits(changed=2.0, same=0.5, min_match=1), None, sides, pair=PAIR)
+    assert finer.chosen.tolist() == [0.5, 0.5, 0.5, 2, 0.5, 0.5]
+    mean = training_weights(Edits(average=True), None, sides, pair=PAIR)
+    torch.testing.assert_close(mean.chosen, torch.tensor([0.1, 0.1, 0.1, 0.3, 0.3, 0.1]))
+    torch.testing.assert_close(mean.rejected.sum(), torch.tensor(1.0))
+
+
+def test_edits_at_the_edges() -> None:
+    alone = training_weights(Edits(), None, both(encoded(1), encoded(2)), pair=PAIR)
+    assert (alone.chosen.tolist(), alone.rejected.tolist()) == ([3, 1], [3, 1])
+    equal = training_weights(Edits(), None, both(encoded(1, 2, 3), encoded(1, 2, 3)), pair=PAIR)
+    assert equal.chosen.tolist() == equal.rejected.tolist() == [1, 1, 1, 1]
+    cut = training_weights(Edits(), None, both(encoded(1, 2, 3, end=False), encoded(1, 2, 3, 4)), pair=PAIR)
+    assert (cut.chosen.tolist(), cut.rejected.tolist()) == ([1, 1, 1], [1, 1, 1, 3, 1])
+    empty = training_weights(Edits(), None, both(encoded(), encoded(4)), pair=PAIR)
+    assert (empty.chosen.tolist(), empty.rejected.tolist()) == ([1], [3, 1])
+
+
+def test_answers_without_a_changed_token_count_for_nothing_and_are_counted() -> None:
+    for average in (False, True):
+        source = Edits(same=0.0, average=average)
+        sides = both(encoded(1, 2, 3), encoded(1, 2, 3))
+        example = make_example("p", sides, training_weights(source, None, sides, pair=PAIR))
+        assert example.pair_weight == 0.0 and not example.weights[0].any() and bool(example.weights[0].isfinite().all())
+        made = prepare_examples(EncodedSet([PAIR], [sides], Tally(), 1), source, {}, AlignRules())
+        unweighted = {f"no weighted token in the {side} response": 1 for side in SIDES}
+        assert made.tally.counts == {**unweighted, VOID: 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"changed": -1.0}, r"weights\.changed must be 0 or more and finite, got -1"),
+        ({"same": math.inf}, r"weights\.same must be 0 or more and finite, got inf"),
+        ({"changed": 0.0, "same": 0.0}, r"weights\.changed and weights\.same are both 0"),
+        ({"min_match": 0}, r"weights\.min_match must be at least 1, got 0"),
+    ],
+)
+def test_edits_that_cannot_be_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Edits(**values)
+
+
+# ------------------------------------------------------------------------------------------------ lengths
+
+
+def lengths_batch(counts: tuple[int, ...], step: int | None = 0, names: tuple[str, ...] = ()) -> PreferenceBatch:
+    return make_batch(make_rows(counts), step=step, pair_ids=names or tuple(map(str, range(len(counts) // 2))))
+
+
+def weighed(source: Lengths, batch: PreferenceBatch) -> Tensor:
+    return source.weights(TokenStats(torch.zeros(batch.main.response_mask.shape)), None, batch)
+
+
+def test_the_tail_by_hand() -> None:
+    batch = lengths_batch((4, 1, 2, 2, 3, 2))  # pairs (4, 2), (1, 3), (2, 2)
+    expected = [[1, 1, 0.25, 0.25], [1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 0, 0], [1, 0.25, 0.25, 0], [1, 1, 0, 0]]
+    assert weighed(Lengths(alpha=0.25), batch).tolist() == expected
+    poet = weighed(Lengths(alpha=0.0), batch)
+    assert poet.sum(-1).tolist() == [2, 1, 2, 2, 1, 2]
+    whole = weighed(Lengths(alpha=1.0), batch)
+    assert torch.equal(whole, batch.main.response_mask.float())
+
+
+def subsample(seed: int = 0) -> Lengths:
+    return Lengths(Rule.SUBSAMPLE, seed=seed)
+
+
+def test_a_subsample_keeps_as_many_tokens_of_either_side() -> None:
+    batch = lengths_batch((7, 1, 3, 2, 5, 3))
+    found = weighed(subsample(), batch)
+    assert found.sum(-1).tolist() == [2, 1, 3, 2, 1, 3] and set(found.flatten().tolist()) == {0.0, 1.0}
+    assert not found[~batch.main.response_mask].any()
+    assert torch.equal(found[[1, 3, 2, 5]], batch.main.response_mask[[1, 3, 2, 5]].float()), "shorter sides are whole"
+
+
+def test_a_draw_depends_on_seed_step_pair_and_nothing_else() -> None:
+    counts, names = (30, 25, 5, 6), ("first", "second")
+    found = weighed(subsample(), lengths_batch(counts, 3, names))
+    assert torch.equal(found, weighed(subsample(), lengths_batch(counts, 3, names)))
+    torch.manual_seed(5)
+    alone = weighed(subsample(), lengths_batch((25, 6), 3, ("second",)))
+    assert torch.equal(alone[0], found[1, :25]), "the same in another micro-batch, with other padding"
+    others = (
+        weighed(subsample(), lengths_batch(counts, 4, names)),
+        weighed(subsample(1), lengths_batch(counts, 3, names)),
+        weighed(subsample(), lengths_batch(counts, 3, ("other", "second"))),
+        weighed(subsample(), lengths_batch(counts, None, names)),
+    )
+    assert all(not torch.equal(other[0], found[0]) for other in others)
+
+
+def test_every_token_of_the_longer_side_is_drawn_alike() -> None:
+    """2 of 6: each place a third of the time; 3000 draws have a standard deviation of 0.0086."""
+    batch = lengths_batch((6,) * 3000 + (2,) * 3000)
+    share = weighed(subsample(), batch)[:3000].mean(0)
+    assert (share - 1 / 3).abs().max() < 0.04
+
+
+def test_lengths_have_the_precision_of_training() -> None:
+    batch = lengths_batch((3, 2))
+    for given, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        stats = TokenStats(torch.zeros(batch.main.response_mask.shape, dtype=given))
+        assert Lengths().weights(stats, None, batch).dtype == expected
+
+
+def test_settings_of_lengths() -> None:
+    for alpha in (-0.1, 1.5, math.nan):
+        with pytest.raises(UserError, match=r"weights\.alpha must lie in \[0, 1\]"):
+            Lengths(alpha=alpha)
+    with pytest.raises(UserError, match=r"weights\.seed: expected a whole number"):
+        Lengths(seed=-1)
+    assert Lengths().unread().keys() == {"seed"} and subsample().unread().keys() == {"alpha"}
+
+
+def test_training_draws_by_step_and_validation_always_alike() -> None:
+    batch = collate(make_examples(6), padded, 0, 6)
+    models = [ScoredLM(tiny_model()) for _ in range(3)]
+    one, two = (PreferenceModule(model, models[2], OTPO(0.5), Optimizer(), 3, subsample()) for model in models[:2])
+    drawn = {}
+    for name, made, training in (("first", one, True), ("again", two, True), ("validation", one, False)):
+        made.train(training)
+        scored = made.score(batch)[0]
+        assert scored.step == (0 if training else None) and scored.main.factors
+        drawn[name] = scored.main.token_weights["reward"]
+    assert torch.equal(drawn["first"], drawn["again"]) and not torch.equal(drawn["first"], drawn["validation"])
+
+
+# ------------------------------------------------------------------------------------------------ as sources
+
+SOURCES: list[Decay | Edits | Lengths] = [Decay(), Edits(), Lengths(), subsample()]
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: type(source).__name__)
+def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
+    assert isinstance(source, WeightSource) and source.kind is Kind.FACTOR and source.tokens == "train"
+    assert not source.signed and not source.requires and not is_neutral(source)
+    assert source.resolve(4) == source and source.capture_layers(4) == source.wanted() == ()
+    assert isinstance(source, PairedSource) == isinstance(source, Edits)
+    assert isinstance(source, NativeSource) != isinstance(source, Edits)
+    assert isinstance(source, OnlineSource) == isinstance(source, Lengths)
+    assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}
+    with pytest.raises(UserError, match=rf"weights={type(source).__name__.lower()} .*attnpo\.fit"):
+        source.capture([], Tools(), ())
+    with pytest.raises(UserError, match="transforms"):
+        check_transforms(source, [Mixture()])
+    require_reader(source, TwDPO())
+    require_reader(source, OTPO())
+    with pytest.raises(UserError, match="DPO reads no token weights"):
+        require_reader(source, DPO())
+
+
+@pytest.mark.parametrize("name", ["decay", "edits", "lengths", "column"])
+def test_the_config_builds_them_with_their_defaults(name: str) -> None:
+    chosen = ["setting=real_smoke", "model.path=unset", "data.path=unset", f"weights={name}"]
+    cfg = load("fit", chosen)
+    assert cfg.weights == type(cfg.weights)()
+    unread = cfg.unread()
+    assert {"judge", "align", "verbalizer", "auto_layer"} <= set(unread)
+
+
+def test_offline_factors_reach_the_objective_as_factors() -> None:
+    """A sum takes them as they are, a mean over n; a distribution would be multiplied by |y|."""
+    sides = both(encoded(5, 6), encoded(7))
+    found = training_weights(Decay(0.5, 0), None, sides, pair=PAIR)
+    batch = collate([make_example("p", sides, found)], padded, 0, 1)
+    assert batch.main.factors
+    ratio = torch.where(batch.main.response_mask, torch.tensor([[1.0, 2.0, 4.0], [3.0, 5.0, 0.0]]), 0.0)
+    policy, reference = TokenStats(ratio), TokenStats(torch.zeros_like(ratio))
+    summed = TwDPO(beta=1.0)(policy, reference, batch)
+    assert (summed.chosen_rewards.item(), summed.rejected_rewards.item()) == (1 + 1 + 1, 3 + 2.5)
+    mean = IPO(beta=1.0)(policy, reference, batch)
+    assert mean.chosen_rewards.item() == pytest.approx(3 / 3) and mean.rejected_rewards.item() == 5.5 / 2
+
+
+def factors_of(source: WeightSource, case: Case) -> Tensor:
+    """The source's weights on the responses of a case, whose tokens are all different."""
+    counts = case.batch.main.response_mask.sum(-1).tolist()
+    rows: dict[str, list[Tensor]] = {side: [] for side in SIDES}
+    for chosen, rejected in zip(*torch.tensor(counts).chunk(2), strict=True):
+        ids = (range(int(chosen) - 1), range(100, 99 + int(rejected)))
+        made = training_weights(source, None, both(encoded(*ids[0]), encoded(*ids[1])), pair=PAIR)
+        rows["chosen"].append(made.chosen)
+        rows["rejected"].append(made.rejected)
+    return pad_rows(rows["chosen"] + rows["rejected"], case.batch.main.response_mask.shape[1]).double()
+
+
+def losses(source: WeightSource, objective: PreferenceObjective) -> Tensor:
+    """Losses of the objective's made-up pairs with the weights of ``source``, online ones as the module gives them."""
+    case = make_case(objective)
+    main = case.batch.main
+    if isinstance(source, OnlineSource):
+        return objective(
+            case.policy, case.reference, module.weighed(case.batch, source, case.policy, case.reference)
+        ).losses
+    rows = replace(
+        main,
+        token_weights={"reward": factors_of(source, case)},
+        source_lengths=main.response_mask.sum(-1).double(),
+        factors=source.kind is Kind.FACTOR,
+    )
+    batch = replace(case.batch, groups={**case.batch.groups, "main": rows})
+    return objective(case.policy, case.reference, batch).losses
+
+
+READERS = [name for name in groups()["objective"] if "token_weights" in objective_of(name).requires]
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_objective_that_reads_weights_takes_them(name: str) -> None:
+    """Factors of 1 are what uniform weights are; other factors move the loss."""
+    objective = objective_of(name)
+    plain = losses(Edits(1.0, 1.0) if "factors" in objective.requires else Uniform(), objective)
+    for ones in (Decay(1.0), Edits(1.0, 1.0), Lengths(alpha=1.0)):
+        torch.testing.assert_close(losses(ones, objective), plain, rtol=1e-6, atol=1e-7)
+    for source in (Decay(0.5), Edits(), Lengths(alpha=0.0), subsample()):
+        found = losses(source, objective)
+        assert bool(found.isfinite().all()) and not torch.allclose(found, plain), type(source).__name__
+
+
+def test_the_golden_records_of_d2po(shared: Path) -> None:
+    found = json.loads((shared / "golden" / "losses.json").read_text(encoding="utf-8"))["records"]
+    records = [Record.read(values) for values in found if values["name"] == "d2po"]
+    outcomes = [item.run() for item in items(records)]
+    assert len(outcomes) == len(records) > 0
+    assert all(outcome.status is Status.OK for outcome in outcomes), outcomes
