@@ -11,6 +11,7 @@ from attnpo.evaluation.spreads import half_widths
 
 NONE = "-"
 DIGITS = 2
+DIRECTIONS = {True: "", False: " (lower is better)", None: " (no direction)"}
 NOTE = (
     "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: by "
     "Student's t); questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
@@ -39,10 +40,11 @@ def _row(score: Score) -> list[Cell]:
     low, high = score.interval or (None, None)
     interval = NONE if low is None or high is None else f"[{fixed(low, DIGITS)}, {fixed(high, DIGITS)}]"
     grading = NONE if score.grading is None else fixed(score.grading, DIGITS)
+    name = score.name + DIRECTIONS[score.higher_is_better]
     if math.isnan(score.mean):
-        return [score.name, NONE, NONE, interval, grading, score.questions]
+        return [name, NONE, NONE, interval, grading, score.questions]
     rounds = rounds_text(score, DIGITS) or NONE
-    return [score.name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
+    return [name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
 
 
 def rounds_text(score: Score, digits: int) -> str:

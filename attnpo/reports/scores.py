@@ -43,6 +43,12 @@ class Figure:
         largest = max(abs(score.mean) for score in self.scores.values())
         return SHARE_DECIMALS if largest <= 1 else DECIMALS
 
+    @property
+    def higher_is_better(self) -> bool | None:
+        """The direction of its scores; None where they do not say, or not the same."""
+        said = {score.higher_is_better for score in self.scores.values()}
+        return said.pop() if len(said) == 1 else None
+
     def printed(self, label: str) -> float | None:
         """A label's mean as it is printed."""
         score = self.scores.get(label)
@@ -63,9 +69,13 @@ class Board:
         return [figure for figure in self.figures if figure.shown]
 
     def ranked(self) -> list[Figure]:
-        """The figures that labels are ranked by: of two labels at least, graded and answered in one way."""
+        """The figures that labels are ranked by: of two labels at least, in one way of grading, with a direction."""
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
-        return [figure for figure in self.shown if len(figure.scores) > 1 and figure.benchmark not in unfit]
+        return [
+            figure
+            for figure in self.shown
+            if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
+        ]
 
     def way(self, label: str, benchmark: str) -> int:
         """Which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
@@ -83,7 +93,8 @@ class Board:
         whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
         if not figures or len(whole) < 2:
             return {}
-        means = average_ranks(np.array(list(whole.values()), dtype=np.float64))
+        directions = [bool(figure.higher_is_better) for figure in figures]
+        means = average_ranks(np.array(list(whole.values()), dtype=np.float64), directions)
         return {label: float(mean) for label, mean in zip(whole, means, strict=True)}
 
 
