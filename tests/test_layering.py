@@ -13,7 +13,7 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine"}
+EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine", "threads"}
 ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hub": set(),
     "files": set(),
     "locks": {"console", "files"},
+    "threads": set(),
     "machine": {"config", "console", "schema", "training"},
     "text": TEXT,
     "weights": WEIGHTS | {"components"},
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
 LIGHT_FILES = ENTRY_POINTS | {
     *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
-    *("files", "hub", "locks", "machine"),
+    *("files", "hub", "locks", "machine", "threads"),
 }
 
 

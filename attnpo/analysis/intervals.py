@@ -229,11 +229,17 @@ def tied_ranks(scores: Float[np.ndarray, "methods"]) -> Float[np.ndarray, "metho
     return np.asarray((last - (counts - 1) / 2)[group.reshape(-1)], dtype=np.float64)
 
 
-def average_ranks(scores: Float[np.ndarray, "methods metrics"]) -> Float[np.ndarray, "methods"]:
-    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1); higher scores are better."""
+def average_ranks(
+    scores: Float[np.ndarray, "methods metrics"], higher: Sequence[bool] | None = None
+) -> Float[np.ndarray, "methods"]:
+    """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
+
+    ``higher`` says of each metric whether its higher scores are the better ones, as they are where it is not given.
+    """
     if scores.ndim != 2 or 0 in scores.shape:
         raise UserError(f"average ranks: expected a table of methods x metrics, got shape {scores.shape}")
-    columns = [tied_ranks(column) for column in scores.T]
+    directions = [True] * scores.shape[1] if higher is None else higher
+    columns = [tied_ranks(column if up else -column) for column, up in zip(scores.T, directions, strict=True)]
     return np.asarray(np.mean(columns, axis=0), dtype=np.float64)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from attnpo.files import differences, shortened, write_whole
+from attnpo.files import differences, mend_lines, shortened, write_whole
 from attnpo.schema import Message, UserError
 
 log = logging.getLogger(__name__)
@@ -103,8 +103,8 @@ class AnswerFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if KEY not in stored:
             self.account(key, {})
-        if self.part in files:
-            _mend(self.part)
+        if mend_lines(self.part):
+            log.info("%s: its last line was cut off; that answer is computed again", self.part)
         return {(row["id"], row["draw"]): row for file in files for row in _rows(file)}
 
     # ------------------------------------------------------------------------------------------ writing
@@ -139,16 +139,6 @@ class AnswerFile:
 
 def _line(row: AnswerRow) -> str:
     return json.dumps(row, ensure_ascii=False) + "\n"
-
-
-def _mend(file: Path) -> None:
-    """Removes what stands after the last line end: the row that a stopped command was writing."""
-    content = file.read_bytes()
-    keep = content.rfind(b"\n") + 1
-    if keep < len(content):
-        log.info("%s: its last line was cut off; that answer is computed again", file)
-        with file.open("r+b") as stream:
-            stream.truncate(keep)
 
 
 def _rows(file: Path) -> list[AnswerRow]:

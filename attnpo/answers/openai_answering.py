@@ -2,13 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Queue
-from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +14,7 @@ from attnpo.answers.base import LENGTH, STOP, Answerer, Asked, Reply
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
 from attnpo.text.chat import ChatFormat
+from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
     from openai import APIStatusError, OpenAI
@@ -169,7 +167,7 @@ class ServedAnswerer:
             base_url=settings.base_url, api_key=self._secret, timeout=settings.timeout, max_retries=settings.retries
         )
         in_a_row = done = 0
-        for index, reply in _as_they_come(len(bodies), settings.concurrency, lambda at: _ask(client, bodies[at])):
+        for index, reply in in_threads(lambda at: _ask(client, bodies[at]), range(len(bodies)), settings.concurrency):
             done += 1
             if isinstance(reply, Reply):
                 in_a_row = 0
@@ -268,47 +266,3 @@ def _reply(completion: "ChatCompletion") -> _Outcome:
     except (AttributeError, IndexError, TypeError, ValueError) as problem:
         return _Failure(f"the server's answer is no chat completion ({type(problem).__name__}: {problem})")
     return Reply(text or "", tokens, str(reason or STOP))
-
-
-class _Asking:
-    """Threads that work through ``count`` calls of ``ask``, by index."""
-
-    def __init__(self, count: int, ask: Callable[[int], _Outcome]) -> None:
-        self.ask = ask
-        self.came: Queue[tuple[int, Future[_Outcome]]] = Queue()
-        self.stopped = Event()
-        self._waiting = iter(range(count))
-        self._lock = Lock()
-
-    def work(self) -> None:
-        """Takes calls until none is left or it is stopped."""
-        while not self.stopped.is_set():
-            with self._lock:
-                index = next(self._waiting, None)
-            if index is None:
-                return
-            future: Future[_Outcome] = Future()
-            try:
-                future.set_result(self.ask(index))
-            except Exception as problem:  # noqa: BLE001  whoever reads raises it
-                future.set_exception(problem)
-            self.came.put((index, future))
-
-
-def _as_they_come(count: int, at_once: int, ask: Callable[[int], _Outcome]) -> Iterator[tuple[int, _Outcome]]:
-    """The outcomes of ``ask`` for 0 to ``count - 1`` with their indices, ``at_once`` of them asked at a time.
-
-    Whoever stops reading waits for nothing: the threads are daemons, so Ctrl-C does not wait for a slow server.
-    """
-    asking = _Asking(count, ask)
-    threads = [Thread(target=asking.work, name="answering", daemon=True) for _ in range(min(at_once, count))]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(count):
-            index, future = asking.came.get()
-            yield index, future.result()
-        for thread in threads:
-            thread.join()
-    finally:
-        asking.stopped.set()

@@ -47,6 +47,11 @@ def half_up(value: float, digits: int) -> float:
     return float(Decimal(repr(round(value, digits + 7))).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
+def fixed(value: float, digits: int) -> str:
+    """A number with ``digits`` decimals, halves away from zero; inf and nan as these words."""
+    return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
+
+
 def table_text(columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, title: str = "") -> str:
     """The table as aligned plain text without a trailing newline: numbers to the right, a rule below the head.
 

@@ -20,6 +20,7 @@ from attnpo.evaluation import alpaca_library, alpaca_rates
 from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_to_get
 from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
 from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.matching import matched
 from attnpo.files import file_digest, shortened
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import Sampling, UserError
@@ -204,29 +205,10 @@ class AlpacaEval:
         UserError for answers that do not fit the set.
         """
         wanted = range(len(self.questions())) if places is None else places
-        ids = [self.questions()[place].id for place in wanted]
-        lacking = [id_ for id_ in ids if id_ not in answers]
-        if lacking:
-            raise UserError(
-                f"benchmark={self.name}: {len(lacking)} of {len(ids)} questions have no answer "
-                f"({_some(lacking)}); generate the answers again, which goes on with those that are missing"
-            )
-        unknown = sorted(answers.keys() - {question.id for question in self.questions()})
-        if unknown:
-            raise UserError(
-                f"benchmark={self.name}: answers to questions that the reference set does not have ({_some(unknown)}); "
-                f"they belong to another file than benchmark.reference_outputs={self.reference_outputs}"
-            )
-        for id_ in ids:
-            answer = answers[id_]
-            if answer.question != id_ or len(answer.turns) != 1:
-                raise UserError(
-                    f"benchmark={self.name}: the answer under question {id_} is one of {len(answer.turns)} turns to "
-                    f"question {answer.question}; expected one turn, each answer at its own question"
-                )
+        questions = [self.questions()[place] for place in wanted]
         return [
-            Compared(question.turns[0], self._reference.outputs[place], answers[question.id].turns[0])
-            for place, question in ((place, self.questions()[place]) for place in wanted)
+            Compared(question.turns[0], self._reference.outputs[place], answer.turns[0])
+            for place, question, answer in zip(wanted, questions, matched(self.name, questions, answers), strict=True)
         ]
 
 

@@ -78,7 +78,7 @@ class Score:
 
     ``rounds``: the figure of each round of generation, ``mean`` their mean. ``interval``: 95 % over questions, of the
     mean. ``grading``: the standard deviation of the mean from grading the same answers again. ``questions``: how many
-    it stands on.
+    it stands on. ``higher_is_better``: its direction; None where its library does not say, so that it ranks nobody.
     """
 
     name: str
@@ -87,6 +87,7 @@ class Score:
     interval: tuple[float, float] | None = None
     grading: float | None = None
     questions: int = 0
+    higher_is_better: bool | None = True
 
 
 @dataclass(frozen=True)

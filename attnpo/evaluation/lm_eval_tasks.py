@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 BOOTSTRAP = 1000
 """Resamples for standard errors without a formula (lm_eval's own 100,000 take minutes for a third digit)."""
 NO_FILTER = "none"  # lm_eval's name for answers taken as they are
-VERSION = "1"  # raised by hand with every change of the code that moves a figure
+VERSION = "2"  # raised by hand with every change of the code that moves a figure
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,7 @@ class Figure:
     """One number of a task or group: of a metric, for the answers as a filter leaves them (``acc,none``).
 
     ``shots``: examples in front of a question; ``data``: a digest of the documents, None for a group.
+    ``higher_is_better``: what the task says of its metric; None where it, or a group's tasks together, do not say.
     """
 
     task: str
@@ -242,13 +243,14 @@ class Figure:
     shots: int | None
     version: str | float | None
     data: str | None
+    higher_is_better: bool | None = None
 
     def score(self) -> Score:
         """The figure as a score, with 1.96 standard errors."""
         name = ".".join(part for part in (self.task, self.metric, self.filter) if part != NO_FILTER)
         half = None if self.stderr is None else NORMAL * self.stderr
         interval = None if half is None else (self.value - half, self.value + half)
-        return Score(name, self.value, (self.value,), interval, None, self.documents)
+        return Score(name, self.value, (self.value,), interval, None, self.documents, self.higher_is_better)
 
 
 def measured_of(name: str, results: "EvalResults", counts: Mapping[str, int]) -> Measured:
@@ -285,6 +287,7 @@ def figures_of(results: "EvalResults") -> list[Figure]:
                 shots=results["n-shot"].get(task),
                 version=results["versions"].get(task),
                 data=digest(sorted(documents))[:12] if documents else None,
+                higher_is_better=results["higher_is_better"].get(task, {}).get(metric),
             )
             figures.append(figure)
     return figures

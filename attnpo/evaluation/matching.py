@@ -30,7 +30,7 @@ def matched(benchmark: str, questions: Sequence[Question], answers: Mapping[str,
     if told:
         raise UserError(
             f"answers to {benchmark}: of its {len(asked)} questions {'; '.join(told)}. Delete the file of these "
-            "answers and give the command again, or name the checkout that its questions were read from"
+            "answers and give the command again, or name the files that its questions were read from"
         )
     return [answers[question.id] for question in questions]
 

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from attnpo.answers.questions import ModelAnswer, Question
 from attnpo.config_files import find_file
 from attnpo.evaluation.base import Graded, Replies
+from attnpo.evaluation.matching import matched
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
 from attnpo.text.judge_template import JudgeTemplate, question_text
@@ -238,7 +239,7 @@ class PairwiseBenchmark:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """Two per question."""
         questions = self.questions()
-        require_answers(self.name, questions, answers)
+        given = matched(self.name, questions, answers)
         rivals = self.of.baseline_answers()
         missing = [question.id for question in questions if question.id not in rivals]
         if missing:
@@ -247,8 +248,8 @@ class PairwiseBenchmark:
                 f"(first: {missing[0]}); give a complete file of its answers"
             )
         contests = [
-            Contest(question.id, asked_text(question), answers[question.id].turns[0], rivals[question.id])
-            for question in questions
+            Contest(question.id, asked_text(question), answer.turns[0], rivals[question.id])
+            for question, answer in zip(questions, given, strict=True)
         ]
         return self.pairwise.calls(self.name, round_, contests)
 
@@ -271,13 +272,3 @@ def asked_text(question: Question) -> str:
     if question.system is not None:
         turns.insert(0, Message(role="system", content=question.system))
     return question_text(turns)
-
-
-def require_answers(name: str, questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) -> None:
-    """Raises UserError naming questions that have no answer."""
-    missing = [question.id for question in questions if question.id not in answers]
-    if missing:
-        raise UserError(
-            f"benchmark {name}: {len(missing)} of {len(questions)} questions have no answer (first: {missing[0]}); "
-            "give the command again, it answers what is missing"
-        )

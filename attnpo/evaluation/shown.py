@@ -3,16 +3,18 @@
 import math
 from collections.abc import Iterator
 
-from attnpo.analysis.intervals import t_quantile
 from attnpo.display.page import KeyValues, Paragraph, Section, TableBlock
-from attnpo.display.tables import Cell
+from attnpo.display.tables import Cell, fixed, half_up
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.result import EvaluationResult
+from attnpo.evaluation.spreads import half_widths
 
 NONE = "-"
+DIGITS = 2
+DIRECTIONS = {True: "", False: " (lower is better)", None: " (no direction)"}
 NOTE = (
-    "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) and, in brackets, "
-    "Student's t; questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
+    "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: by "
+    "Student's t); questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
     "answers again. A difference of two models below the grading spread is none"
 )
 
@@ -20,7 +22,7 @@ NOTE = (
 def result_sections(result: EvaluationResult) -> list[Section]:
     """The tables of one result."""
     rows = [_row(score) for score in result.scores]
-    blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": 2})]
+    blocks = [TableBlock(["score", "mean", "rounds", "questions", "grading", "n"], rows, digits={"mean": DIGITS})]
     sections = [Section(f"{result.label} on {result.benchmark}", [*blocks, Paragraph(NOTE)])]
     if result.table:
         columns = list(dict.fromkeys(name for row in result.table for name in row))
@@ -35,19 +37,22 @@ def _cells(row: object) -> dict[str, Cell]:
 
 
 def _row(score: Score) -> list[Cell]:
-    interval = NONE if score.interval is None else f"[{score.interval[0]:.2f}, {score.interval[1]:.2f}]"
-    grading = NONE if score.grading is None else f"{score.grading:.2f}"
-    mean = NONE if math.isnan(score.mean) else score.mean
-    return [score.name, mean, rounds_text(score), interval, grading, score.questions]
+    low, high = score.interval or (None, None)
+    interval = NONE if low is None or high is None else f"[{fixed(low, DIGITS)}, {fixed(high, DIGITS)}]"
+    grading = NONE if score.grading is None else fixed(score.grading, DIGITS)
+    name = score.name + DIRECTIONS[score.higher_is_better]
+    if math.isnan(score.mean):
+        return [name, NONE, NONE, interval, grading, score.questions]
+    rounds = rounds_text(score, DIGITS) or NONE
+    return [name, half_up(score.mean, DIGITS), rounds, interval, grading, score.questions]
 
 
-def rounds_text(score: Score) -> str:
-    """The half width over rounds, normal and, in brackets, t; "-" with fewer than two rounds or without a mean."""
-    count = len(score.rounds)
-    if count < 2 or math.isnan(score.mean):
-        return NONE
-    spread = (sum((value - score.mean) ** 2 for value in score.rounds) / (count - 1) / count) ** 0.5
-    return f"±{1.96 * spread:.2f} (±{t_quantile(0.975, count - 1) * spread:.2f})"
+def rounds_text(score: Score, digits: int) -> str:
+    """Both half widths over rounds: ``± 1.57 (t 3.45)``, the second by Student's t; empty for fewer than two rounds."""
+    normal, student = half_widths(score.rounds)
+    if normal is None or student is None:
+        return ""
+    return f"± {fixed(normal, digits)} (t {fixed(student, digits)})"
 
 
 def _account(result: EvaluationResult) -> Iterator[KeyValues]:

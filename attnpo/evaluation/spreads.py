@@ -1,9 +1,12 @@
 """The three spreads of a figure: over questions, over rounds of generation, and from grading the same answers again."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import stdev
 
 import numpy as np
 
+from attnpo.analysis.intervals import t_quantile
 from attnpo.answers.questions import ModelAnswer
 from attnpo.evaluation.base import Graded, Replies, Score
 
@@ -13,6 +16,17 @@ EXCHANGES = 24
 """Ways of exchanging first grades for second ones, where a figure is no weighted mean of its questions' values."""
 LEVEL = 0.95
 NORMAL = 1.96
+
+
+def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t; s with n - 1.
+
+    None for a single round, which has no spread.
+    """
+    if len(rounds) < 2:
+        return None, None
+    error = stdev(rounds) / math.sqrt(len(rounds))
+    return NORMAL * error, t_quantile(0.975, len(rounds) - 1) * error
 
 
 def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> Score:

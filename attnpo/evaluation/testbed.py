@@ -11,15 +11,8 @@ from jaxtyping import Float
 
 from attnpo.answers.questions import ModelAnswer, Question
 from attnpo.evaluation.base import Graded, Replies
-from attnpo.evaluation.pairwise import (
-    MODEL_FIRST,
-    MODEL_SECOND,
-    Contest,
-    PairwiseRules,
-    mean_of,
-    require_answers,
-    there,
-)
+from attnpo.evaluation.matching import matched
+from attnpo.evaluation.pairwise import MODEL_FIRST, MODEL_SECOND, Contest, PairwiseRules, mean_of, there
 from attnpo.grading.base import GradingCall
 from attnpo.grading.truth_grader import rewards_in
 from attnpo.schema import SEEDS, Message, Sampling, UserError, check_choice, check_least
@@ -121,13 +114,13 @@ class TestbedBenchmark:
     def calls(self, answers: Mapping[str, ModelAnswer], round_: int) -> Sequence[GradingCall]:
         """With a baseline two comparisons per prompt, one per order; else one call with prompt and review as turns."""
         questions = self.questions()
-        require_answers(self.name, questions, answers)
+        given = matched(self.name, questions, answers)
         if self.baseline is None:
-            return [self._alone(question, answers[question.id], round_) for question in questions]
+            return [self._alone(question, answer, round_) for question, answer in zip(questions, given, strict=True)]
         rivals = self.baseline_answers()
         contests = [
-            Contest(question.id, question.turns[0], answers[question.id].turns[0], rivals[question.id])
-            for question in questions
+            Contest(question.id, question.turns[0], answer.turns[0], rivals[question.id])
+            for question, answer in zip(questions, given, strict=True)
         ]
         return self.pairwise.calls(self.name, round_, contests)
 

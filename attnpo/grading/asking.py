@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from attnpo.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
-from attnpo.grading.limits import Budget, GradingLimits, InputTokens
+from attnpo.grading.input_tokens import ENOUGH, InputTokens
+from attnpo.grading.limits import Budget, GradingLimits
 from attnpo.grading.store import ReplyStore
 from attnpo.schema import UserError
 
@@ -127,26 +128,22 @@ def _without_asking(wanted: list[GradingCall], grader: Grader, store: ReplyStore
 
 def _ask(wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: GradingLimits) -> Asked:
     identity, tokens = grader.identity(), InputTokens(grader)
-    todo = deque(_lacking(wanted, identity, store, tokens))
+    todo = tokens.spread(_lacking(wanted, identity, store, tokens))
     before = store.replies(identity)
     spent = math.fsum(grader.price.of(reply.input_tokens, reply.output_tokens) for reply in before)
     budget = Budget(limits, grader, tokens, spent, len(before))
     if todo:
         log.info("%s", _estimated(todo, len(wanted), grader, tokens))
     tally = _Tally(len(wanted), len(wanted) - len(todo), budget, limits.max_failed, str(identity.get("model") or ""))
-    asking = True
-    while todo and asking:  # what did not fit beside calls in flight may fit after them
-        asking = False
-        for call, reply in grader.ask(budget.admitted(todo)):
-            asking = True
-            failed = isinstance(reply, GradingFailure)
-            budget.settle(call, None if isinstance(reply, GradingFailure) else reply)
-            if not isinstance(reply, GradingFailure):
-                store.add(call, identity, reply)
-            tally.note(call, reply)
-            if failed:
-                tally.check()
-    left = tuple(todo)
+    # Estimates are fitted to the first replies, which are awaited: the quickest of more would be the shortest.
+    first = 0 if tokens.exact or tokens.seen >= ENOUGH else ENOUGH
+    probe, rest = deque(todo[:first]), deque(todo[first:])
+    _ask_part(probe, grader, store, budget, tally)
+    if rest and not probe:
+        if first and tokens.seen >= ENOUGH:
+            log.info("grading: %d calls left: %s", len(rest), _estimated(rest, len(rest), grader, tokens).rest)
+        _ask_part(rest, grader, store, budget, tally)
+    left = (*probe, *rest)
     ahead = _estimated(left, len(left), grader, tokens) if left else None
     asked = Asked(
         replies=_stored(wanted, identity, store),
@@ -160,6 +157,23 @@ def _ask(wanted: list[GradingCall], grader: Grader, store: ReplyStore, limits: G
     )
     _report(asked, budget)
     return asked
+
+
+def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budget: Budget, tally: "_Tally") -> None:
+    """Asks what is in ``calls`` and takes it out, until a bound is reached."""
+    identity = grader.identity()
+    asking = True
+    while calls and asking:  # what did not fit beside calls in flight may fit after them
+        asking = False
+        for call, reply in grader.ask(budget.admitted(calls)):
+            asking = True
+            failed = isinstance(reply, GradingFailure)
+            budget.settle(call, None if isinstance(reply, GradingFailure) else reply)
+            if not isinstance(reply, GradingFailure):
+                store.add(call, identity, reply)
+            tally.note(call, reply)
+            if failed:
+                tally.check()
 
 
 @dataclass
@@ -229,7 +243,7 @@ def _lacking(
         if reply is None:
             lacking.append(call)
         else:
-            tokens.saw(tokens.raw(call), reply)
+            tokens.saw(call, reply)
     return lacking
 
 
@@ -242,7 +256,7 @@ def _stored(
 
 def _estimated(lacking: Iterable[GradingCall], wanted: int, grader: Grader, tokens: InputTokens) -> Estimate:
     calls = list(lacking)
-    before = tokens.corrected(sum(tokens.raw(call) for call in calls))
+    before = tokens.total(calls)
     most = sum(call.max_tokens for call in calls)
     cost = grader.price.of(before, most) if grader.price.known else None
     return Estimate(wanted, wanted - len(calls), before, most, cost, tokens.method)

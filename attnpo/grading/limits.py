@@ -1,17 +1,12 @@
-"""What a command may ask of a grader: how much, for how many dollars, and what a call costs before it is made."""
+"""What a command may ask of a grader: how much, and for how many dollars."""
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from attnpo.grading.base import Grader, GradingCall, GradingReply
+from attnpo.grading.input_tokens import InputTokens
 from attnpo.schema import UserError, check_least
-
-# About a token each: up to six letters, a digit, up to two marks, a line end, any other sign.
-# Measured on English, Chinese and JSON texts: a half to two thirds of the error that counting characters makes.
-PIECE = re.compile(r"[A-Za-z]{1,6}|\d|[!-/:-@\[-`{-~]{1,2}|[^\x00-\x7f]|\n")
-ENOUGH = 20  # replies whose account corrects the estimate
 
 
 @dataclass(frozen=True)
@@ -45,58 +40,6 @@ class GradingLimits:
 
 
 @dataclass
-class InputTokens:
-    """Counts the tokens of calls before they are made.
-
-    By the grader's tokenizer, else from pieces of the text (``PIECE``). From the 20th reply on both are corrected by
-    what the grader's own account of the calls before has said.
-    """
-
-    grader: Grader
-    seen: int = 0
-    exact: bool = False
-    _counted: int = 0
-    _actual: int = 0
-    _raw: dict[GradingCall, int] = field(default_factory=dict)
-
-    def raw(self, call: GradingCall) -> int:
-        """The count without the correction."""
-        if call not in self._raw:
-            counted = self.grader.count_tokens(call)
-            self.exact = counted is not None
-            self._raw[call] = _pieces(call) if counted is None else counted
-        return self._raw[call]
-
-    def saw(self, raw: int, reply: GradingReply) -> None:
-        """Takes note of the account of a call whose count was ``raw``; a reply without an account says nothing."""
-        if reply.input_tokens > 0 and raw > 0:
-            self.seen += 1
-            self._counted += raw
-            self._actual += reply.input_tokens
-
-    @property
-    def correction(self) -> float:
-        """What a count is multiplied with: actual over counted tokens of what was seen."""
-        return self._actual / self._counted if self.seen >= ENOUGH else 1.0
-
-    def corrected(self, raw: int) -> int:
-        """A count, or a sum of counts, with the correction."""
-        return round(raw * self.correction)
-
-    @property
-    def method(self) -> str:
-        """How it counts, for readers."""
-        counted = "counted by the grader's tokenizer" if self.exact else "estimated from the text"
-        if self.seen < ENOUGH:
-            return counted
-        return f"{counted}, times {self.correction:.2f} after {self.seen} replies"
-
-
-def _pieces(call: GradingCall) -> int:
-    return sum(len(PIECE.findall(message["content"])) for message in call.messages)
-
-
-@dataclass
 class Budget:
     """Lets calls through as long as they fit.
 
@@ -110,26 +53,25 @@ class Budget:
     spent: float = 0.0
     replied: int = 0
     stopped: str | None = None
-    _flying: dict[GradingCall, tuple[int, float]] = field(default_factory=dict)
+    _flying: dict[GradingCall, float] = field(default_factory=dict)
 
     def admitted(self, calls: deque[GradingCall]) -> Iterator[GradingCall]:
         """Takes calls from the front of ``calls`` while they fit; ``stopped`` says which bound ended it."""
         price = self.grader.price
         while calls:
-            raw = self.tokens.raw(calls[0])
-            most = price.of(self.tokens.corrected(raw), calls[0].max_tokens)
+            most = price.of(self.tokens.of(calls[0]), calls[0].max_tokens)
             self.stopped = self._bound(most)
             if self.stopped is not None:
                 return
             call = calls.popleft()
-            self._flying[call] = (raw, most)
+            self._flying[call] = most
             yield call
 
     def settle(self, call: GradingCall, reply: GradingReply | None) -> None:
         """Replaces what was set aside for a call by what it cost; None for a call that got no reply."""
-        raw, _ = self._flying.pop(call)
+        del self._flying[call]
         if reply is not None:
-            self.tokens.saw(raw, reply)
+            self.tokens.saw(call, reply)
             self.spent += self.grader.price.of(reply.input_tokens, reply.output_tokens)
             self.replied += 1
 
@@ -137,7 +79,7 @@ class Budget:
         max_cost, max_calls = self.limits.max_cost, self.limits.max_calls
         if max_calls is not None and self.replied + len(self._flying) >= max_calls:
             return f"limits.max_calls={max_calls}"
-        reserved = sum(cost for _, cost in self._flying.values())
+        reserved = sum(self._flying.values())
         if max_cost is not None and self.spent + reserved + most > max_cost:
             return f"limits.max_cost={max_cost:g}"
         return None

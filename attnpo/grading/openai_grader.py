@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.grading.threads import in_threads
 from attnpo.schema import UserError, check_choice, check_least
 from attnpo.text.chat import ChatFormat
+from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
     import httpx2

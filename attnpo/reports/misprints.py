@@ -14,9 +14,10 @@ import numpy as np
 from attnpo.analysis.intervals import average_ranks
 from attnpo.display.printed import PrintedTable, read_printed
 from attnpo.display.tables import Cell, half_up
+from attnpo.evaluation.spreads import NORMAL
 from attnpo.reports.evaluations import PAPER
 from attnpo.reports.folder_report import MODELS, letters, whose
-from attnpo.reports.scores import CI, DECIMALS, MEAN, METHOD, NORMAL, PRINTED_RANK
+from attnpo.reports.scores import CI, DECIMALS, MEAN, METHOD, PRINTED_RANK
 from attnpo.schema import UserError
 
 RECOMPUTED, PRINTED, MISPRINT = "average rank", "printed", "misprint"

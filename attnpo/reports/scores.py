@@ -7,16 +7,17 @@ from statistics import stdev
 
 import numpy as np
 
-from attnpo.analysis.intervals import average_ranks, t_quantile
+from attnpo.analysis.intervals import average_ranks
 from attnpo.display.printed import KeyedTable
-from attnpo.display.tables import Cell, half_up
+from attnpo.display.tables import Cell, fixed, half_up
 from attnpo.evaluation.base import Score
+from attnpo.evaluation.shown import rounds_text
+from attnpo.evaluation.spreads import NORMAL, half_widths
 from attnpo.reports.evaluations import PAPER, Evaluation, Mixed, counts
 
 METHOD, BENCHMARK, FIGURE, AVG_RANK = "method", "benchmark", "figure", "avg_rank"
 PRINTED_RANK = "avg_rank_printed"  # what files of printed numbers call the paper's average rank
 MEAN, CI, T = "_mean", "_ci95", "_t95"  # after a figure's name; the first two as in the paper's table of three runs
-NORMAL = 1.96  # of the paper's intervals over rounds
 DECIMALS = 2  # of the paper's tables
 SHARE_DECIMALS = 4  # of figures between -1 and 1
 Cells = dict[str, Cell]
@@ -42,6 +43,12 @@ class Figure:
         largest = max(abs(score.mean) for score in self.scores.values())
         return SHARE_DECIMALS if largest <= 1 else DECIMALS
 
+    @property
+    def higher_is_better(self) -> bool | None:
+        """The direction of its scores; None where they do not say, or not the same."""
+        said = {score.higher_is_better for score in self.scores.values()}
+        return said.pop() if len(said) == 1 else None
+
     def printed(self, label: str) -> float | None:
         """A label's mean as it is printed."""
         score = self.scores.get(label)
@@ -62,9 +69,13 @@ class Board:
         return [figure for figure in self.figures if figure.shown]
 
     def ranked(self) -> list[Figure]:
-        """The figures that labels are ranked by: of two labels at least, graded and answered in one way."""
+        """The figures that labels are ranked by: of two labels at least, in one way of grading, with a direction."""
         unfit = {one.benchmark for one in self.mixed if not one.comparable}
-        return [figure for figure in self.shown if len(figure.scores) > 1 and figure.benchmark not in unfit]
+        return [
+            figure
+            for figure in self.shown
+            if len(figure.scores) > 1 and figure.benchmark not in unfit and figure.higher_is_better is not None
+        ]
 
     def way(self, label: str, benchmark: str) -> int:
         """Which way of grading and answering a label's figures of a benchmark are of: 0 for that of most."""
@@ -82,7 +93,8 @@ class Board:
         whole = {label: [v for v in row if v is not None] for label, row in rows.items() if None not in row}
         if not figures or len(whole) < 2:
             return {}
-        means = average_ranks(np.array(list(whole.values()), dtype=np.float64))
+        directions = [bool(figure.higher_is_better) for figure in figures]
+        means = average_ranks(np.array(list(whole.values()), dtype=np.float64), directions)
         return {label: float(mean) for label, mean in zip(whole, means, strict=True)}
 
 
@@ -137,17 +149,6 @@ def _half_up(value: float | None) -> float | None:
     return None if value is None else half_up(value, DECIMALS)
 
 
-def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
-    """The 95 % half widths of a mean over n rounds: 1.96 s / sqrt(n), the paper's, and Student's t; s with n - 1.
-
-    None for a single round, which has no spread.
-    """
-    if len(rounds) < 2:
-        return None, None
-    error = stdev(rounds) / math.sqrt(len(rounds))
-    return NORMAL * error, t_quantile(0.975, len(rounds) - 1) * error
-
-
 def rounds_table(board: Board) -> KeyedTable:
     """The means with both intervals over rounds: the paper's table of three runs, with Student's t beside it.
 
@@ -165,7 +166,7 @@ def rounds_table(board: Board) -> KeyedTable:
                 continue
             normal, student = half_widths(score.rounds)
             row |= {figure.name + MEAN: score.mean, figure.name + CI: normal, figure.name + T: student}
-            told[figure.name] = _with_widths(score.mean, normal, student, figure.digits)
+            told[figure.name] = f"{fixed(score.mean, figure.digits)} {rounds_text(score, figure.digits)}".rstrip()
         rows.append({**row, AVG_RANK: ranks.get(label)})
         read.append({**told, AVG_RANK: _half_up(ranks.get(label))})
     parts = [figure.name + part for figure in board.shown for part in (MEAN, CI, T)]
@@ -181,17 +182,6 @@ def rounds_table(board: Board) -> KeyedTable:
     )
     columns = (METHOD, *(figure.name for figure in board.shown), AVG_RANK)
     return replace(table, reading=replace(table, columns=columns, rows=tuple(read)))
-
-
-def _with_widths(mean: float, normal: float | None, student: float | None, digits: int) -> str:
-    text = _text(mean, digits)
-    if normal is None or student is None:
-        return text
-    return f"{text} ± {_text(normal, digits)} (t {_text(student, digits)})"
-
-
-def _text(value: float, digits: int) -> str:
-    return f"{half_up(value, digits):.{digits}f}" if math.isfinite(value) else str(value)
 
 
 # ------------------------------------------------------------------------------------------------ spreads
@@ -222,17 +212,17 @@ def spreads_table(board: Board) -> KeyedTable:
                 }
             )
             both = (
-                "" if low is None or high is None else f"{_text(low, figure.digits)} to {_text(high, figure.digits)} "
+                "" if low is None or high is None else f"{fixed(low, figure.digits)} to {fixed(high, figure.digits)} "
             )
             read.append(
                 {
                     **names,
-                    "mean": _text(score.mean, figure.digits),
+                    "mean": fixed(score.mean, figure.digits),
                     "95 % over questions (n)": f"{both}({score.questions})",
                     "sd of rounds (n)": ""
                     if spread is None
-                    else f"{_text(spread, figure.digits)} ({len(score.rounds)})",
-                    "sd of grading": "" if score.grading is None else _text(score.grading, figure.digits),
+                    else f"{fixed(spread, figure.digits)} ({len(score.rounds)})",
+                    "sd of grading": "" if score.grading is None else fixed(score.grading, figure.digits),
                 }
             )
     table = KeyedTable("spreads", "Spreads of each figure", tuple(rows[0]), tuple(rows), (FIGURE, METHOD))

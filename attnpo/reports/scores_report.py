@@ -28,6 +28,7 @@ from attnpo.reports.scores import (
     METHOD,
     PRINTED_RANK,
     Board,
+    Figure,
     board_of,
     close_table,
     cost_rows,
@@ -87,7 +88,7 @@ def about(board: Board) -> list[str]:
     if ranks:
         lines.append(
             f"{AVG_RANK}: mean of the ranks over {', '.join(figure.name for figure in figures)}, on the printed means "
-            f"of the {len(ranks)} rows that have them all; best 1, the highest score; ties share their ranks"
+            f"of the {len(ranks)} rows that have them all; best 1, the {_best(figures)}; ties share their ranks"
         )
     unranked = [label for label in board.labels if label not in ranks]
     if unranked:
@@ -95,6 +96,9 @@ def about(board: Board) -> list[str]:
     alone = [figure.name for figure in board.shown if len(figure.scores) == 1 and len(board.labels) > 1]
     if alone:
         lines.append(f"{AVG_RANK}: not over {', '.join(alone)}, which a single row has")
+    aimless = [figure.name for figure in board.shown if figure.higher_is_better is None and len(figure.scores) > 1]
+    if aimless:
+        lines.append(f"{AVG_RANK}: not over {', '.join(aimless)}, of which it is not known whether higher is better")
     shown = [(figure, label, score) for figure in board.shown for label, score in figure.scores.items()]
     single = dict.fromkeys(label for _, label, score in shown if len(score.rounds) == 1)
     if single:
@@ -112,6 +116,11 @@ def about(board: Board) -> list[str]:
     if any(way.odd for way in board.mixed):
         lines.append("*: graded or answered otherwise than most of its column, see the warning")
     return lines
+
+
+def _best(figures: Sequence[Figure]) -> str:
+    lower = [figure.name for figure in figures if not figure.higher_is_better]
+    return "highest score" + (f", of {', '.join(lower)} the lowest" if lower else "")
 
 
 def uneven(board: Board) -> list[str]:

@@ -29,10 +29,13 @@ from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.display.heat import HeatRow
+from attnpo.display.heat_figure import heatmap_figure
 from attnpo.display.heatmap import heatmap_html
+from attnpo.display.output import terminal
 from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, counterpart, label_of, read_printed
 from attnpo.display.tables import Cell
+from attnpo.files import clean
 from attnpo.machine import versions
 from attnpo.reports.output import publish
 from attnpo.reports.report_config import ReportConfig, files, mark_of
@@ -75,6 +78,8 @@ class Measured:
 def weight_report(cfg: ReportConfig, folder: Path) -> None:
     """Prints the tables of the weights that ``cfg`` describes, and writes them with heat maps to ``folder``.
 
+    The page has those of the first pairs, ``heat-WEIGHTS.png`` that of the first one alone.
+
     Weights that the store lacks are computed as for a run, all layers in one judge pass.
     """
     context = make_context(cfg)
@@ -110,6 +115,10 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
         ),
     ]
     publish(f"Token weights: {model}", shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
+    for one in measured:
+        if one.heat:
+            path = heatmap_figure(one.heat[0], folder / f"heat-{clean(one.label)}.png")
+            terminal().print(f"  {path}", highlight=False, markup=False)
 
 
 # ------------------------------------------------------------------------------------------------ what is weighed

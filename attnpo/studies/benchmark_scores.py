@@ -1,7 +1,7 @@
 """Benchmarks as outcomes of a study: what may be asked for, and the score of a row of its table on one of them."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
 
@@ -18,7 +18,7 @@ class RowScore:
     ``seeds``: how many evaluations were to be made; those that failed are lacking in ``values``. ``interval``: 95 %
     over questions where there is one evaluation. ``grading``: standard deviation of the mean from grading the same
     answers again. ``rounds`` of generation; ``questions`` it stands on; ``counts``: what was missing or replaced, by
-    reason, over all seeds.
+    reason, over all seeds. ``higher_is_better``: the score's direction, None where it is not known.
     """
 
     name: str = ""
@@ -29,6 +29,7 @@ class RowScore:
     rounds: int = 1
     questions: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
+    higher_is_better: bool | None = True
 
     @property
     def failed(self) -> str:
@@ -60,6 +61,12 @@ class RowScore:
         if width is not None:
             return self.mean - width, self.mean + width
         return (math.nan, math.nan) if self.failed or self.interval is None else self.interval
+
+
+def direction(scores: Iterable[RowScore]) -> bool | None:
+    """Whether the higher of several rows' scores on a benchmark are the better; None where they do not say alike."""
+    said = {score.higher_is_better for score in scores if not score.failed}
+    return said.pop() if len(said) == 1 else None
 
 
 def asked_problems(

@@ -338,4 +338,5 @@ def row_score(found: Sequence[EvaluationResult | str]) -> RowScore:
         rounds=max(len(score.rounds) for score in scores),
         questions=scores[0].questions,
         counts=dict(counts),
+        higher_is_better=scores[0].higher_is_better,
     )

@@ -1,14 +1,14 @@
 """A study in the shape of the paper's main table: scores of every arm side by side, and the average of its ranks."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from attnpo.analysis.intervals import average_ranks
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell, half_up
-from attnpo.studies.benchmark_scores import BASE_ROW, RowScore
+from attnpo.studies.benchmark_scores import BASE_ROW, RowScore, direction
 from attnpo.studies.benchmark_table import benchmark_digits
 from attnpo.studies.frontier import CHORD, ENDS, AtKL, at_kl
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
@@ -52,9 +52,14 @@ def _by_benchmarks(outcome: Outcome) -> list[Section]:
     if not outcome.benchmarks:
         return []
     columns, rows = scores_table(outcome)
+    directions = _directions(outcome)
+    lower = [name for name, higher in directions.items() if not higher]
+    better = "a higher score being the better one" + (f" (of {', '.join(lower)} the lower)" if lower else "")
+    aimless = [name for name in outcome.benchmarks if name not in directions]
+    left = f"; not over {', '.join(aimless)}, of which it is not known whether higher is better" if aimless else ""
     note = (
-        f"average rank, 1 the best: over {', '.join(outcome.benchmarks)} as printed, a higher score being the better "
-        "one, among the rows that have all of them"
+        f"average rank, 1 the best: over {', '.join(directions) or 'none'} as printed, {better}, among the rows that "
+        f"have all of them{left}"
     )
     digits = {**benchmark_digits(outcome), RANK: 2}
     return [Section("Benchmarks and the average rank", [TableBlock(columns, rows, digits=digits), Paragraph(note)])]
@@ -65,17 +70,17 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
     The base first, then the arms in the study's order, then published models, world by world.
     """
-    said, digits = origins(outcome), benchmark_digits(outcome)
+    said, digits, directions = origins(outcome), benchmark_digits(outcome), _directions(outcome)
     rows: list[Row] = []
     for world in outcome.worlds:
         arms = [arm.name for arm in outcome.arms if arm.world == world]
         names = [BASE_ROW, *arms, *outcome.study.published]
         means = {
-            name: [_printed(scores.get((world, name)), digits[of]) for of, scores in outcome.benchmarks.items()]
+            name: [_printed(outcome.benchmarks[of].get((world, name)), digits[of]) for of in directions]
             for name in names
             if any((world, name) in scores for scores in outcome.benchmarks.values())
         }
-        ranks = ranked(means)
+        ranks = ranked(means, list(directions.values()))
         for name in names:
             rows.append(
                 {
@@ -90,6 +95,12 @@ def scores_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
                 }
             )
     return columns_of(rows), rows
+
+
+def _directions(outcome: Outcome) -> dict[str, bool]:
+    """Of each benchmark whether its higher score is the better one, as far as that is known."""
+    said = {name: direction(rows.values()) for name, rows in outcome.benchmarks.items()}
+    return {name: higher for name, higher in said.items() if higher is not None}
 
 
 def _printed(score: RowScore | None, digits: int) -> float:
@@ -157,10 +168,13 @@ def _shown(place: AtKL | None) -> str:
     return NONE if place is None else f"{place.reward:.3f}{place.mark}"
 
 
-def ranked(scores: Mapping[str, list[float]]) -> dict[str, float]:
-    """The mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score."""
-    whole = {name: row for name, row in scores.items() if all(map(math.isfinite, row))}
+def ranked(scores: Mapping[str, list[float]], higher: Sequence[bool] | None = None) -> dict[str, float]:
+    """The mean of each name's ranks over its scores, 1 the best; without the names that lack a finite score.
+
+    ``higher``: whether the higher of each column's scores are the better ones (None: of all).
+    """
+    whole = {name: row for name, row in scores.items() if row and all(map(math.isfinite, row))}
     if not whole:
         return {}
-    means = average_ranks(np.array(list(whole.values()), dtype=np.float64))
+    means = average_ranks(np.array(list(whole.values()), dtype=np.float64), higher)
     return {name: float(mean) for name, mean in zip(whole, means, strict=True)}

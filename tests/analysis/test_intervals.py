@@ -190,6 +190,7 @@ def test_tied_ranks_by_hand() -> None:
 def test_average_ranks_by_hand() -> None:
     table = np.array([[3.0, 30.0], [2.0, 20.0], [2.0, 10.0]])
     assert average_ranks(table).tolist() == [1.0, 2.25, 2.75]
+    assert average_ranks(table, [True, False]).tolist() == [2.0, 2.25, 1.75]
     with pytest.raises(UserError, match="finite"):
         average_ranks(np.array([[1.0, math.nan]]))
 

@@ -431,13 +431,13 @@ def test_auxiliary_files_that_do_not_fit_are_refused(reference: str, auxiliary: 
 
 def test_answers_that_do_not_fit_the_questions_are_named(reference: str) -> None:
     ours, answers = benchmark(reference), answered()
-    with pytest.raises(UserError, match=r"2 of 12 questions have no answer \(3, 9\)"):
+    with pytest.raises(UserError, match=r"of its 12 questions 2 have no answer \(3, 9\)"):
         ours.calls({id_: answer for id_, answer in answers.items() if id_ not in ("3", "9")}, 0)
-    with pytest.raises(UserError, match=r"does not have \(12\)"):
+    with pytest.raises(UserError, match=r"1 are answered but not asked \(12\)"):
         ours.calls({**answers, "12": ModelAnswer("12", ("x",))}, 0)
-    with pytest.raises(UserError, match="under question 2 is one of 1 turns to question 4"):
+    with pytest.raises(UserError, match=r"2 have the answer of another question \(2, 4\)"):
         ours.calls({**answers, "2": answers["4"], "4": answers["2"]}, 0)
-    with pytest.raises(UserError, match="under question 2 is one of 2 turns"):
+    with pytest.raises(UserError, match=r"1 are not answered turn by turn \(2\)"):
         ours.calls({**answers, "2": ModelAnswer("2", ("x", "y"))}, 0)
 
 

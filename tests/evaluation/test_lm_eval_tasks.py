@@ -165,6 +165,24 @@ def test_a_group_is_scored_as_a_whole(stories: Path, folder: Path, tmp_path: Pat
     assert Figure("a", "match", "strict", 0.5, 0.1, 9, 0, None, None).score().name == "a.match.strict"
 
 
+def test_a_perplexity_is_the_better_the_lower(stories: Path, folder: Path, tmp_path: Path) -> None:
+    """The direction is the task's own, also when its figures are read back."""
+    task = yaml.safe_load((folder / "words.yaml").read_text(encoding="utf-8"))
+    for name in ("doc_to_text", "doc_to_choice", "metric_list"):
+        del task[name]
+    task |= {"task": "stories", "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    task["metric_list"] = [{"metric": "word_perplexity"}, {"metric": "byte_perplexity"}]
+    (folder / "stories.yaml").write_text(yaml.safe_dump(task), encoding="utf-8")
+    found = measured(LmEvalTasks(("stories", "words"), include_path=str(folder)), stories, tmp_path)
+    assert {score.name: score.higher_is_better for score in found.scores} == {
+        "stories.word_perplexity": False,
+        "stories.byte_perplexity": False,
+        "words.acc": True,
+    }
+    assert {row["metric"]: row["higher_is_better"] for row in found.table}["word_perplexity"] is False
+    assert measured(LmEvalTasks(("stories",), include_path=str(folder)), stories, tmp_path).scores == found.scores[:2]
+
+
 def test_a_finished_task_is_read_and_a_changed_one_is_not(
     stories: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -253,7 +253,7 @@ def test_a_shipped_benchmark_is_judged_by_labels(tmp_path: Path) -> None:
 def test_what_cannot_be_compared_is_named() -> None:
     for bench, answers, words in (
         (Two(turns=2), ANSWERS, "question q1 has several turns"),
-        (Two(), {"q1": ANSWERS["q1"]}, r"1 of 2 questions have no answer \(first: q2\)"),
+        (Two(), {"q1": ANSWERS["q1"]}, r"of its 2 questions 1 have no answer \(q2\)"),
         (Two(rivals=("q2",)), ANSWERS, r"the baseline has no answer to 1 of 2 questions \(first: q1\)"),
     ):
         with pytest.raises(UserError, match=words):

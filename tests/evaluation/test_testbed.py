@@ -196,7 +196,7 @@ def test_some_questions_alone_are_graded_by_themselves(
 
 def test_missing_answers_are_named(bench: TestbedBenchmark, answers: dict[str, ModelAnswer]) -> None:
     last = list(answers)[-1]
-    with pytest.raises(UserError, match=rf"1 of {COUNT} questions have no answer \(first: {last}\)"):
+    with pytest.raises(UserError, match=rf"of its {COUNT} questions 1 have no answer \({last}\)"):
         bench.calls({name: answer for name, answer in answers.items() if name != last}, 0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from attnpo.grading import asking
 from attnpo.grading.asking import ask_all, dollars, estimate
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
-from attnpo.grading.limits import GradingLimits, InputTokens
+from attnpo.grading.limits import GradingLimits
 from attnpo.grading.scripted import ScriptedGrader
 from attnpo.grading.store import ReplyStore
 from attnpo.schema import UserError
@@ -40,33 +40,13 @@ def test_an_estimate_before_the_first_call(tmp_path: Path) -> None:
     assert unknown.dollars is None and "price of its tokens is not known" in str(unknown)
 
 
-@pytest.mark.parametrize(
-    ("text", "tokens"),
-    [("", 0), ("Two words.", 3), ("internationally 2024", 3 + 4), ("日本語 é", 4), ("a\n\nb", 4), ("{}();", 3)],
-)
-def test_tokens_are_estimated_from_pieces(text: str, tokens: int) -> None:
-    counted = InputTokens(ScriptedGrader({}))
-    assert counted.raw(call(1, text or " ")) == tokens + 3  # "You grade."
-
-
-def test_the_estimate_is_corrected_from_twenty_replies_on() -> None:
-    tokens = InputTokens(ScriptedGrader({}))
-    for _ in range(19):
-        tokens.saw(100, GradingReply("", input_tokens=150))
-    assert tokens.corrected(1000) == 1000
-    tokens.saw(100, GradingReply("", input_tokens=0))  # a reply without an account
-    assert tokens.corrected(1000) == 1000
-    tokens.saw(300, GradingReply("", input_tokens=150))
-    assert tokens.corrected(1000) == round(1000 * (20 * 150) / (19 * 100 + 300)) == 1364
-
-
 def test_what_is_stored_corrects_the_estimate(tmp_path: Path) -> None:
     calls = [of_size(number, 100) for number in range(30)]
     grader = ScriptedGrader(lambda _: GradingReply("7", input_tokens=130, output_tokens=1), PRICE)
     ask_all(calls[:20], grader, ReplyStore(tmp_path))
     found = estimate(calls, grader, ReplyStore(tmp_path))
     assert (found.calls, found.stored, found.input_tokens) == (30, 20, 1300)
-    assert "times 1.30 after 20 replies" in found.method
+    assert "fitted to 20 replies, which took 1.30 times as many" in found.method
 
 
 # ------------------------------------------------------------------------------------------------ budgets

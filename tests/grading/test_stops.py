@@ -16,7 +16,6 @@ import pytest
 from attnpo.grading.asking import ask_all
 from attnpo.grading.openai_grader import OpenAIGrader
 from attnpo.grading.store import GRADES, ReplyStore
-from attnpo.grading.threads import in_threads
 from attnpo.schema import UserError, digest
 from tests.grading.calls import call
 from tests.grading.loopback import Body, Loopback
@@ -107,33 +106,3 @@ def test_a_store_that_was_cut_in_a_line_goes_on(tmp_path: Path) -> None:
         asked = ask_all(CALLS[:5], grader, ReplyStore(tmp_path))
     assert (asked.made, len(asked.replies), len(server.requests)) == (1, 5, 6)
     assert list(server.answered.values()) == [1, 1, 1, 1, 2]
-
-
-# ------------------------------------------------------------------------------------------------ threads
-
-
-def test_results_come_with_their_items_and_no_more_run_than_asked_for() -> None:
-    lock, running, most = threading.Lock(), [0], [0]
-
-    def double(number: int) -> int:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        time.sleep(0.002 * (number % 3))
-        with lock:
-            running[0] -= 1
-        return 2 * number
-
-    assert dict(in_threads(double, range(50), 5)) == {number: 2 * number for number in range(50)}
-    assert 1 < most[0] <= 5
-    assert list(in_threads(double, [], 5)) == []
-
-
-def test_what_a_thread_raises_is_raised_to_the_caller() -> None:
-    before = set(threading.enumerate())
-    with pytest.raises(ZeroDivisionError):
-        list(in_threads(lambda number: 1 // number, [3, 2, 1, 0], 2))
-    end = time.monotonic() + 5
-    while set(threading.enumerate()) - before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert set(threading.enumerate()) - before == set(), "idle threads end"

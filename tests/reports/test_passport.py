@@ -86,15 +86,20 @@ def polarity(row: dict[str, Any], side: str = "rejected") -> float:
 
 
 def asked(world: World, output: Path, *more: str) -> int:
+    """The exit status of the command on the tiny world."""
+    given = ["passport.removal_pairs=12", "passport.shares=[0.2]", *more]
+    return command(output, *(word for word in world.overrides() if not word.startswith("callbacks.")), *given)
+
+
+def command(output: Path, *given: str) -> int:
     """The exit status of the command."""
 
     def main(cfg: Any) -> int:
         write_passport(cfg)
         return 0
 
-    given = ["passport.removal_pairs=12", "passport.shares=[0.2]", f"output={output}", "name=told", *more]
-    given = [word for word in world.overrides() if not word.startswith("callbacks.")] + given
-    return run_entry(main, "passport", given, "", "", complete=lambda cfg: cfg.prepare is None)
+    words = [*given, f"output={output}", "name=told"]
+    return run_entry(main, "passport", words, "", "", complete=lambda cfg: cfg.prepare is None)
 
 
 def told(output: Path) -> dict[str, Any]:
@@ -140,6 +145,23 @@ def test_a_judge_that_knows_is_worth_reading(
     assert "Worth reading" in shown and "above chance: right in 75.0 % of 56 pairs" in shown
     tables = [line for line in shown.splitlines() if line.startswith(" ") and not line.startswith("  ")]
     assert tables and max(map(len, tables)) <= 80
+
+
+@pytest.mark.slow
+def test_a_real_model_that_cannot_judge_is_known_in_one_look(
+    shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """stories260K on UltraFeedback: half of its verdicts are right, and none of them names a label."""
+    model, data = shared / "models" / "stories260K", shared / "data" / "ultrafeedback_sample"
+    given = ("setting=real_smoke", f"model.path={model}", f"data.path={data}", f"store={tmp_path / 'store'}")
+    assert command(tmp_path, *given, "passport.pairs=60", "passport.removal_pairs=0") == 0
+    found = told(tmp_path)
+    assert found["judgement"]["worth"] == "at chance"
+    averaged = found["accuracy"]["averaged"]
+    assert averaged["count"] == 60 and averaged["low"] < 0.5 < averaged["high"]
+    assert found["no_label"]["value"] > 0.9 and found["label_mass"]["value"] < 0.01
+    assert '<p class="banner bad">&#10007; At chance</p>' in (tmp_path / "told" / "passport.html").read_text()
+    assert "At chance" in capsys.readouterr().out
 
 
 def test_a_random_model_is_at_chance(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

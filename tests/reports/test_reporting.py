@@ -185,6 +185,8 @@ def test_the_page_shows_tables_and_heat_maps(world: World, tmp_path: Path) -> No
         assert text in page
     text = (tmp_path / "r" / "weights.md").read_text(encoding="utf-8")
     assert text.count("## ") == 4 and "## Notes" in text and "| attention L1 | chosen |" in text
+    for layer in (1, 2):
+        assert (tmp_path / "r" / f"heat-attention_L{layer}.png").read_bytes().startswith(PNG[:8])
 
 
 @pytest.mark.parametrize(

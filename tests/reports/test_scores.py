@@ -16,11 +16,12 @@ from attnpo.display.output import print_sections
 from attnpo.display.page import Section, TableBlock
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.result import RESULT, EvaluationResult, Lengths
+from attnpo.evaluation.spreads import half_widths
 from attnpo.files import write_record
 from attnpo.reports.evaluations import column_of, mixed, read_evaluations
 from attnpo.reports.report import report
 from attnpo.reports.report_config import ReportConfig
-from attnpo.reports.scores import Board, Figure, board_of, half_widths
+from attnpo.reports.scores import Board, Figure, board_of
 from attnpo.schema import UserError
 
 MAIN = {"alpaca_eval": "lc_win_rate", "mt_bench": "score", "arena_hard": "win_rate", "ifeval": "accuracy"}
@@ -38,13 +39,14 @@ def an_evaluation(
     grading: float | None = 0.2,
     key: Mapping[str, object] | None = None,
     questions: int = 80,
+    higher: bool | None = True,
     counts: Mapping[str, int] | None = None,
     lengths: Lengths | None = None,
 ) -> Path:
     """The folder of a finished evaluation; rounds alone are those of the score that counts."""
     by_name = rounds if isinstance(rounds, Mapping) else {MAIN[benchmark]: rounds}
     scores = tuple(
-        Score(name, sum(of) / len(of), tuple(of), (min(of) - 1, max(of) + 1), grading, questions)
+        Score(name, sum(of) / len(of), tuple(of), (min(of) - 1, max(of) + 1), grading, questions, higher)
         for name, of in by_name.items()
     )
     result = EvaluationResult(
@@ -52,7 +54,7 @@ def an_evaluation(
         model=f"models/{label}",
         benchmark=benchmark,
         grader=grader,
-        main=MAIN[benchmark],
+        main=MAIN.get(benchmark, "score"),
         scores=scores,
         key={"model": {"weights": label}, "answers": [label], "benchmark": {"prompts": "a"}, **(key or {})},
         lengths=lengths,
@@ -131,6 +133,19 @@ def test_ranks_are_of_printed_values_and_print_halves_upwards() -> None:
     shares = Board(("0", "1"), (figure("a", 0.5012, 0.5009),), ())
     assert shares.ranks() == {"0": 1.0, "1": 2.0}  # four decimals for what lies between -1 and 1
     assert figure("a", 10.125).printed("0") == 10.13
+
+
+def test_of_a_perplexity_the_lowest_ranks_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By MT-Bench A, B; by perplexity B, A; the third is not ranked, as its library does not say what is better."""
+    for label, scores in (("A", (7.0, 12.5, 3.0)), ("B", (6.0, 11.5, 4.0)), ("C", (5.0, 10.5, 5.0))):
+        for (name, higher), score in zip((("mt_bench", True), ("ifeval", False), ("odd", None)), scores, strict=True):
+            an_evaluation(tmp_path / "in", label, name, {MAIN.get(name, "score"): [score]}, higher=higher)
+    folder = report_on(tmp_path, [tmp_path / "in"])
+    ranks = {row["method"]: float(row["avg_rank"]) for row in rows_of(folder, "scores")}
+    assert ranks == {"A": (1 + 3) / 2, "B": 2.0, "C": (3 + 1) / 2}
+    out = " ".join(capsys.readouterr().out.split())
+    assert "best 1, the highest score, of ifeval the lowest" in out
+    assert "not over odd, of which it is not known whether higher is better" in out
 
 
 def test_half_widths_by_hand() -> None:

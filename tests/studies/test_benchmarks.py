@@ -405,6 +405,19 @@ def test_cells_and_ranks() -> None:
     assert {row["arm"]: row[RANK] for row in rows} == {"base": 3, "a": 2, "b": "-", "c": "-", "d": 1, "e": "-"}
 
 
+def test_a_score_of_which_the_lower_is_better_ranks_so() -> None:
+    """Perplexities: base 2, a 2.1, d 6. One whose direction is not known ranks nobody."""
+    lower = {row: replace(score, higher_is_better=False) for row, score in ROWS.items()}
+    outcome = outcome_of(lower)
+    _, rows = scores_table(outcome)
+    assert {row["arm"]: row[RANK] for row in rows} == {"base": 1, "a": 2, "b": "-", "c": "-", "d": 3, "e": "-"}
+    aimless = {row: replace(score, higher_is_better=None) for row, score in ROWS.items()}
+    _, rows = scores_table(replace(outcome, benchmarks={"ppl": lower, "odd": aimless}))
+    assert {row["arm"]: row[RANK] for row in rows}["d"] == 3
+    _, rows = scores_table(replace(outcome, benchmarks={"odd": aimless}))
+    assert {row[RANK] for row in rows} == {"-"}
+
+
 def test_notes_say_what_is_within_noise_and_what_was_missing() -> None:
     """base is 0.1 from a, the control, less than hypot(.1, .3); d is 3.9 from it."""
     lines = [*benchmark_notes(outcome_of(ROWS))]
