@@ -17,6 +17,7 @@ from attnpo.display.output import tables_json
 from attnpo.display.page import Section, TableBlock
 from attnpo.files import clean, write_record
 from attnpo.reports.finished import read_study
+from attnpo.reports.gain_cases import read_cases
 from attnpo.reports.gains import (
     EFFECTIVE,
     FAITHFUL,
@@ -261,6 +262,12 @@ def test_cases_stand_for_the_folders_of_their_studies(tmp_path: Path) -> None:
     file.write_text(file.read_text().replace('"seed": 1', '"seed": 2', 1))
     with pytest.raises(UserError, match=r"cases\.json: expected the cases\.json of a `report gains`, unchanged since"):
         asked([file], tmp_path / "d")
+
+
+def test_the_committed_cases_are_whole() -> None:
+    harvest = Harvest()
+    read_cases(Path(__file__).parents[2] / "docs" / "gain_cases.json", 0.5, harvest)
+    assert len(harvest.cases) == 14 and {case.seed for case in harvest.cases.values()} == {20, 21, 22, 23, 24}
 
 
 # ------------------------------------------------------------------------------------------------ what follows
