@@ -179,7 +179,8 @@ def fitted(
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
     """Refuses transforms of anything but distributions: totals and mixtures have no meaning for factors.
 
-    Those of an online source too, whose weights come after every transform.
+    Those that only exchange weights are taken by factors too. None is by an online source, whose weights come after
+    every transform.
     """
     names = ", ".join(type(transform).__name__ for transform in transforms)
     if transforms and isinstance(source, OnlineSource):
@@ -187,9 +188,10 @@ def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None
             f"transforms ({names}) change weights before training; {type(source).__name__} computes its own in every "
             "step: remove them, or choose another source"
         )
-    if transforms and (source.kind is not Kind.DISTRIBUTION or source.signed):
+    changing = ", ".join(type(one).__name__ for one in transforms if not getattr(one, "exchanges", False))
+    if changing and (source.kind is not Kind.DISTRIBUTION or source.signed):
         raise UserError(
-            f"transforms ({names}) work on distributions over the response; {type(source).__name__} gives "
+            f"transforms ({changing}) work on distributions over the response; {type(source).__name__} gives "
             f"{'signed rows' if source.signed else 'factors'}: remove them, or choose another source"
         )
 

@@ -30,7 +30,10 @@ class WeightRow:
 
 @runtime_checkable
 class WeightTransform(Protocol):
-    """A change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none)."""
+    """A change of a row; ``fit`` gives the transform that has seen the training rows (itself, if it needs none).
+
+    One with ``exchanges`` set to true only hands a row's weights to other tokens, which factors can take too.
+    """
 
     @property
     def needs_fit(self) -> bool:
@@ -80,6 +83,8 @@ class Shuffled(_Pure):
 
     seed: int = 0
 
+    exchanges: ClassVar[bool] = True
+
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row, permuted."""
         return row.weights[torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))]
@@ -94,6 +99,8 @@ class Inverse(_Pure):
     """
 
     seed: int = 0
+
+    exchanges: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row with its values handed out in reverse order of size."""
