@@ -69,9 +69,7 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
-    ``reward``: the same with a head for sequences instead, a reward model; ``fresh_head`` draws one with one output at
-    random (torch's state) where the folder has none.
-
+    ``reward``: with a head for sequences instead; ``fresh_head`` draws one with one output where the folder has none.
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
     ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.

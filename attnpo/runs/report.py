@@ -250,6 +250,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
     cfg, model = inputs.context.cfg, inputs.context.model
     statistics = example_statistics(inputs)
     return {
+        "reward": model.reward,
         "base": {
             **_place(inputs, model.path),
             "revision": model.revision,
