@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from attnpo.display.page import Paragraph, Section, TableBlock
+from attnpo.display.page import Block, Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.runs.result import RunResult
 from attnpo.studies.reads import Reads, ScorerRun, times_trained
@@ -33,11 +33,11 @@ COSTS_NOTE = (
 
 def cost_tables(outcome: Outcome) -> list[Section]:
     """What weights cost, where the study asks for it, and the scorers, where it has any; means over seeds."""
-    sections = []
+    sections: list[Section] = []
     if outcome.study.costs:
         rows = [row for world in outcome.worlds for row in _cost_rows(outcome, world)]
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        shown = [TableBlock(columns, rows, digits=DIGITS), Paragraph(COSTS_NOTE)]
+        shown: list[Block] = [TableBlock(columns, rows, digits=DIGITS), Paragraph(COSTS_NOTE)]
         sections.append(Section("What the weights cost", shown))
     if outcome.scorers or outcome.lost_scorers:
         rows = [row for world in outcome.worlds for row in _scorer_rows(outcome, world)]
