@@ -79,7 +79,7 @@ def test_help_lists_groups_and_an_example() -> None:
     text = start("attnpo.fit", "--help").stdout
     for line in (
         "setting=",
-        "weights=attention | gradient | rollout | ",
+        "weights=attention | column | confidence | contrast | ",
         "experiment=none | attention_sink",
         "experiment=layer_sweep",
         "examples:",
@@ -91,7 +91,7 @@ def test_help_lists_groups_and_an_example() -> None:
     ("override", "message"),
     [
         ("weights.layr=2", "did you mean weights.layer?"),
-        ("weights=attension", "Available options in 'weights': attention, gradient, rollout, "),
+        ("weights=attension", "Available options in 'weights': attention, column, confidence, contrast, "),
         ("weights.layer=2.5", "weights.layer: expected int or str, got 2.5"),
         ("optimizer.lr=fast", "optimizer.lr: expected float, got 'fast'"),
         ("trainer.validate_every=0", "trainer.validate_every must be at least 1"),

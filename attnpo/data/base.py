@@ -92,7 +92,7 @@ def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
     if weights:
         _LOG.warning(
             "data: %s may hold weights and %s not used: weights of tokens are read from columns by weights=column "
-            "(weights.chosen, weights.rejected)",
+            "(weights.chosen, weights.rejected), weights of pairs by weights=pair_column (weights.column)",
             ", ".join(weights),
             "is" if len(weights) == 1 else "are",
         )

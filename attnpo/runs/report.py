@@ -54,7 +54,7 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
             example.sides,
             example.weights,
             lambda token: str(tokenizer.decode([token])),
-            lengths=example.lengths,
+            lengths=example.scales,
             coverage=example.coverage,
             rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
         )

@@ -20,7 +20,6 @@ from attnpo.schema import UserError, digest
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
 from attnpo.training.loggers import RUN_ID
 from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
-from attnpo.weights.base import PairWeigher
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,6 @@ def contents_of(inputs: Inputs) -> dict[str, str]:
         "judge and weights": inputs.weighed.key,
         **{f"data.path ({split})": pairs.fingerprint for split, pairs in inputs.pairs.items()},
     }
-    if isinstance(inputs.weighed.source, PairWeigher):  # columns that no pair's id knows of
-        found["pair weights"] = [[e.pair_weight for e in made.examples] for made in inputs.examples.values()]
     found |= {f"{key} (its module)": text for key, text in code_of(context.cfg.values).items()}
     return {name: digest(value)[:16] for name, value in found.items()}
 

@@ -140,7 +140,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs)
-    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
+    transforms = inputs.weighed.transforms
+    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left

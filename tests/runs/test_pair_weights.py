@@ -40,7 +40,7 @@ def test_a_column_weighs_the_pairs_of_any_objective(world: World) -> None:
     with_column(world, 0.5)
     other = make_inputs(world.config(*asked, "seed=5", "lengths.max_prompt_length=390"))
     changed = {key for key, value in contents_of(other).items() if contents_of(inputs)[key] != value}
-    assert changed == {"pair weights"}, "the pairs' ids know nothing of the column"
+    assert changed == {"judge and weights"}, "the pairs' ids know nothing of the column, the weights' key does"
 
 
 def test_a_column_that_is_missing_or_no_number_names_the_pair(world: World) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import load
-from attnpo.runs.identity import BESIDE, KEPT, LATER, NEEDED, PATHS, numbers_of
+from attnpo.runs.identity import BESIDE, FUNCTIONS, KEPT, LATER, NEEDED, PATHS, numbers_of
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
@@ -96,10 +96,14 @@ def test_bookkeeping_may_change(world: World, done: tuple[Path, RunResult], chan
 
 def test_every_bookkeeping_key_exists(world: World) -> None:
     """A key renamed in the configs would silently count as one that moves numbers."""
-    cfg = OmegaConf.create(world.config().values)
-    names = (*bookkeeping_keys(world.config()), *PATHS, *BESIDE, *NEEDED, *KEPT)
-    missing = [key for key in names if OmegaConf.select(cfg, key, default="absent") == "absent"]
-    assert missing == []
+    options = (Path(__file__).parents[2] / "configs" / "weights").glob("*.yaml")
+    everywhere = [
+        OmegaConf.create(world.config().values),
+        *(OmegaConf.create({"weights": OmegaConf.create(path.read_text().replace("???", "x"))}) for path in options),
+    ]
+    names = (*bookkeeping_keys(world.config()), *PATHS, *FUNCTIONS, *BESIDE, *NEEDED, *KEPT)
+    there = {key for cfg in everywhere for key in names if OmegaConf.select(cfg, key, default="absent") != "absent"}
+    assert set(names) == there
     assert "model.path" not in numbers_of(world.config()) and "optimizer.lr" in numbers_of(world.config())
 
 
