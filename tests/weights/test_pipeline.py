@@ -17,7 +17,7 @@ from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.uniform import Uniform
 from attnpo.weights.sources.verbalized import Verbalized
-from attnpo.weights.transforms import Inverse, PositionProfile, Shuffled, WeightRow
+from attnpo.weights.transforms import PositionProfile, WeightRow
 
 EOS = 99
 PLAIN = Postprocess(sink_tokens=0)
@@ -165,18 +165,6 @@ def test_transforms_of_factors_are_refused() -> None:
     check_transforms(Native(), [])
     with pytest.raises(UserError, match=r"transforms \(Reverse\) work on distributions .* Native gives factors"):
         check_transforms(Native(), [Reverse([])])
-
-
-def test_factors_may_be_exchanged() -> None:
-    """The same weights on other tokens, of signed rows too."""
-    for transform in (Shuffled(), Inverse()):
-        check_transforms(Native(), [transform])
-    with pytest.raises(UserError, match=r"transforms \(Reverse\) work"):
-        check_transforms(Native(), [Shuffled(), Reverse([])])
-    row = torch.tensor([-1.0, 0.5, 2.0, 0.0, 3.0])
-    for transform in (Shuffled(seed=3), Inverse()):
-        found = transform(WeightRow(row, torch.arange(5), "p", "chosen", 4))
-        assert sorted(found.tolist()) == sorted(row.tolist()) and found.tolist() != row.tolist()
 
 
 def test_a_transform_that_breaks_a_row_is_named_with_the_pair() -> None:
