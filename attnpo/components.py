@@ -141,8 +141,10 @@ def located(dotted: str, what: str) -> tuple[object, str]:
         )
     try:
         return _locate(dotted), ""
-    except (ImportError, AttributeError, ValueError) as error:
-        return None, f"cannot import {dotted}: {missing_package(error) or error}"
+    except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
+        known = isinstance(error, ImportError | AttributeError | ValueError)
+        words = missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
+        return None, f"cannot import {dotted}: {words}"
 
 
 def _parameters(target: type) -> dict[str, bool]:

@@ -147,7 +147,10 @@ def sink_row(model: str, summary: WeightSummary) -> dict[str, str | float | int]
 
 @dataclass(frozen=True)
 class WeightedRow:
-    """The weights of one response on its training tokens; ``length`` is |y| (the number of tokens by default)."""
+    """The weights of one response on its training tokens; ``length`` makes them relative to uniform.
+
+    It is |y| of a distribution, the number of tokens by default, and 1 of factors.
+    """
 
     token_ids: Int[Tensor, "m"]
     weights: Float[Tensor, "m"]

@@ -164,6 +164,8 @@ def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     if model.lora is not None:
         raise UserError("model.lora is for training; a run's best/ and last/ have its adapters merged in: leave it out")
+    if model.reward:
+        raise UserError("model.reward=true is for training: a reward model writes no answers; leave it out")
     folder = Path(model.path).expanduser()
     inside = [name for name in ("best", "last") if (folder / name / "config.json").is_file()]
     if inside and not (folder / "config.json").is_file():

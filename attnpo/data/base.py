@@ -92,7 +92,7 @@ def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
     if weights:
         _LOG.warning(
             "data: %s may hold weights and %s not used: weights of tokens are read from columns by weights=column "
-            "(weights.chosen, weights.rejected)",
+            "(weights.chosen, weights.rejected), weights of pairs by weights=pair_column (weights.column)",
             ", ".join(weights),
             "is" if len(weights) == 1 else "are",
         )
@@ -189,7 +189,7 @@ class PairSource:
     inside a sub-folder ``data``), a single file for both splits, or the name of a dataset on the hub.
     ``train_split`` and ``val_split`` are the names of splits or the stems of files. ``train_rows`` and ``val_rows``
     choose rows ("500", "100:300", "10%"); rows are counted before any is dropped. ``revision`` and ``subset`` are for
-    the hub.
+    the hub. ``exchanged`` puts each response in the other's place, for a model that is to learn the opposite.
     """
 
     path: str
@@ -200,6 +200,7 @@ class PairSource:
     columns: Columns = field(default_factory=Columns)
     revision: str | None = None
     subset: str | None = None
+    exchanged: bool = False
 
     def load(self, split: str) -> PairSet:
         """The pairs of ``split``, "train" or "val".
@@ -216,7 +217,10 @@ class PairSource:
         self.columns.check(table.column_names, where)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = row_range(asked, len(table), f"data.{split}_rows")
-        pairs = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
+        columns = self.columns
+        if self.exchanged:
+            columns = replace(columns, chosen=columns.rejected, rejected=columns.chosen)
+        pairs = pairs_from_rows(table.select(rows), columns, first=rows.start)
         if not pairs.pairs:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "

@@ -41,6 +41,11 @@ class TrainingExample:
         return self.chosen, self.rejected
 
     @property
+    def scales(self) -> tuple[float, float]:
+        """What makes a weight of either side relative to uniform: |y| of a distribution, 1 of factors."""
+        return (1.0, 1.0) if self.factors else self.lengths
+
+    @property
     def longest(self) -> int:
         """Tokens of the longer branch, prompt included."""
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)

@@ -38,10 +38,10 @@ class HeatToken:
 
 @dataclass(frozen=True)
 class HeatSide:
-    """One response. ``length`` is |y| as the weight source counts it (the number of tokens by default).
+    """One response. ``length`` makes weights relative to uniform: |y| as the weight source counts it, 1 for factors.
 
-    ``coverage``: share of the tokens that got a partner, None when not known. ``cut``: characters of the response
-    after its last training token.
+    It is the number of tokens by default. ``coverage``: share of the tokens that got a partner, None when not known.
+    ``cut``: characters of the response after its last training token.
     """
 
     tokens: tuple[HeatToken, ...]
@@ -153,7 +153,7 @@ def heat_row(
         encoded: training ids with their characters.
         weights: a weight per training token.
         decode: the text of a single token id, for tokens without characters (end of turn) and verdicts.
-        lengths: |y| as the source counts it; the number of training tokens by default.
+        lengths: |y| as the source counts it, 1 for factors; the number of training tokens by default.
         coverage: share of matched tokens. Tokens with characters and weight 0 show as unmatched, unless this is 1.
         rounds: the judge's rounds, for their verdicts.
         note: a line shown with the row.

@@ -65,11 +65,11 @@ def load_model(
     quantize: str | None = None,
     device: torch.device | str = "cpu",
     reward: bool = False,
+    fresh_head: bool = False,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
-    ``reward``: the same with a head for sequences instead, a reward model.
-
+    ``reward``: with a head for sequences instead; ``fresh_head`` draws one with one output where the folder has none.
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
     ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.
@@ -96,6 +96,7 @@ def load_model(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
+                **({"num_labels": 1} if fresh_head else {}),
                 **more,
             )
     except UserError:
@@ -105,7 +106,7 @@ def load_model(
     for part in model.modules():
         if hasattr(part, CPU_REPACKING):
             setattr(part, CPU_REPACKING, False)
-    _check_loaded(path, model, loaded[1])
+    _check_loaded(path, model, loaded[1], fresh_head)
     check_rotary(model)
     model.train(False)
     require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
@@ -150,8 +151,8 @@ def _four_bits(quantize: str, compute: torch.dtype, device: torch.device | str) 
     return {"quantization_config": settings, "device_map": {"": device}}
 
 
-def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo") -> None:
-    """Raises ``UserError`` unless every parameter came from the files in its own shape."""
+def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo", fresh_head: bool) -> None:
+    """Raises ``UserError`` unless every parameter came from the files in its own shape, but for a head to be drawn."""
     what = type(model).__name__
     other = sorted(info["mismatched_keys"])
     if other:
@@ -160,7 +161,8 @@ def _check_loaded(path: str | Path, model: PreTrainedModel, info: "_LoadingInfo"
             f"{path}: {len(other)} parameters have another shape in the weight files than config.json says (first: "
             f"{name} is {list(stored)}, {what} has {list(wanted)}); config and weights belong to different models"
         )
-    missing = sorted(info["missing_keys"])
+    backbone = f"{model.base_model_prefix}."
+    missing = sorted(name for name in info["missing_keys"] if not fresh_head or name.startswith(backbone))
     if missing:
         raise UserError(
             f"{path}: the weight files lack {len(missing)} parameters of {what} (first: {missing[0]}), "

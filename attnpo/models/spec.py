@@ -48,7 +48,8 @@ class ModelSpec:
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
     backward pass; the others keep all their activations. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4
     bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of
-    ``torch.compile`` for the blocks of the policy, such as inductor.
+    ``torch.compile`` for the blocks of the policy, such as inductor. ``reward`` gives the policy a head for sequences
+    in place of the vocabulary's, fresh unless the folder has one: what is trained is a reward model.
     """
 
     path: str
@@ -61,6 +62,7 @@ class ModelSpec:
     lora: LoraSpec | None = None
     quantize: str | None = None
     compile: str | None = None
+    reward: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -73,6 +75,12 @@ class ModelSpec:
             raise UserError(
                 f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
                 "set model.gradient_checkpointing=true as well"
+            )
+        parts = {"lora": self.lora, "quantize": self.quantize, "compile": self.compile}
+        given = [name for name, value in parts.items() if value is not None]
+        if self.reward and given:
+            raise UserError(
+                f"model.reward=true trains all weights of a reward model as they are: set model.{given[0]}=null"
             )
 
     def _check_quantized(self) -> None:

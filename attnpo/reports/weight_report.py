@@ -173,10 +173,11 @@ def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1,
     sides, tokens, most = {}, {}, 0
     for place, side in enumerate(SIDES):
         rows = [
-            WeightedRow(torch.tensor(example.sides[place].response_ids), example.weights[place], example.lengths[place])
+            WeightedRow(torch.tensor(example.sides[place].response_ids), example.weights[place], example.scales[place])
             for example in examples.examples
         ]
-        sides[side] = summarize([response_statistics(row.weights, row.length) for row in rows])
+        statistics = [response_statistics(one.weights[place], one.lengths[place]) for one in examples.examples]
+        sides[side] = summarize(statistics)
         means = token_means(rows)
         tokens[side] = [mean for mean in means if mean.count >= min_count]
         most = max([most, *(mean.count for mean in means)])

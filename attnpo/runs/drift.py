@@ -166,7 +166,7 @@ def _relative(inputs: Inputs, example: TrainingExample, place: int) -> Row | Non
     if isinstance(source, OnlineSource) or not example.weights[place].numel():
         return None
     weights = example.weights[place].double().numpy()
-    return weights if source.kind is Kind.FACTOR else weights * example.lengths[place]
+    return weights * example.scales[place]
 
 
 def _factors(inputs: Inputs, examples: Sequence[TrainingExample]) -> Iterator[Row]:

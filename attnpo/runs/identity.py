@@ -52,6 +52,7 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 LATER = {
     **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
+    **{"data.exchanged": False, "model.reward": False},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
@@ -62,7 +63,7 @@ SHOWING = (
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
-    *("studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
+    *("studies/cost_table.py", "studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
 )
 
 

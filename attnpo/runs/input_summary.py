@@ -16,7 +16,7 @@ from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE
 from attnpo.runs.weighing import SPLITS, Weighed
-from attnpo.schema import UserError
+from attnpo.schema import SIDES, UserError
 from attnpo.training.trainer import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
@@ -202,18 +202,18 @@ def answer_lines(answers: AnswerStatistics) -> Iterator[str]:
 
 
 def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list[str]:
-    """An example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|weight times |y|.
+    """An example as it is trained: prompt tail, then the first ``width`` tokens of each side as text|relative weight.
 
-    Prompt tokens are outside the loss; a token without a partner on the judge's side shows a dot.
+    Relative to uniform: a distribution times |y|, a factor as it is. Prompt tokens are outside the loss; those without
+    weight (no partner on the judge's side, or 0) show a dot.
     """
     tokenizer = inputs.context.tokenizer
     lines = [
         f"row 0, pair {example.pair_id[:8]}, prompt (masked): ...{tokenizer.decode(example.chosen.prompt_ids[-40:])!r}"
     ]
-    for name, side, row, length in zip(
-        ("chosen", "rejected"), example.sides, example.weights, example.lengths, strict=True
-    ):
-        scaled = (row * length).tolist()
+    both = zip(SIDES, example.sides, example.weights, example.lengths, example.scales, strict=True)
+    for name, side, row, length, scale in both:
+        scaled = (row * scale).tolist()
         parts = [
             f"{tokenizer.decode([token])!r}|{'.' if weight == 0 else f'{weight:.2f}'}"
             for token, weight in zip(side.response_ids[:width], scaled, strict=False)
@@ -221,6 +221,6 @@ def row_lines(inputs: Inputs, example: TrainingExample, width: int = 24) -> list
         more = f" ... {len(scaled) - width} more" if len(scaled) > width else ""
         lines.append(
             f"row 0, {name}, {len(scaled)} tokens, weights w sum to {float(torch.sum(row)):.3f}, |y| is {length:g}; "
-            f"each token with |y| w, 1 if uniform: {' '.join(parts)}{more}"
+            f"each token with {'its factor' if example.factors else '|y| w'}, 1 if uniform: {' '.join(parts)}{more}"
         )
     return lines

@@ -89,7 +89,7 @@ def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExampl
 
 # ------------------------------------------------------------------------------------------------ memory
 
-KEPT = 32  # more than a study has arms
+KEPT = 64  # more than a study has arms, with those whose weights read a beta
 ROOM = 4096  # sets with more pairs than a laptop's study are not kept
 
 

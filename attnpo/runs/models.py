@@ -20,6 +20,7 @@ from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
+from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
@@ -128,13 +129,36 @@ def load_start(context: RunContext) -> PreTrainedModel:
 
 
 def load_policy(context: RunContext) -> ScoredLM:
-    """The model to train; under ``model.lora`` with fresh adapters, which change no number before the first step."""
+    """The model to train; under ``model.lora`` with fresh adapters, which change no number before the first step.
+
+    Under ``model.reward`` a reward model on the same base.
+    """
+    if context.model.reward:
+        return _load_reward(context)
     model = load_start(context)
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
     policy = ScoredLM(model)
     if context.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)
+    return policy
+
+
+def _load_reward(context: RunContext) -> RewardPolicy:
+    spec = context.model
+    model = load_model(
+        spec.path,
+        dtype=spec.dtype,
+        attn_implementation=spec.attn_implementation,
+        revision=spec.revision,
+        reward=True,
+        fresh_head=True,
+    )
+    model.config.pad_token_id = context.tokenizer.pad_token_id  # the library's classes look for a row's end by it
+    model.to(device_of(context.cfg.trainer.accelerator))  # type: ignore[arg-type]
+    policy = RewardPolicy(model)
+    if spec.gradient_checkpointing:
+        policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
 

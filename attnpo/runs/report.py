@@ -54,7 +54,7 @@ def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
             example.sides,
             example.weights,
             lambda token: str(tokenizer.decode([token])),
-            lengths=example.lengths,
+            lengths=example.scales,
             coverage=example.coverage,
             rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
         )
@@ -250,6 +250,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
     cfg, model = inputs.context.cfg, inputs.context.model
     statistics = example_statistics(inputs)
     return {
+        "reward": model.reward,
         "base": {
             **_place(inputs, model.path),
             "revision": model.revision,

@@ -23,7 +23,7 @@ from attnpo.data.prompts import Prompt
 from attnpo.machine import as_launched, device_of, environment, require_world, versions
 from attnpo.models.backbone import parameter_count
 from attnpo.models.generate import context_length
-from attnpo.models.layouts import LAYOUTS, Layout, choose
+from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
@@ -120,7 +120,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             reference = load_reference(inputs.context, policy)
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
-    layout = choose(cfg.layout, models, reads, device_of(cfg.trainer.accelerator))
+    device = device_of(cfg.trainer.accelerator)
+    layout = padded if inputs.context.model.reward else choose(cfg.layout, models, reads, device)
     compile_policy(inputs.context, policy, layout)
     data = _datamodule(inputs, examples, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
@@ -139,7 +140,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs)
-    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept)
+    transforms = inputs.weighed.transforms
+    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms)
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left

@@ -21,6 +21,7 @@ from attnpo.runs.settings import (
     Truth,
     Verbalizer,
     is_auto,
+    require_margin,
     require_one_piece,
     require_pairs,
     require_parts,
@@ -115,6 +116,20 @@ class RunConfig(Root):
         require_pairs(self.batch, self.objective)
         require_whole(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
+        if self.model.reward:
+            require_margin(self.objective, self.weights, self.trainer)
+            self._require_no_answers()
+
+    def _require_no_answers(self) -> None:
+        """Raises UserError for what a reward model, which writes no answers, is asked for beside its training."""
+        asked = {
+            "truth=null": self.truth is not None,
+            "drift.pairs=0": self.drift.pairs > 0,
+            "callbacks.samples=0": self.callbacks.samples > 0,
+        }
+        given = [mend for mend, wanted in asked.items() if wanted]
+        if given:
+            raise UserError(f"model.reward=true trains a model that writes no answers: set {' '.join(given)}")
 
     def chosen_later(self) -> frozenset[str]:
         """Groups that runs made from this config choose for themselves: what depends on one is left alone."""

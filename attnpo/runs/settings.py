@@ -221,6 +221,23 @@ def require_pairs(batch: BatchPlan, objective: PreferenceObjective) -> None:
         )
 
 
+def require_margin(objective: PreferenceObjective, source: WeightSource, trainer: TrainerSettings) -> None:
+    """Raises UserError for what a reward model cannot be trained with: its rewards are no log-probabilities."""
+    plain = objective.requires <= {"token_weights"} and getattr(objective, "sft_coef", None) == 0
+    if not plain:
+        raise UserError(
+            f"model.reward=true gives rewards instead of log-probabilities, and objective {type(objective).__name__} "
+            "reads more of the policy than their margin: set objective=cpo objective.sft_coef=0 objective.beta=1"
+        )
+    if not is_neutral(source):
+        raise UserError(
+            f"model.reward=true: a reward stands on a response's last token, and {type(source).__name__} weighs "
+            "tokens: set weights=uniform"
+        )
+    if trainer.strategy == "fsdp":
+        raise UserError("model.reward=true is trained whole, and trainer.strategy=fsdp shards it: set auto")
+
+
 LAYOUTS = ("auto", "padded", "packed", "shared_prefix")  # models.layouts.NAMES, which imports torch
 
 

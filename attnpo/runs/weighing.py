@@ -46,7 +46,8 @@ class Weighed:
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
     is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
     ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
-    read. ``transforms`` are the run's, fitted on its training pairs.
+    read. ``transforms`` are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair
+    to capture it; ``seconds``: what that took per pair, None where it is not known.
     """
 
     source: WeightSource
@@ -58,6 +59,8 @@ class Weighed:
     key: dict[str, object]
     answers: AnswerStatistics | None = None
     transforms: tuple[WeightTransform, ...] = ()
+    reads: int = 0
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class CaptureMethod:
 
     ``name`` and ``done`` are the words for it in the log ("judge", "judged"); ``work`` is a pass that reads the given
     rows, in words. ``depth``: layers of the model if layers are read, else 0; ``heads`` counts its query heads.
-    ``rounds``: rows per response and layer. ``verdict``: verdicts are read as well. ``model`` and ``prompts`` are
+    ``rounds``: rows per response and layer. ``reads``: sequences that models read of a pair, an answer that one writes
+    counted once. ``verdict``: verdicts are read as well. ``model`` and ``prompts`` are
     fingerprints for the store's key. ``tools`` loads the model and makes what capturing needs. ``verdicts`` and
     ``answers`` are the account of what was captured.
     """
@@ -77,6 +81,7 @@ class CaptureMethod:
     depth: int
     heads: Callable[[], int]
     rounds: int
+    reads: int
     verdict: bool
     model: dict[str, object]
     prompts: dict[str, object]
@@ -95,6 +100,7 @@ def _judge(context: RunContext) -> CaptureMethod:
         depth=judge.num_layers,
         heads=lambda: judge.num_heads,
         rounds=2,
+        reads=2,  # both orders
         verdict=verdict,
         model=judge.fingerprint(),
         prompts=judge.prompts.fingerprint(),
@@ -115,6 +121,7 @@ def _verbalizer(context: RunContext) -> CaptureMethod:
         depth=0,
         heads=lambda: 0,
         rounds=1,
+        reads=2,
         verdict=False,
         model=verbalizer.fingerprint(),
         prompts=verbalizer.questions.fingerprint(),
@@ -133,6 +140,7 @@ def _scorers(context: RunContext) -> CaptureMethod:
         depth=0,
         heads=lambda: 0,
         rounds=1,
+        reads=2 * len(scorers.models),
         verdict=False,
         model=scorers.fingerprint(),
         prompts=scorers.texts.fingerprint(),
@@ -151,6 +159,7 @@ def _reward(context: RunContext) -> CaptureMethod:
         depth=reward.num_layers,
         heads=lambda: reward.num_heads,
         rounds=1,
+        reads=2,
         verdict=False,
         model=reward.fingerprint(),
         prompts=reward.chat.fingerprint(),
@@ -227,6 +236,8 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
         method.depth,
         key,
         method.answers(share, captured),
+        reads=method.reads,
+        seconds=table.seconds_per_pair(captured),
     )
 
 

@@ -17,6 +17,7 @@ from attnpo.runs.identity import LATER, LAYERS, below, files_of, paths_of, resul
 from attnpo.runs.settings import LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.studies.fit_config import FitConfig
+from attnpo.studies.scorer_names import scorers_of
 from attnpo.studies.study import BETA, LR, ONLY, Arm, Grid, Point, Study, short
 from attnpo.weights.layers import resolve_layer
 
@@ -128,7 +129,8 @@ def _mislabelled(cfg: FitConfig, study: Study, user: Sequence[str], chosen: set[
     """What is wrong with overrides that reach every arm and that some arms are told apart by."""
     written = as_written(cfg)
     arms = study.arms_with(cfg.truth is not None)
-    sets = [item for name in arms for item in {**written["arms"], **(written.get("truth_arms") or {})}[name]]
+    given = {**arms, **written["arms"], **(written.get("truth_arms") or {})}
+    sets = [item for name in arms for item in given[name]]
     literal = [key_of(item) for item in sets if not item.partition("=")[2].startswith("${")]
     own = {key for key in literal if "." in key and key != LAYER}
     for override in user:
@@ -247,9 +249,11 @@ def applies(cfg: FitConfig, override: str, arm: Sequence[str]) -> bool:
     return True
 
 
-def point_config(arm: Composed, point: Point) -> Composed:
-    """A point's own config and overrides, from those of its arm."""
-    own = [*point.values, f"seed={point.seed}"]
+def point_config(arm: Composed, point: Point, scorers: Mapping[str, str] | None = None) -> Composed:
+    """A point's own config and overrides, from those of its arm; ``scorers`` are the folders of those that it names."""
+    named = scorers_of(arm.overrides).items() if scorers else ()
+    paths = [f"{key}={quoted(scorers[name])}" for key, name in named if scorers]
+    own = [*point.values, f"seed={point.seed}", *paths]
     return arm.changed({key: yaml_value(value) for key, _, value in (item.partition("=") for item in own)}, own)
 
 
@@ -263,12 +267,16 @@ def point_folder(folder: Path, point: Point, cfg: FitConfig, facts: Mapping[str,
 
     That is the composed config, what the files it names hold, and ``facts``: contents of its paths, and the code.
     """
-    values = result_of(cfg)
     settings = [value.partition("=") for value in point.values]
     world = [point.arm.world] if point.arm.world else []
     name = "-".join([*world, point.arm.name, *(f"{key.rpartition('.')[-1]}={value}" for key, _, value in settings)])
-    found = digest({"config": values, "files": files_of(values), "facts": dict(facts)})[:8]
-    return folder / "points" / f"{clean(name)}-seed{point.seed}-{found}"
+    return folder / "points" / f"{clean(name)}-seed{point.seed}-{run_digest(cfg, facts)[:8]}"
+
+
+def run_digest(cfg: FitConfig, facts: Mapping[str, object]) -> str:
+    """The digest of all that moves a number of a run: see ``point_folder``."""
+    values = result_of(cfg)
+    return digest({"config": values, "files": files_of(values), "facts": dict(facts)})
 
 
 def counted(cfg: FitConfig) -> dict[str, object]:

@@ -3,7 +3,8 @@
 import inspect
 import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +22,12 @@ from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import digest
 from attnpo.studies.arms import Composed, arm_config
 from attnpo.studies.fit_config import FitConfig
+from attnpo.studies.reads import Reads, reads_again
+from attnpo.studies.scorer_names import scorers_of
+from attnpo.studies.scorers import Scorers, compose_scorers, train_scorers
 from attnpo.studies.study import ONLY, Arm, Cost, Study, error_text, last_line
+from attnpo.weights.base import OnlineSource
+from attnpo.weights.pipeline import finished_weights
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +43,8 @@ class Basis:
     captured weights. ``lost``: arms that could not be weighed, with the error. ``measured``: results of the study's
     analyses; ``unmeasured``: those that failed, with the error. ``depths``: layers of each arm's judge. ``gates``:
     whether the judge of this base, and of another base that judges, passed its gate, as far as that was measured.
-    ``model``: the base itself.
+    ``model``: the base itself. ``scorers``: models that the study trained on these pairs. ``reads``: what each arm's
+    weights ask of models.
     """
 
     world: str
@@ -52,6 +59,13 @@ class Basis:
     depths: dict[str, int] = field(default_factory=dict)
     gates: dict[str, bool] = field(default_factory=dict)
     model: ModelSpec | None = None
+    scorers: Scorers = field(default_factory=Scorers)
+    reads: dict[str, Reads] = field(default_factory=dict)
+
+    @property
+    def scorer_paths(self) -> dict[str, str]:
+        """The model folders of the scorers."""
+        return self.scorers.paths
 
     @property
     def label(self) -> str:
@@ -88,26 +102,35 @@ def make_basis(
     world: str = ONLY,
     composed: Mapping[tuple[str, str], Composed] | None = None,
     folder: Path | None = None,
+    scorers: Mapping[tuple[str, str], Composed] | None = None,
 ) -> Basis:
     """One world and seed with the store filled; then the study's analyses, kept in ``folder``, if one is given.
 
-    The points find every weight in the store: one judge pass per base and judge, whatever the number of points. An arm
-    that cannot be weighed is lost alone. An exception of any kind when the base, the pairs or all arms cannot be had.
+    Its scorers are trained first. The points find every weight in the store: one judge pass per base and judge,
+    whatever the number of points. An arm that cannot be weighed is lost alone. An exception of any kind when the
+    base, the pairs or all arms cannot be had.
     """
     basis = Basis(world, seed)
     composed = compose_arms(cfg, study) if composed is None else composed
     arms = {name: found.changed({"seed": seed}).config for (of, name), found in composed.items() if of == world}
+    scorers = compose_scorers(cfg, study) if scorers is None else scorers
+    runs = {name: run for (of, name), run in scorers.items() if of == world}
     settled = settle(next(iter(arms.values())))[0]
     configs = {name: with_paths(config, settled) for name, config in arms.items()}
-    context = _ground(basis, configs)
+    given = {name: composed[world, name].overrides for name in arms}
+    plain = {name: config for name, config in configs.items() if not scorers_of(given[name])}
+    trained = [with_paths(run.changed({"seed": seed}).config, settled) for run in runs.values()]
+    context = _ground(basis, plain, trained)
     encoded = _facts(basis, context)
     _note_gate(basis, "this base", context.prepared.get("base"))
+    basis.scorers = train_scorers(cfg, study, runs, seed, basis.facts)
     done: dict[str, Weighed] = {}
     for name, config in configs.items():
         if name in basis.lost:
             continue
-        same = digest({key: value for key, value in inputs_of(config).items() if key != "transforms"})
         try:
+            config = basis.scorers.filled(config, given[name])
+            same = digest({key: value for key, value in inputs_of(config).items() if key != "transforms"})
             if same not in done:
                 done[same] = weigh(settle_layer(replace(context, cfg=config), encoded), encoded)
                 _note_gate(basis, "the second base", settle_judge(config)[1])
@@ -117,27 +140,45 @@ def make_basis(
                 raise
             continue
         basis.keys[name] = done[same].key
+        basis.reads[name] = _reads(config, done[same], encoded["train"])
         basis.depths[name] = done[same].depth
         if not study.layers or name == study.layer_arm:  # the layers told apart are those of that arm's judge
             basis.depth = max(basis.depth, done[same].depth)
     for name, lost in basis.lost.items():
         log.error("%s: arm %s cannot be weighed and is left out: %s", basis.label, name, last_line(lost))
-    basis.cost = _cost(context, list(done.values()))
+    basis.cost = replace(_cost(context, list(done.values())), scorers=basis.scorers.seconds)
     if folder is not None and study.analyses:
         measure(cfg, study, basis, context, encoded, folder)
     return basis
 
 
-def _ground(basis: Basis, configs: Mapping[str, FitConfig]) -> RunContext:
-    """What all arms stand on, laid for the first whose weights can be had; the last error where there is none."""
-    for name, config in configs.items():
+TIMED = 64  # pairs that a source which asks no model is timed on
+
+
+def _reads(cfg: FitConfig, weighed: Weighed, encoded: EncodedSet) -> Reads:
+    """What the weights of an arm ask of models, with the time that a source without models takes for a pair."""
+    seconds, pairs = weighed.seconds, encoded.pairs[:TIMED]
+    if not weighed.source.requires and not isinstance(weighed.source, OnlineSource):
+        began = time.perf_counter()
+        for pair, sides in zip(pairs, encoded.encoded, strict=False):
+            finished_weights(weighed.source, None, sides, pair=pair)
+        seconds = (time.perf_counter() - began) / max(1, len(pairs))
+    return Reads(weighed.reads, seconds, reads_again(cfg), cfg.batch.pairs)
+
+
+def _ground(basis: Basis, configs: Mapping[str, FitConfig], others: Sequence[FitConfig]) -> RunContext:
+    """What all arms stand on, laid for the first of ``configs`` whose weights can be had, else for the first of
+    ``others``; the last error where there is none.
+    """
+    failure: Exception | None = None
+    for name, config in [*configs.items(), *((None, other) for other in others)]:
         try:
             return make_context(config)
-        except Exception as error:
-            basis.lost[name] = error_text(error)
-            if len(basis.lost) == len(configs):
-                raise
-    raise AssertionError("a study has an arm")
+        except Exception as error:  # noqa: BLE001  raised below, if it is the last
+            failure = error
+            if name is not None:
+                basis.lost[name] = error_text(error)
+    raise failure or AssertionError("a study has an arm")
 
 
 def _note_gate(basis: Basis, name: str, report: object) -> None:

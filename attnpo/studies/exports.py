@@ -10,23 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.files import seal, sealed
-from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
-from attnpo.schema import UserError
 from attnpo.studies.arms import Composed, point_config, point_folder
 from attnpo.studies.bases import Basis
 from attnpo.studies.fit_config import FitConfig
+from attnpo.studies.left_models import MODEL, is_whole, keep_model, with_model
 from attnpo.studies.selection import best_by_arm
 from attnpo.studies.study import Outcome, Point, Study, WorldSeed, last_line
 from attnpo.studies.workers import execute, on_gpu
-from attnpo.training.checkpoint_folders import STATE, remove
 
 log = logging.getLogger(__name__)
 
 EXPORTS = "exports"
-MODEL = "last"  # of a run's checkpoints that of its last step, which is what a study scores
 CLOSE = 1e-6  # relative: kernels of a GPU may sum in another order
 
 
@@ -49,11 +45,7 @@ class Export:
 def exporting(study: Study, point: Point, made: Composed) -> Composed:
     """The config of a point, which leaves its model where it is sure to be needed: its arm has no other point."""
     sure = len((point.arm.grid or study.grid).overrides()) == 1
-    return _with_model(made) if study.benchmarks and sure else made
-
-
-def _with_model(made: Composed) -> Composed:
-    return made.changed({"callbacks.checkpoints": True}, ["callbacks.checkpoints=true"])
+    return with_model(made) if study.benchmarks and sure else made
 
 
 def export_chosen(
@@ -70,16 +62,16 @@ def export_chosen(
         for best in best_by_arm(outcome, world).values():
             for seed, result in zip(best.seeds, best.results, strict=True):
                 point = Point(best.arm, best.values, seed)
-                plain = point_config(own[world, best.arm.name], point)
-                made = _with_model(plain)
+                plain = point_config(own[world, best.arm.name], point, bases[world, seed].scorer_paths)
+                made = with_model(plain)
                 at = point_folder(folder, point, made.config, bases[world, seed].facts_of(study, best.arm))
-                run = at if _is_whole(at) else folder / EXPORTS / at.name
+                run = at if is_whole(at) else folder / EXPORTS / at.name
                 chosen.append(Export(point, result, made, run, bool(plain.raw.callbacks.checkpoints)))
-    lost = _run_again(cfg, study, [export for export in chosen if not _is_whole(export.run)])
+    lost = _run_again(cfg, study, [export for export in chosen if not is_whole(export.run)])
     there = [export for export in chosen if export.point not in lost]
     for export in there:
         if not export.wanted or export.run.parent.name == EXPORTS:
-            _keep_model(export.run)
+            keep_model(export.run)
     return there, lost, [line for export in there if (line := _differs(export)) is not None]
 
 
@@ -100,29 +92,6 @@ def _run_again(cfg: FitConfig, study: Study, exports: list[Export]) -> dict[Poin
             lost[point] = f"the model of its chosen point could not be made: {last_line(error or '')}"
             log.error("%s: %s", point.label, lost[point])
     return lost
-
-
-def _is_whole(run: Path) -> bool:
-    """Whether a run is finished and its model as it was written."""
-    if read_result(run)[0] is None or not (run / MODEL).is_dir():
-        return False
-    try:
-        weights_fingerprint(run / MODEL)
-    except UserError as problem:
-        log.warning("%s", problem)
-        return False
-    return True
-
-
-def _keep_model(run: Path) -> None:
-    """Removes what a finished run has beside its model to resume from: several times the model's size."""
-    model = run / MODEL
-    files = sealed(model)
-    if STATE in files:
-        kept = {name: found for name, found in files.items() if name != STATE}
-        seal(model, kept, only=list(kept))
-    (model / STATE).unlink(missing_ok=True)
-    remove(run / "best")
 
 
 def _differs(export: Export) -> str | None:

@@ -78,7 +78,7 @@ class FitConfig(RunConfig):
         if self.study is None:
             return frozenset()
         study = self.study
-        sets = [*study.arms.values(), *study.truth_arms.values(), *study.worlds.values(), list(study.shared)]
+        sets = [*study.arms_with(truth=True).values(), *study.worlds.values(), list(study.shared)]
         return frozenset(
             item.partition("=")[0].lstrip("+~").partition(".")[0] for overrides in sets for item in overrides
         )

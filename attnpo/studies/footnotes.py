@@ -194,6 +194,7 @@ def _costs(outcome: Outcome) -> Iterator[str]:
     spent = {
         "base": [cost.base for cost in outcome.costs.values() if cost.base is not None],
         "judge and verbalizer passes": [cost.judge for cost in outcome.costs.values() if cost.judge is not None],
+        "training of scorers": [cost.scorers for cost in outcome.costs.values() if cost.scorers is not None],
     }
     parts = [
         f"{name} {sum(values) / len(values):.1f} s (mean of {len(values)})" for name, values in spent.items() if values

@@ -16,10 +16,12 @@ from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import REPORT, _table, numbers
 from attnpo.runs.result import RunResult
 from attnpo.studies.benchmark_table import benchmark_digits, layer_figures
+from attnpo.studies.cost_table import cost_tables
 from attnpo.studies.drift_table import drift_table
-from attnpo.studies.exports import EXPORTS, MODEL
+from attnpo.studies.exports import EXPORTS
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.footnotes import footnotes, warnings
+from attnpo.studies.left_models import MODEL
 from attnpo.studies.predictions import predictions_section
 from attnpo.studies.ranking import ranking_table, scores_table
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
@@ -213,7 +215,13 @@ def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
     arms = arms_section(outcome)
-    tables = [*ranking_table(outcome), *level_tables(outcome), *predictions_section(outcome), *drift_table(outcome)]
+    tables = [
+        *cost_tables(outcome),
+        *ranking_table(outcome),
+        *level_tables(outcome),
+        *predictions_section(outcome),
+        *drift_table(outcome),
+    ]
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
     print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])

@@ -26,6 +26,8 @@ from attnpo.studies.benchmarks import check_benchmarks, measure_benchmarks, tell
 from attnpo.studies.exports import exporting
 from attnpo.studies.fit_config import FitConfig, require_one_process
 from attnpo.studies.predictions import check_predicted, fix
+from attnpo.studies.scorer_names import scorers_of
+from attnpo.studies.scorers import compose_scorers
 from attnpo.studies.study import (
     ONLY,
     Arm,
@@ -71,11 +73,12 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
     whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
     named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
     check_distinct(study, named, {place: composed[place].config for place in whole})
-    bases, missing = make_bases(cfg, study, seeds, composed, folder)
+    scorers = compose_scorers(cfg, study)
+    bases, missing = make_bases(cfg, study, seeds, composed, folder, scorers)
     arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, bases, world)]
     own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
     check_distinct(study, arms, {place: made.config for place, made in own.items()}, _depths(study, arms, bases))
-    record = _record(study, own, bases)
+    record = _record(study, own, bases, scorers)
     check_predicted(study, arms)
     said = fix(study, folder)
     log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
@@ -107,6 +110,13 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
         ],
         {place: basis.cost for place, basis in bases.items()},
         [*said, *(line for basis in bases.values() for line in basis.warnings)],
+        reads={(basis.world, basis.seed, arm): reads for basis in bases.values() for arm, reads in basis.reads.items()},
+        scorers={place: basis.scorers.runs for place, basis in bases.items() if basis.scorers.runs},
+        lost_scorers=[
+            f"FAILED scorer {name}, {basis.label}: {last_line(error)}"
+            for basis in bases.values()
+            for name, error in basis.scorers.lost.items()
+        ],
     )
     if not study.benchmarks:
         return outcome
@@ -119,6 +129,7 @@ def make_bases(
     seeds: Sequence[int],
     composed: Mapping[tuple[str, str], Composed],
     folder: Path,
+    scorers: Mapping[tuple[str, str], Composed],
 ) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, str]]:
     """What the points of every world and seed stand on, and the errors of those that cannot be had.
 
@@ -129,7 +140,7 @@ def make_bases(
     for world in study.worlds or [ONLY]:
         for seed in seeds:
             try:
-                bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder)
+                bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 errors[world, seed] = error
                 log.error("%s cannot be prepared: %s", Basis(world, seed).label, last_line(error_text(error)))
@@ -170,13 +181,30 @@ def _check(study: Study, arm: tuple[str, str], made: Composed) -> None:
         raise UserError(f"study {study.name}, arm {': '.join(filter(None, arm))}: {error}") from error
 
 
-def _record(study: Study, own: Mapping[tuple[str, str], Composed], bases: Mapping[WorldSeed, Basis]) -> dict[str, Any]:
+def _record(
+    study: Study,
+    own: Mapping[tuple[str, str], Composed],
+    bases: Mapping[WorldSeed, Basis],
+    scorers: Mapping[tuple[str, str], Composed],
+) -> dict[str, Any]:
     """What is fixed before the points run."""
     worlds: dict[str, Any] = {}
     for (world, _), basis in bases.items():
         worlds.setdefault(world, basis.facts["world"])
-    arms = {f"{world}: {name}" if world else name: counted(made.config) for (world, name), made in own.items()}
-    return grid_record(study, arms, worlds if study.worlds else worlds[ONLY])
+
+    def by_label(every: Mapping[tuple[str, str], Composed]) -> dict[str, Composed]:
+        return {f"{world}: {name}" if world else name: made for (world, name), made in every.items()}
+
+    arms = {name: counted(made.config) for name, made in by_label(own).items()}
+    record = grid_record(study, arms, worlds if study.worlds else worlds[ONLY])
+    if not scorers:
+        return record
+    named = {name: scorers_of(made.overrides) for name, made in by_label(own).items()}
+    return {
+        **record,
+        "scorers": {name: counted(made.config) for name, made in by_label(scorers).items()},
+        "scored": {name: keys for name, keys in named.items() if keys},
+    }
 
 
 def _run_points(
@@ -199,7 +227,8 @@ def _run_points(
         if lost is not None:
             errors[i] = f"not run: {lost}"
             continue
-        made = exporting(study, point, point_config(own[point.arm.world, point.arm.name], point))
+        arm = own[point.arm.world, point.arm.name]
+        made = exporting(study, point, point_config(arm, point, bases[place].scorer_paths))
         at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
         before = finished(at)
         if before is not None:

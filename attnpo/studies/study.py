@@ -14,6 +14,8 @@ from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.studies.benchmark_scores import RowScore, asked_problems
 from attnpo.studies.claims import Predictions
+from attnpo.studies.reads import Reads, ScorerRun
+from attnpo.studies.scorer_names import scorer_problems
 from attnpo.weights.layers import distinct_layers
 
 if TYPE_CHECKING:
@@ -114,18 +116,22 @@ class Study:
 
     ``arms`` maps a name to the overrides that make it; ``truth_arms`` are added after them where the setting has a
     known truth. ``layers`` splits the arm named ``layer_arm`` into one arm per layer (numbers, "last", fractions of
-    depth; those that coincide on a shallow model are merged and logged). ``control`` is the arm the others are compared
-    with; null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.
-    ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass and a
-    comparison of that world's own; an arm named in ``only_in`` runs in the worlds listed there alone. ``world_axis``
-    puts worlds on a scale, over which gains are drawn. ``predictions`` are what was expected before the runs.
-    ``analyses`` are measured once per world and seed. ``seeds`` are counted from the run's seed. ``kl_limit`` bounds
-    the KL to the base of the point that represents an arm; ``kl_levels`` are those at which rewards are compared.
-    ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point. ``restart`` gives a repeated
-    command a fresh folder instead of its finished points. ``ranking`` adds a table of all arms with the average of
-    their ranks. ``benchmarks`` are options of the group of that name, on which the base, the chosen point of every arm
-    and ``published`` models (folders or hub names) are measured, with the keys in ``evaluate`` (by benchmark, "all" for
-    every one) set to the values there.
+    depth; those that coincide on a shallow model are merged and logged). ``sources`` are options of the group
+    weights, each one more arm that is named by it. ``scorers`` are models that the study trains for its arms, runs
+    of their own in each world and seed: a name to the overrides that make it; an arm's
+    ``weights.oracle.path=SCORER.NAME`` stands for that model. ``control`` is the arm the others are compared with;
+    null compares none. ``grid`` is that of every arm but those in ``grids``, which have other keys or units.
+    ``worlds`` maps a name to the overrides that make it: every arm runs in every world, with a base, a judge pass
+    and a comparison of that world's own; an arm named in ``only_in`` runs in the worlds listed there alone.
+    ``world_axis`` puts worlds on a scale, over which gains are drawn. ``predictions`` are what was expected before
+    the runs. ``analyses`` are measured once per world and seed. ``seeds`` are counted from the run's seed.
+    ``kl_limit`` bounds the KL to the base of the point that represents an arm; ``kl_levels`` are those at which
+    rewards are compared. ``workers`` points run at a time on a CPU. ``shared`` are overrides of every point.
+    ``restart`` gives a repeated command a fresh folder instead of its finished points. ``ranking`` adds a table of
+    all arms with the average of their ranks, ``costs`` one of what their weights cost. ``benchmarks`` are options
+    of the group of that name, on which the base, the chosen point of every arm and ``published`` models (folders or
+    hub names) are measured, with the keys in ``evaluate`` (by benchmark, "all" for every one) set to the values
+    there.
     """
 
     name: str
@@ -149,6 +155,9 @@ class Study:
     analyses: dict[str, StudyAnalysis] = field(default_factory=dict)
     kl_levels: tuple[float, ...] = (0.5, 1.0, 2.0)
     ranking: bool = False
+    sources: tuple[str, ...] = ()
+    scorers: dict[str, list[str]] = field(default_factory=dict)
+    costs: bool = False
     benchmarks: tuple[str, ...] = ()
     evaluate: dict[str, dict[str, object] | None] = field(default_factory=dict)
     published: tuple[str, ...] = ()
@@ -172,7 +181,11 @@ class Study:
         twice = [name for name in self.truth_arms if name in self.arms]
         if twice:
             yield f"{', '.join(twice)} stands in study.arms and in study.truth_arms; give it once"
-        every = {**self.arms, **self.truth_arms}
+        again = [name for name, count in Counter([*self.arms, *self.truth_arms, *self.sources]).items() if count > 1]
+        if again and not twice:
+            yield f"study.sources has {', '.join(again)}, which is an arm already; leave it out"
+        every = self.arms_with(truth=True)
+        yield from scorer_problems(self.scorers, every)
         unknown = [name for name in self.grids if name not in every]
         if unknown:
             yield f"study.grids has {', '.join(unknown)}, which is no arm; arms are {', '.join(every)}"
@@ -228,7 +241,8 @@ class Study:
 
     def arms_with(self, truth: bool) -> dict[str, list[str]]:
         """The arms of a setting with a known truth or without one."""
-        return {**self.arms, **self.truth_arms} if truth else self.arms
+        sources = {name: [f"weights={name}"] for name in self.sources}
+        return {**self.arms, **sources, **(self.truth_arms if truth else {})}
 
     def grid_of(self, arm: str) -> Grid:
         """The grid of an arm of ``arms`` or ``truth_arms``."""
@@ -325,11 +339,13 @@ def settings_digest(record: Mapping[str, object]) -> str:
 class Cost:
     """Seconds that were spent once for all arms; None where nothing is known of it.
 
-    ``judge``: the passes of judge and verbalizer over the pairs, those of all commands together.
+    ``judge``: the passes of judge, verbalizer and scorers over the pairs, those of all commands together. ``scorers``:
+    the training of the study's scorers, by whichever command.
     """
 
     base: float | None = None
     judge: float | None = None
+    scorers: float | None = None
 
 
 def error_text(error: Exception) -> str:
@@ -351,7 +367,8 @@ class Outcome:
 
     ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
     ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
-    ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row.
+    ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row. ``reads``: what an arm's
+    weights ask of models, by world, seed and arm; ``scorers``: those that were trained, by their names.
     """
 
     study: Study
@@ -366,6 +383,9 @@ class Outcome:
     costs: dict[WorldSeed, Cost] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     benchmarks: dict[str, dict[tuple[str, str], RowScore]] = field(default_factory=dict)
+    reads: dict[tuple[str, int, str], Reads] = field(default_factory=dict)
+    scorers: dict[WorldSeed, dict[str, ScorerRun]] = field(default_factory=dict)
+    lost_scorers: list[str] = field(default_factory=list)
 
     @property
     def digest(self) -> str:

@@ -69,10 +69,16 @@ def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
     return {
         **{name: value for name, value in trained_on(point).items() if name in uneven},
         **({} if math.isnan(mass) else {"sum": mass}),
-        "eff. weights/n": point.input("effective_share"),
+        "eff. weights/n": _effective(point),
         "coverage": point.input("coverage"),
         "s/run": point.seconds,
     }
+
+
+def _effective(point: PointResults) -> float:
+    """The effective share of the training weights; of validation's last ones where training computes them."""
+    share = point.input("effective_share")
+    return point.metric("val/weights/effective_share") if math.isnan(share) else share
 
 
 def _world_rows(outcome: Outcome, world: str, uneven: Sequence[str], known: bool) -> Iterator[Row]:

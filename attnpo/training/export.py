@@ -109,7 +109,8 @@ class Exporter:
         folder.mkdir(parents=True, exist_ok=True)
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
         empty = shell(model, dtype)
-        empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
+        if empty.can_generate():  # a reward model cannot
+            empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
         empty.save_pretrained(folder, state_dict=in_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
         open_to_readers(folder)

@@ -47,8 +47,12 @@ class MethodFacts(TypedDict, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What the card tells; a part that is missing is left out. ``statistics`` are numbers by split and name."""
+    """What the card tells; a part that is missing is left out. ``statistics`` are numbers by split and name.
 
+    ``reward``: the model is a reward model.
+    """
+
+    reward: bool
     base: OriginFacts
     data: OriginFacts
     method: MethodFacts
@@ -104,7 +108,7 @@ def model_card(
         front_matter(facts),
         f"# {one_line(title)}",
         _summary(facts, step, dtype),
-        _section("Use", _use(notes)),
+        _section("Use", _use(notes, facts.get("reward", False))),
         _section("Base model", _base(base)),
         _section("Data", _data(facts.get("data", {}))),
         _section("Method", _method(method)),
@@ -121,7 +125,8 @@ def model_card(
 def front_matter(facts: Facts) -> str:
     """The Hub's YAML metadata. Base and data are named only if they are on the Hub: it refuses cards with others."""
     base, data, method = facts.get("base", {}), facts.get("data", {}), facts.get("method", {})
-    values: dict[str, str | list[str]] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    task = "text-classification" if facts.get("reward", False) else "text-generation"
+    values: dict[str, str | list[str]] = {"library_name": "transformers", "pipeline_tag": task}
     if hub := base.get("hub"):
         values |= {"base_model": hub, "base_model_relation": "finetune"}
     if hub := data.get("hub"):
@@ -141,20 +146,27 @@ def _summary(facts: Facts, step: int | None, dtype: str) -> str:
     weights = method.get("weights")
     by = f" with token weights of the source `{_name(weights)}`" if weights else ""
     when = "" if step is None else f" after {step} optimiser steps"
+    kind = "reward model" if facts.get("reward", False) else "causal language model"
     return (
-        f"A causal language model trained on preference pairs with the objective `{_name(method.get('objective'))}`"
+        f"A {kind} trained on preference pairs with the objective `{_name(method.get('objective'))}`"
         f"{by}{when}, weights in {dtype}. This card was written by the program that trained the model; every number in "
         "it comes from that run."
     )
 
 
-def _use(notes: Sequence[str]) -> str:
+def _use(notes: Sequence[str], reward: bool) -> str:
+    kind = "AutoModelForSequenceClassification" if reward else "AutoModelForCausalLM"
+    more = (
+        "The reward is its logit at the last token of a conversation, written with the chat template in the folder. "
+        if reward
+        else "or `vllm serve FOLDER`. The chat template used in training is in the folder, and "
+        "`generation_config.json` names the tokens that end a turn. "
+    )
     use = (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")\n'
+        f"```python\nfrom transformers import {kind}, AutoTokenizer\n\n"
+        f'model = {kind}.from_pretrained("FOLDER", dtype="auto")\n'
         'tokenizer = AutoTokenizer.from_pretrained("FOLDER")\n```\n\n'
-        "or `vllm serve FOLDER`. The chat template used in training is in the folder, and `generation_config.json` "
-        "names the tokens that end a turn. A `state.ckpt`, if there is one, is for resuming the training; leave it out "
+        f"{more}A `state.ckpt`, if there is one, is for resuming the training; leave it out "
         "when you pass the model on."
     )
     return "\n\n".join([use, *(f"{note[0].upper()}{note[1:]}." for note in notes)])

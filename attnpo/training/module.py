@@ -3,7 +3,7 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -34,6 +34,8 @@ from attnpo.training.nonfinite import (
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
+from attnpo.weights.pipeline import transformed_batch
+from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
 
@@ -43,15 +45,22 @@ RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
 
 
 def weighed(
-    batch: PreferenceBatch, source: OnlineSource, policy: TokenStats, reference: TokenStats | None
+    batch: PreferenceBatch,
+    source: OnlineSource,
+    policy: TokenStats,
+    reference: TokenStats | None,
+    transforms: Sequence[WeightTransform] = (),
 ) -> PreferenceBatch:
     """The batch with the weights that an online source gives its main rows, and its pairs if it weighs these too.
 
-    Pair weights are logged as ``weights/pair``, and the share of pairs that it made void as ``weights/void``.
+    ``transforms`` change the weights of the rows. Pair weights are logged as ``weights/pair``, and the share of pairs
+    that it made void as ``weights/void``.
     """
     with torch.no_grad():
         given = source.weights(detached(policy), None if reference is None else detached(reference), batch)
     weights, pair = given if isinstance(given, tuple) else (given, None)
+    if transforms:
+        weights = transformed_batch(transforms, weights, batch)
     if pair is not None:
         pair = pair.to(batch.pair_weight.dtype)
         told = {"weights/pair": pair, "weights/void": (pair == 0).to(pair.dtype)}
@@ -82,6 +91,7 @@ class PreferenceModule(L.LightningModule):
         online: a source that weighs each batch from what the step computes; None leaves the batch's weights.
         makers: make the further row groups that the objective asks for, by the groups' names.
         kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
+        transforms: change the weights of the online source in every step.
     """
 
     def __init__(
@@ -94,13 +104,14 @@ class PreferenceModule(L.LightningModule):
         online: OnlineSource | None = None,
         makers: Mapping[str, RowMaker] | None = None,
         kept: Callable[[PreferenceBatch, Tensor], None] | None = None,
+        transforms: Sequence[WeightTransform] = (),
     ) -> None:
         super().__init__()
         self.policy = policy
         object.__setattr__(self, "reference", reference)
         self.kept = kept
         self.objective = objective
-        self.online, self.makers = online, dict(makers or {})
+        self.online, self.makers, self.transforms = online, dict(makers or {}), tuple(transforms)
         self.reads = objective.requires | (online.statistics if online is not None else frozenset())
         self.recipe = optimizer
         self.total_steps = total_steps
@@ -193,7 +204,7 @@ class PreferenceModule(L.LightningModule):
             if reference is not None and of_reference is not None:
                 reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
-            batch = weighed(batch, self.online, policy, reference)
+            batch = weighed(batch, self.online, policy, reference, self.transforms)
         return batch, policy, reference, self.objective(policy, reference, batch)
 
     def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.data.collate import TrainingExample
+from attnpo.models.generate import longest_first
 from attnpo.models.layouts import Layout, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import EncodedResponse, TokenStats, UserError
@@ -85,7 +86,8 @@ class ModelScorer:
         found: dict[int, Scores] = {}
         for scorer in (self, *([] if other is None else [other])):
             scorer.model.eval()
-        for batch in _within_budget(ids):
+        lengths = [len(row.prompt_ids) + len(row.response_ids) for row in ids]
+        for batch in longest_first(lengths, lambda length: TOKENS_PER_FORWARD // length):
             stats = self._batch([ids[place] for place in batch], frozenset({"logps", *names}), other)
             by_name = {"logps": stats.logps}
             by_name |= {f"vocab:{name}": rows for name, rows in stats.vocab.items()}
@@ -106,16 +108,3 @@ class ModelScorer:
             second = (hidden, other.model.head())
         stats: TokenStats = self.model(*read, names, second)
         return stats
-
-
-def _within_budget(ids: Sequence[EncodedResponse]) -> Iterator[list[int]]:
-    """The places of responses, shortest first, in batches of at most ``TOKENS_PER_FORWARD`` padded tokens."""
-    length = {place: len(row.prompt_ids) + len(row.response_ids) for place, row in enumerate(ids)}
-    batch: list[int] = []
-    for place in sorted(length, key=lambda place: length[place]):
-        if batch and (len(batch) + 1) * length[place] > TOKENS_PER_FORWARD:
-            yield batch
-            batch = []
-        batch.append(place)
-    if batch:
-        yield batch

@@ -87,7 +87,7 @@ class ConversationBuilder(Protocol):
 class ScorerModel:
     """A causal LM that scores training tokens; ``path`` None is the run's own model as training starts from it.
 
-    ``instruction`` is put behind the last user turn, after a blank line, when this scorer reads a pair. The chat format
+    ``instruction`` is added to the last user turn, after a blank line, when this scorer reads a pair. The chat format
     is the run's in any case.
     """
 
@@ -223,6 +223,29 @@ class Layerless:
     def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
         """``captured`` as it is."""
         return captured
+
+
+class Uncaptured(Layerless):
+    """A source whose weights each run makes anew: on the training tokens, without a model, stored by no one.
+
+    ``name`` is the option of the config, ``why_not_captured`` what a command is told that would store them.
+    """
+
+    name: ClassVar[str]
+    why_not_captured: ClassVar[str]
+    rows: ClassVar[tuple[int, ...]] = ()
+    tokens: ClassVar[str] = "train"
+    requires: ClassVar[frozenset[str]] = frozenset()
+    postprocess: ClassVar[Postprocess | None] = None
+    neutral: ClassVar[bool] = False
+
+    def capture_fingerprint(self) -> dict[str, object]:
+        """The name of the source."""
+        return {"source": self.name}
+
+    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
+        """Raises UserError: these weights are not stored."""
+        raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
 
 
 class Unlayered(Layerless):

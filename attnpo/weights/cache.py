@@ -60,12 +60,14 @@ class _Shard:
     sha256: str
     rows: dict[str, int]
     columns: frozenset[str]
+    seconds: float | None
 
 
 class _Entry(TypedDict):
-    """What ``<content digest>.json`` says of its shard; entries of older versions have no key."""
+    """What ``<content digest>.json`` says of its shard; entries of older versions have neither key nor seconds."""
 
     key: NotRequired[str]
+    seconds: NotRequired[float]
     sha256: str
     bytes: int
     pairs: list[str]
@@ -102,6 +104,17 @@ class Table:
         wanted = set(columns)
         present = self.columns_present(pair_ids)
         return [pair_id for pair_id, have in present.items() if wanted - have]
+
+    def seconds_per_pair(self, pair_ids: Iterable[str]) -> float | None:
+        """What computing one of these pairs took, by what was noted beside them; None where nothing was."""
+        wanted = set(pair_ids)
+        timed = [
+            (shard.seconds, len(shard.rows))
+            for shard in self._index()
+            if shard.seconds is not None and wanted & shard.rows.keys()
+        ]
+        pairs = sum(count for _, count in timed)
+        return sum(seconds for seconds, _ in timed) / pairs if pairs else None
 
     def nearest_difference(self) -> str | None:
         """The first part of the key in which the most similar other table of this kind differs, or None.
@@ -158,10 +171,10 @@ class Table:
 
     # ------------------------------------------------------------------------------------------- writing
 
-    def append(self, rows: Rows) -> None:
+    def append(self, rows: Rows, seconds: float | None = None) -> None:
         """Stores ``rows``: pair id -> column -> number, string, one-dimensional array, or dict of these.
 
-        UserError when the disk refuses.
+        ``seconds``: what computing them took, noted beside them. UserError when the disk refuses.
 
         Float32 keeps its bits. A column must have the same type in all rows of the call; rows with different
         columns go to shards of their own.
@@ -173,9 +186,12 @@ class Table:
             arrays = [_array([rows[pair_id][name] for pair_id in pair_ids]) for name in columns]
             data = pa.table([pa.array(pair_ids, pa.string()), *arrays], names=[PAIR_ID, *columns])
             data = data.replace_schema_metadata({KEY_MARK: self._digest})
-            self._write_shard(data, pair_ids, columns)
+            share = None if seconds is None else seconds * len(pair_ids) / len(rows)
+            self._write_shard(data, pair_ids, columns, share)
 
-    def _write_shard(self, data: pa.Table, pair_ids: Sequence[str], columns: Sequence[str]) -> None:
+    def _write_shard(
+        self, data: pa.Table, pair_ids: Sequence[str], columns: Sequence[str], seconds: float | None
+    ) -> None:
         buffer = pa.BufferOutputStream()
         pq.write_table(data, buffer, compression="zstd", use_dictionary=False, row_group_size=max(1, len(pair_ids)))
         content = buffer.getvalue().to_pybytes()
@@ -188,6 +204,8 @@ class Table:
             "pairs": list(pair_ids),
             "columns": list(columns),
         }
+        if seconds is not None:
+            entry["seconds"] = round(seconds, 4)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / KEY_FILE).exists():
@@ -257,7 +275,7 @@ class Table:
             raise ValueError("its entry is not readable JSON")
         entry = cast(_Entry, content)  # what it lacks is found by reading it
         rows = {pair_id: place for place, pair_id in enumerate(entry["pairs"])}
-        shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]))
+        shard = _Shard(name, entry["sha256"], rows, frozenset(entry["columns"]), entry.get("seconds"))
         if file_digest(path) != shard.sha256:
             raise ValueError("its checksum differs from the one in its entry")
         with pq.ParquetFile(path) as stored:

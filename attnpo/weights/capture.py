@@ -113,11 +113,14 @@ class Unreadable(PairWeights):
     story: str
 
 
-def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequence[Row]) -> None:
+def store_captured(
+    table: Table, captured: Sequence[PairWeights], layers: Sequence[Row], seconds: float | None = None
+) -> None:
     """Appends the rows of ``layers`` (the order of the weight rows), the tokens they stand on, and the verdicts.
 
     A column runs over the rounds, in each the chosen then the rejected response. Rows are float32 or narrower. A pair
-    without rounds, which the source could not read, is stored as that; the reason has a column of its own.
+    without rounds, which the source could not read, is stored as that; the reason has a column of its own. ``seconds``:
+    what capturing them took.
     """
     rows = {}
     for pair in captured:
@@ -133,7 +136,7 @@ def store_captured(table: Table, captured: Sequence[PairWeights], layers: Sequen
         if isinstance(pair, Unreadable):
             row[REFUSED] = {"reason": pair.reason, "story": pair.story}
         rows[pair.pair_id] = row
-    table.append(rows)
+    table.append(rows, seconds)
 
 
 def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> dict[str, PairWeights]:
@@ -295,12 +298,14 @@ def _fill(
             size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
             for start in range(0, len(group), size):
                 chunk = group[start : start + size]
+                began = time.perf_counter()
                 readable, built, unreadable = _readable(chunk, tools)
                 captured = source.capture(readable, built, absent) if readable else []
+                seconds = time.perf_counter() - began
                 if written is not None:
                     written.result()
                 # Compressed and written while the next chunk is read by the judge; one chunk waits at most.
-                written = writer.submit(store_captured, table, [*captured, *unreadable], absent)
+                written = writer.submit(store_captured, table, [*captured, *unreadable], absent, seconds)
                 done += len(chunk)
                 if tools.progress is not None:
                     tools.progress(done, len(pairs))

@@ -11,12 +11,24 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.schema import (
+    SIDES,
+    EncodedResponse,
+    Kind,
+    PairWeights,
+    PreferenceBatch,
+    PreferencePair,
+    TokenWeights,
+    UserError,
+)
 from attnpo.text.alignment import Aligned, AlignMethod, align
-from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource
+from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
-from attnpo.weights.transforms import WeightRow, WeightTransform
+from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
+
+# Options of the group `transform` that mean the same for factors.
+FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side", "tail_cut")
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Finished:
 
     ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones. ``flat``:
     a raw row was all 0 and counts as uniform. ``said``: the tokens about which a ``PartialSource`` said something,
-    None for sources that weigh every token.
+    None for sources that weigh every token. ``open``: the tokens that transforms may change, None for all.
     """
 
     row: TokenWeights
@@ -55,6 +67,12 @@ class Finished:
     realigned: bool
     flat: bool = False
     said: Bool[Tensor, "n"] | None = None
+    open: Bool[Tensor, "n"] | None = None
+
+    @property
+    def changeable(self) -> Bool[Tensor, "n"]:
+        """The tokens that transforms may change."""
+        return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
 
 
 @dataclass(frozen=True)
@@ -80,12 +98,13 @@ def training_weights(
     """The weights of one pair on the training tokens in ``encoded`` ("chosen", "rejected").
 
     ``layers`` names the rows of ``captured`` in their order. ``captured`` is None for a source that captures nothing,
-    which reads ``pair`` instead. Transforms come fitted. Raw rows are processed in float64 and returned in their own
-    type. UserError for rows that are not what the source's kind promises.
+    which reads ``pair`` instead. Transforms come fitted; an online source's are left to ``transformed_batch``. Raw rows
+    are processed in float64 and returned in their own type. UserError for rows that are not what the source's kind
+    promises.
     """
     pair_id = _name(captured, pair)
     finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
-    for transform in transforms:
+    for transform in () if isinstance(source, OnlineSource) else transforms:
         finished = transformed(transform, finished, pair_id)
     chosen, rejected = (
         _on_training_tokens(source, finished[side], encoded[side], align_method, f"pair {pair_id}, {side}")
@@ -137,15 +156,22 @@ def finished_weights(
         said = torch.stack(raw).ne(0).any(dim=0) if isinstance(source, PartialSource) else None
         rule = None if said is not None else source.postprocess
         flat = rule is not None and flat_rounds(raw, rule.round_order)
-        finished[side] = Finished(rows[0], weights, realigned, flat, said)
+        held = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
+        finished[side] = Finished(rows[0], weights, realigned, flat, said, held)
     return finished
 
 
 def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, WeightRow]:
     """What a transform sees of a pair."""
-    counts = {side: finished[side].weights.numel() for side in SIDES}
+    seen = {side: finished[side].changeable for side in SIDES}
     return {
-        side: WeightRow(finished[side].weights, finished[side].row.token_ids, pair_id, side, counts[other])
+        side: WeightRow(
+            finished[side].weights[seen[side]],
+            finished[side].row.token_ids[seen[side]],
+            pair_id,
+            side,
+            int(seen[other].sum()),
+        )
         for side, other in zip(SIDES, SIDES[::-1], strict=True)
     }
 
@@ -154,10 +180,38 @@ def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pa
     """Both responses' weights after ``transform``. UserError naming the pair when it gives no finite numbers."""
     changed = {}
     for side, row in weight_rows(finished, pair_id).items():
-        weights = transform(row)
-        check_finite(weights, f"pair {pair_id}, {side}, after {type(transform).__name__}")
+        weights = finished[side].weights.clone()
+        weights[finished[side].changeable] = _applied(transform, row)
         changed[side] = replace(finished[side], weights=weights)
     return changed
+
+
+def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, "n"]:
+    """The row's weights after ``transform``, in their own type. UserError naming the pair for what is no such row."""
+    weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
+    if weights.shape != row.weights.shape:
+        raise UserError(f"{where}: expected {row.weights.numel()} weights, got the shape {tuple(weights.shape)}")
+    check_finite(weights, where)
+    return weights.to(row.weights.dtype)
+
+
+def transformed_batch(
+    transforms: Sequence[WeightTransform], weights: Float[Tensor, "rows R"], batch: PreferenceBatch
+) -> Float[Tensor, "rows R"]:
+    """An online source's weights of a batch's main rows after the run's transforms, each response by itself.
+
+    All its tokens are changed, the end of turn among them, as such sources weigh it like any other token.
+    """
+    mask, ids = batch.main.response_mask.cpu(), batch.main.response_ids.cpu()
+    counts, changed = mask.sum(-1).tolist(), weights.detach().cpu().clone()
+    for place, kept in enumerate(mask):
+        side, pair = divmod(place, batch.pairs)
+        other = counts[(1 - side) * batch.pairs + pair]
+        row = WeightRow(changed[place, kept], ids[place, kept], batch.pair_ids[pair], SIDES[side], other)
+        for transform in transforms:
+            row = replace(row, weights=_applied(transform, row))
+        changed[place, kept] = row.weights
+    return changed.to(weights.device)
 
 
 def fitted(
@@ -177,20 +231,26 @@ def fitted(
 
 
 def check_transforms(source: WeightSource, transforms: Sequence[object]) -> None:
-    """Refuses transforms of anything but distributions: totals and mixtures have no meaning for factors.
+    """Refuses transforms that have no meaning for a source's weights.
 
-    Those of an online source too, whose weights come after every transform.
+    Those that read weights as shares of a whole, for factors and signed rows. Those, and the fitted ones, for an online
+    source, whose weights come after all training rows. Any, for an online source of pair weights.
     """
-    names = ", ".join(type(transform).__name__ for transform in transforms)
-    if transforms and isinstance(source, OnlineSource):
+    if not transforms:
+        return
+    names, name = ", ".join(type(transform).__name__ for transform in transforms), type(source).__name__
+    online = isinstance(source, OnlineSource)
+    if online and is_neutral(source):
         raise UserError(
-            f"transforms ({names}) change weights before training; {type(source).__name__} computes its own in every "
-            "step: remove them, or choose another source"
+            f"transforms ({names}) change the weights of tokens, and {name} weighs whole pairs, their tokens alike: "
+            "remove them"
         )
-    if transforms and (source.kind is not Kind.DISTRIBUTION or source.signed):
+    refused = ", ".join(type(transform).__name__ for transform in transforms if not takes_factors(transform))
+    if refused and (online or source.signed or source.kind is not Kind.DISTRIBUTION):
+        what = "computes its own in every step" if online else f"gives {'signed rows' if source.signed else 'factors'}"
         raise UserError(
-            f"transforms ({names}) work on distributions over the response; {type(source).__name__} gives "
-            f"{'signed rows' if source.signed else 'factors'}: remove them, or choose another source"
+            f"transforms ({refused}) work on distributions over the response that stand before training; {name} "
+            f"{what}: take {', '.join(FOR_FACTORS[:-1])} or {FOR_FACTORS[-1]}, or another source"
         )
 
 

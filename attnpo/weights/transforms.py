@@ -19,7 +19,10 @@ from attnpo.schema import SIDES, UserError, digest
 
 @dataclass(frozen=True)
 class WeightRow:
-    """Finished weights of one response on its n source tokens; ``other`` is the other side's count."""
+    """Finished weights of one response on its n source tokens; ``other`` is the other side's count.
+
+    Of factors only those on tokens that hold a character: the factor of the end of turn is never changed.
+    """
 
     weights: Float[Tensor, "n"]
     token_ids: Int[Tensor, "n"]
@@ -44,13 +47,23 @@ class WeightTransform(Protocol):
 
 
 class _Pure:
-    """A transform without anything to learn."""
+    """A transform without anything to learn.
+
+    ``factors``: it means the same for factors, negative ones too, since it exchanges, averages or scales single weights
+    and never reads them as shares of a whole.
+    """
 
     needs_fit: ClassVar[bool] = False
+    factors: ClassVar[bool] = False
 
     def fit(self, rows: Iterable[WeightRow]) -> "_Pure":
         """Returns the transform itself: it learns nothing from rows."""
         return self
+
+
+def takes_factors(transform: object) -> bool:
+    """Whether a transform declares that it means the same for factors as for distributions."""
+    return bool(getattr(transform, "factors", False))
 
 
 def _generator(seed: int, row: WeightRow) -> torch.Generator:
@@ -69,6 +82,8 @@ def _same_total(new: Float[Tensor, "n"], old: Float[Tensor, "n"]) -> Float[Tenso
 class UniformOnSupport(_Pure):
     """Every source token alike: what is left of a source is that end-of-turn and unmatched tokens get nothing."""
 
+    factors: ClassVar[bool] = True
+
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row's mean everywhere."""
         return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
@@ -79,6 +94,8 @@ class Shuffled(_Pure):
     """The same weights on randomly exchanged tokens: keeps sharpness and length, destroys placement."""
 
     seed: int = 0
+
+    factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row, permuted."""
@@ -94,6 +111,8 @@ class Inverse(_Pure):
     """
 
     seed: int = 0
+
+    factors: ClassVar[bool] = True
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row with its values handed out in reverse order of size."""
@@ -112,6 +131,8 @@ class Mixture(_Pure):
     """
 
     share: float = 0.5
+
+    factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
@@ -170,6 +191,8 @@ class OneSide(_Pure):
 
     side: str = "chosen"
 
+    factors: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.side not in SIDES:
             raise UserError(f"transform OneSide: side must be one of {', '.join(SIDES)}, got {self.side!r}")
@@ -184,6 +207,8 @@ class TailCut(_Pure):
     """Multiplies weights beyond the shorter response's length by ``alpha``, not rescaled (LD-DPO; 0 cuts them off)."""
 
     alpha: float = 0.0
+
+    factors: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:

@@ -426,6 +426,13 @@ def test_splits_rows_and_fingerprint(folder: Path) -> None:
         source.load("test")
 
 
+def test_responses_change_places_where_asked(folder: Path) -> None:
+    plain, exchanged = (PairSource(str(folder), exchanged=asked).load("train") for asked in (False, True))
+    assert [(pair.chosen, pair.rejected) for pair in exchanged.pairs] == [("b", "a")] * len(plain.pairs)
+    assert prompts(exchanged) == prompts(plain) and exchanged.fingerprint != plain.fingerprint
+    assert exchanged.unused == plain.unused == ()
+
+
 def test_row_numbers_are_those_of_the_file(folder: Path) -> None:
     with (folder / "train.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": "p", "chosen": "a", "rejected": "a"}) + "\n")

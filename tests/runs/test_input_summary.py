@@ -208,6 +208,12 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
         assert written == pytest.approx((count * row).tolist(), abs=6e-3), "few enough to be shown in full"
 
 
+def test_factors_are_shown_as_they_are(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    log_inputs(make_inputs(world.config("weights=decay", "weights.gamma=0.5", "weights.first_exponent=0")))
+    (first, _) = re.findall(r"each token with its factor, 1 if uniform: (.*)", caplog.text)
+    assert re.findall(r"'\|(\S+)", first)[:3] == ["1.00", "0.50", "0.25"]
+
+
 BUDGETS = ("batch.micro=null", "batch.eval_micro=null", "batch.tokens=4096", "batch.eval_tokens=1024")
 
 

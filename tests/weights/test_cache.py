@@ -56,6 +56,18 @@ def test_values_come_back_bit_for_bit(table: Table) -> None:
     assert back["q"]["s"]["a"].tolist() == [1, 2] and back["q"]["s"]["b"].tolist() == [0.5]
 
 
+def test_what_rows_took_is_noted_beside_them(table: Table) -> None:
+    """A mean over the pairs of the shards that hold any of those asked for; rows without a note say nothing."""
+    assert table.seconds_per_pair(["a"]) is None
+    table.append({"a": {"x": 1}, "b": {"x": 2}, "c": {"y": 3}}, seconds=6.0)
+    table.append({"d": {"x": 4}}, seconds=1.0)
+    table.append({"e": {"x": 5}})
+    again = fresh(table)
+    assert again.seconds_per_pair(["a", "e"]) == 2.0
+    assert again.seconds_per_pair(["a", "b", "c", "d", "e"]) == 7 / 4
+    assert again.seconds_per_pair(["e"]) is None
+
+
 def test_shards_with_different_columns_of_a_pair_are_merged(table: Table) -> None:
     table.append({"p": {"L01": np.array([1.0])}, "q": {"L01": np.array([2.0])}})
     table.append({"p": {"L02": np.array([3.0])}})

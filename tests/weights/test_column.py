@@ -189,6 +189,7 @@ def test_columns_that_the_source_reads_are_not_named_as_unused(
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "chosen_weights": [1], "rejected_weights": [1], "mask": [1]}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     pairs = PairSource(str(tmp_path)).load("train")
+    caplog.clear()
     with caplog.at_level(logging.INFO):
         name_unused(pairs, Column().columns)
     assert caplog.messages[0] == "data: columns that are not used: mask"

@@ -1,11 +1,13 @@
 """Weights from a user's function: what it sees, what is refused, and that its source tells runs apart."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from attnpo.config import groups, load
 from attnpo.files import file_digest
 from attnpo.runs.identity import code_of, files_of
 from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
@@ -79,8 +81,8 @@ def test_factors_are_used_as_they_are_and_distributions_divided_by_their_sum(mod
         ("absent", Kind.FACTOR, "failed on 3 tokens: .*"),
         ("one_short", Kind.FACTOR, r"expected 3 weights, one for each token, got the shape \(2,\)"),
         ("column", Kind.FACTOR, r"expected 3 weights, one for each token, got the shape \(3, 1\)"),
-        ("nan", Kind.FACTOR, "expected finite weights"),
-        ("huge", Kind.FACTOR, "expected finite weights"),
+        ("nan", Kind.FACTOR, "expected finite weights, got nan for token 0"),
+        ("huge", Kind.FACTOR, "expected finite weights, got inf for token 0"),
         ("minus", Kind.FACTOR, r"expected weights of 0 or more, got -1: correct it, or set weights\.signed=true"),
         ("minus", Kind.DISTRIBUTION, "expected weights of 0 or more, got -1: correct it$"),
         ("nothing", Kind.DISTRIBUTION, "expected a distribution, got 0 for each of 3 tokens"),
@@ -102,13 +104,27 @@ def test_what_a_formula_gets_wrong_names_pair_and_side(module: Path, name: str, 
             r"weights\.function: expected a function of attnpo, got json\.dumps; .*=json only",
         ),
         (lambda: Formula("my_formulas.by_plac"), r"weights\.function: cannot import my_formulas\.by_plac"),
-        (lambda: Formula("my_formulas.NUMBER"), "is no function but a int"),
+        (lambda: Formula("my_formulas.NUMBER"), "expected a function, and my_formulas.NUMBER is of type int"),
         (lambda: Formula("my_formulas.lengths", Kind.DISTRIBUTION, signed=True), r"weights\.signed=true"),
     ],
 )
 def test_names_that_cannot_be_called_are_refused(module: Path, make: Callable[[], Formula], said: str) -> None:
     with pytest.raises(UserError, match=said):
         make()
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def by_place(tokens)\n    return 1\n", "SyntaxError: expected ':'"),
+        ("RATE = rat\n", "NameError: name 'rat' is not defined"),
+        ("RATE = 1 / 0\n", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told(module: Path, code: str, said: str) -> None:
+    module.write_text(code)
+    with pytest.raises(UserError, match=rf"^weights\.function: cannot import my_formulas\.by_place: {said}"):
+        Formula("my_formulas.by_place")
 
 
 def test_its_package_must_be_allowed(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,3 +145,18 @@ def test_the_digest_of_its_source_is_in_keys_and_identities(module: Path) -> Non
     module.write_text(CODE.replace("1 / (1 + place)", "2 / (1 + place)"))
     assert weights_key(source, None, None) != before
     assert code_of(values) != point and code_of({"weights": {"layer": "last"}}) == {}
+
+
+def test_the_documented_example_is_an_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files and names of docs/own_weights.md, typed as they stand there."""
+    text = (Path(__file__).parents[2] / "docs" / "own_weights.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"^```\w+\n# own/(\S+)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_rules")
+    asked = ["setting=real_smoke", "model.path=unset", "data.path=unset", "weights=mine", "transform=shuffled"]
+    assert " ".join(asked[-2:]) in text and "mine" in groups(tmp_path)["weights"]
+    source = load("fit", asked, tmp_path).weights
+    assert source.weigh(PAIR, "chosen", CHOSEN).tolist() == pytest.approx([1.0, 0.2, 0.0])
+    sys.modules.pop("my_rules")

@@ -31,12 +31,11 @@ from attnpo.training import module
 from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, Tools, WeightSource, is_neutral
-from attnpo.weights.pipeline import check_transforms, training_weights
+from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 from attnpo.weights.sources.edits import Edits
 from attnpo.weights.sources.lengths import Lengths, Rule
 from attnpo.weights.sources.uniform import Uniform
-from attnpo.weights.transforms import Mixture
 from tests.objectives.inputs import Case, make_batch, make_case, make_rows, objective_of
 from tests.training.tiny import make_examples, tiny_model
 from tests.weights.fakes import make_pair
@@ -267,8 +266,6 @@ def test_what_they_say_of_themselves(source: Decay | Edits | Lengths) -> None:
     assert source.capture_fingerprint() == {"source": type(source).__name__.lower()}
     with pytest.raises(UserError, match=rf"weights={type(source).__name__.lower()} .*attnpo\.fit"):
         source.capture([], Tools(), ())
-    with pytest.raises(UserError, match="transforms"):
-        check_transforms(source, [Mixture()])
     require_reader(source, TwDPO())
     require_reader(source, OTPO())
     with pytest.raises(UserError, match="DPO reads no token weights"):

@@ -19,7 +19,7 @@ from attnpo.weights.optimal_transport import LEAST_REG, sweeps_needed, token_cos
 from attnpo.weights.pipeline import check_transforms, training_weights
 from attnpo.weights.sources.transport import Transport
 from attnpo.weights.sources.uniform import Uniform
-from attnpo.weights.transforms import Mixture
+from attnpo.weights.transforms import Mixture, Sharpness
 
 COUNTS = ((7, 4), (1, 5), (3, 3), (6, 1))  # tokens of the chosen and the rejected response
 WIDTH = 9
@@ -254,9 +254,9 @@ def test_transforms_of_weights_that_training_computes_are_refused() -> None:
     for source in (Transport(), Spread()):
         check_transforms(source, [])
         name = type(source).__name__
-        with pytest.raises(UserError, match=rf"transforms \(Mixture\) .*; {name} computes its own in every step"):
-            check_transforms(source, [Mixture()])
-    check_transforms(Uniform(), [Mixture()])
+        with pytest.raises(UserError, match=rf"transforms \(Sharpness\) .*; {name} computes its own in every step"):
+            check_transforms(source, [Mixture(), Sharpness()])
+    check_transforms(Uniform(), [Sharpness()])
 
 
 def test_only_objectives_that_read_weights_take_them() -> None:

@@ -11,10 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.files import shortened
-from attnpo.schema import EncodedResponse, Kind, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import Layerless, Tools
-from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import Postprocess, normalize
+from attnpo.schema import EncodedResponse, Kind, PreferencePair, UserError
+from attnpo.weights.base import Uncaptured
+from attnpo.weights.postprocess import normalize
 
 
 class Form(Enum):
@@ -25,7 +24,7 @@ class Form(Enum):
 
 
 @dataclass(frozen=True)
-class Column(Layerless):
+class Column(Uncaptured):
     """Weights from the columns ``chosen`` and ``rejected`` of the data, factors or a distribution as ``kind`` declares.
 
     TOKENS: a list with a number for every training token of the whole response that holds one of its characters; true
@@ -47,11 +46,8 @@ class Column(Layerless):
     elsewhere: float = 0.0
     end_token: float | None = 0.0
 
-    rows: ClassVar[tuple[int, ...]] = ()
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
-    neutral: ClassVar[bool] = False
+    name: ClassVar[str] = "column"
+    why_not_captured: ClassVar[str] = "weights=column are read from the data"
 
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:
@@ -76,14 +72,6 @@ class Column(Layerless):
     def unread(self) -> dict[str, str]:
         """The key that spans alone read."""
         return {"elsewhere": "weights.form=tokens"} if self.form is Form.TOKENS else {}
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source; nothing is stored under it."""
-        return {"source": "column"}
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: there is nothing to store."""
-        raise UserError("weights=column are read from the data, nothing is captured; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """The weights of the m training tokens, float32.

@@ -25,7 +25,7 @@ class Decay(Uniform):
     first_exponent: int = 1
 
     name: ClassVar[str] = "decay"
-    why_not_captured: ClassVar[str] = "weights=decay follow from positions, nothing is captured"
+    why_not_captured: ClassVar[str] = "weights=decay follow from positions"
     kind: ClassVar[Kind] = Kind.FACTOR
     neutral: ClassVar[bool] = False
 

@@ -1,6 +1,6 @@
 """Weights on the tokens in which the two answers of a pair differ (DDPO of RLHF-V; FIGA looks at the same tokens)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar
@@ -9,15 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, UserError, check_least
+from attnpo.schema import SIDES, EncodedResponse, Kind, PreferencePair, UserError, check_least
 from attnpo.text.alignment import differing
-from attnpo.weights.base import Tools, Unlayered
-from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.base import Uncaptured
 
 
 @dataclass(frozen=True)
-class Edits(Unlayered):
+class Edits(Uncaptured):
     """Factors: ``changed`` on tokens that the other answer lacks at this place, ``same`` on those that both share.
 
     Shared runs below ``min_match`` tokens count as changed. Tokens without a character of the response (end of turn)
@@ -33,12 +31,10 @@ class Edits(Unlayered):
     min_match: int = 3
     average: bool = False
 
-    rows: ClassVar[tuple[int, ...]] = ()
+    name: ClassVar[str] = "edits"
+    why_not_captured: ClassVar[str] = "weights=edits follow from the two answers' tokens"
     kind: ClassVar[Kind] = Kind.FACTOR
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
-    neutral: ClassVar[bool] = False
+    signed: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, value in (("changed", self.changed), ("same", self.same)):
@@ -47,16 +43,6 @@ class Edits(Unlayered):
         if self.changed == self.same == 0:
             raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
         check_least("weights", 1, min_match=self.min_match)
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source; nothing is stored under it."""
-        return {"source": "edits"}
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: there is nothing to store."""
-        raise UserError(
-            "weights=edits follow from the two answers' tokens, nothing is captured; run attnpo.fit directly"
-        )
 
     def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
         """The factors of both responses on their training tokens, float32."""

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from attnpo.components import MISSING, located
 from attnpo.files import file_digest
-from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import Tools
-from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import Postprocess
+from attnpo.schema import SIDES, EncodedResponse, Kind, Message, PreferencePair, UserError
+from attnpo.weights.base import Uncaptured
+from attnpo.weights.postprocess import normalize
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,21 @@ Weigh = Callable[[ResponseTokens], Sequence[float] | Tensor]
 
 
 @dataclass(frozen=True)
-class Formula:
+class Formula(Uncaptured):
     """The numbers that ``function`` ("package.module.name") gives to the tokens of each response.
 
     It is called with a ``ResponseTokens`` and returns a number for each token, the end of turn's among them. ``kind``
     factor: used as they are, below 0 only if ``signed``. ``kind`` distribution: 0 or more, divided by their sum. Its
-    package must be named in ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. Nothing is stored: weights are
-    made anew for each run. The digest of its module's source tells runs apart; of other modules it reads, none does.
+    package must be named in ATTNPO_ALLOW_TARGETS, as for every class outside attnpo. The digest of its module's source
+    tells runs apart; those of other modules that it imports are not taken.
     """
 
     function: str
     kind: Kind = Kind.FACTOR
     signed: bool = False
 
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
-    neutral: ClassVar[bool] = False
+    name: ClassVar[str] = "formula"
+    why_not_captured: ClassVar[str] = "weights=formula are computed from the texts of each run"
 
     def __post_init__(self) -> None:
         if self.signed and self.kind is Kind.DISTRIBUTION:
@@ -79,7 +76,9 @@ class Formula:
         if problem:
             raise UserError(f"weights.function: {problem}")
         if not callable(target):
-            raise UserError(f"weights.function: {self.function} is no function but a {type(target).__name__}")
+            raise UserError(
+                f"weights.function: expected a function, and {self.function} is of type {type(target).__name__}"
+            )
         return cast(Weigh, target)
 
     def _digests(self) -> list[str]:
@@ -95,35 +94,15 @@ class Formula:
             )
         return [file_digest(file) for file in files]
 
-    def resolve(self, num_layers: int) -> "Formula":
-        """The source itself: it has no layer."""
-        return self
-
-    def capture_layers(self, num_layers: int) -> tuple[int, ...]:
-        """No row: nothing is stored."""
-        return ()
-
-    def wanted(self) -> tuple[Row, ...]:
-        """No row."""
-        return ()
-
     def capture_fingerprint(self) -> dict[str, object]:
         """The function's name, what its numbers are, and the digest of its source."""
         return {
-            "source": "formula",
+            "source": self.name,
             "function": self.function,
             "kind": self.kind.value,
             "signed": self.signed,
             "code": self._digests(),
         }
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: there is nothing to store."""
-        raise UserError("weights=formula are computed from the texts of each run; run attnpo.fit directly")
-
-    def select(self, captured: PairWeights, layers: tuple[Row, ...]) -> PairWeights:
-        """``captured`` as it is."""
-        return captured
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """The function's numbers for the m training tokens, float32.
@@ -153,13 +132,13 @@ class Formula:
                 f"{where}: expected {len(seen.ids)} weights, one for each token, got the shape {tuple(given.shape)}"
             )
         given = given.float()  # as training holds it: what overflows there is told here
-        if not bool(given.isfinite().all()):
-            raise UserError(f"{where}: expected finite weights, got {given.tolist()}")
+        broken = (~given.isfinite()).nonzero()
+        if len(broken):
+            place = int(broken[0])
+            raise UserError(f"{where}: expected finite weights, got {given[place]:g} for token {place}: correct it")
         if not self.signed and bool((given < 0).any()):
             cure = "" if self.kind is Kind.DISTRIBUTION else ", or set weights.signed=true"
             raise UserError(f"{where}: expected weights of 0 or more, got {float(given.min()):g}: correct it{cure}")
-        if self.kind is not Kind.DISTRIBUTION:
-            return given
-        if not bool(given.any()):
+        if self.kind is Kind.DISTRIBUTION and not bool(given.any()):
             raise UserError(f"{where}: expected a distribution, got 0 for each of {len(seen.ids)} tokens")
-        return (given.double() / given.double().sum()).float()
+        return normalize(given.double()).float() if self.kind is Kind.DISTRIBUTION else given

@@ -112,7 +112,7 @@ class PairColumn(Uniform):
     column: str
 
     name: ClassVar[str] = "pair_column"
-    why_not_captured: ClassVar[str] = "weights=pair_column come with the data, nothing is captured"
+    why_not_captured: ClassVar[str] = "weights=pair_column are read from the data"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class PairColumn(Uniform):
         return (self.column,)
 
     def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source and of its column; nothing is stored under it."""
+        """The names of the source and of its column."""
         return {"source": self.name, "column": self.column}
 
     def pair_weight(self, pair: PreferencePair) -> float:

@@ -1,6 +1,5 @@
 """Equal weights: the control that turns TwDPO into DPO."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,31 +7,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.weights.base import Tools, Unlayered
-from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import Postprocess
+from attnpo.schema import EncodedResponse, Kind, PreferencePair
+from attnpo.weights.base import Uncaptured
 
 
 @dataclass(frozen=True)
-class Uniform(Unlayered):
+class Uniform(Uncaptured):
     """1/m on each of the m training tokens, end of turn included, with |y| = m: TwDPO + Uniform is DPO."""
 
     name: ClassVar[str] = "uniform"
     why_not_captured: ClassVar[str] = "weights=uniform needs no capture"
-    rows: ClassVar[tuple[int, ...]] = ()
-    tokens: ClassVar[str] = "train"
-    requires: ClassVar[frozenset[str]] = frozenset()
-    postprocess: ClassVar[Postprocess | None] = None
+    kind: ClassVar[Kind] = Kind.DISTRIBUTION
+    signed: ClassVar[bool] = False
     neutral: ClassVar[bool] = True
-
-    def capture_fingerprint(self) -> dict[str, object]:
-        """The name of the source; nothing is stored under it."""
-        return {"source": self.name}
-
-    def capture(self, pairs: Sequence[PreferencePair], tools: Tools, layers: tuple[Row, ...]) -> list[PairWeights]:
-        """Raises UserError: there is nothing to store."""
-        raise UserError(f"{self.why_not_captured}; run attnpo.fit directly")
 
     def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
         """1/m for each of the m training tokens, float32."""

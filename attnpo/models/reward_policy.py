@@ -1,0 +1,90 @@
+"""A reward model in training: its reward of a response stands where other policies have log-probabilities.
+
+Owns the one head for sequences beside a causal backbone, and the place where it reads: the last token of each row. The
+reward is put on that token and every other one gets 0, so that the sum over a response is its reward: CPO's margin of
+sums at beta 1 is then the Bradley-Terry loss.
+"""
+
+from collections.abc import Collection
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnpo.models.backbone import eval_mode, final_hidden, probe_bound
+from attnpo.models.logps import Head
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import ModelInputs, TokenStats, UserError
+
+
+class RewardPolicy(ScoredLM):
+    """A Hugging Face model for sequence classification with one label whose forward gives ``TokenStats``.
+
+    Rows are right-padded (``layouts.padded``). UserError for a model whose logit is not that of one linear layer on the
+    last token's final state.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        nn.Module.__init__(self)
+        self.model = model
+        _require_plain(model, _head(model))
+
+    def head(self) -> Head:
+        """UserError: there is no vocabulary to compare."""
+        raise UserError(
+            f"{type(self.model).__name__} is a reward model, which gives no distribution over tokens: set model.reward="
+            "false, or choose an objective that reads none"
+        )
+
+    def forward(
+        self,
+        inputs: ModelInputs,
+        response_ids: Int[Tensor, "rows R"],
+        response_mask: Bool[Tensor, "rows R"],
+        requests: Collection[str] = frozenset({"logps"}),
+        other: tuple[Float[Tensor, "rows R e"], Head] | None = None,
+    ) -> TokenStats:
+        """``logps`` with each row's reward on its last response token and 0 elsewhere. UserError for other requests."""
+        more = sorted(set(requests) - {"logps"})
+        if more or inputs.segments is not None:
+            asked = ", ".join(more) or "packed rows"
+            raise UserError(f"a reward model gives rewards of padded rows and nothing else, asked for {asked}")
+        states = final_hidden(
+            self.model.base_model, inputs.input_ids, attention_mask=None, position_ids=inputs.position_ids
+        ).flatten(0, 1)
+        rows = torch.arange(len(response_mask), device=response_mask.device)
+        last = response_mask.sum(-1) - 1
+        # The state that predicts a token is that of the token before it.
+        rewards = _head(self.model)(states.index_select(0, inputs.predict_index[rows, last] + 1)).squeeze(-1)
+        return TokenStats(logps=rewards.new_zeros(response_mask.shape).index_put((rows, last), rewards))
+
+
+def _head(model: PreTrainedModel) -> nn.Linear:
+    """The linear layer with one output beside the backbone."""
+    heads = [part for part in model.children() if isinstance(part, nn.Linear) and part.out_features == 1]
+    if len(heads) != 1:
+        raise UserError(
+            f"model.reward=true: {type(model).__name__} has {len(heads)} linear heads with one output beside its "
+            "backbone, expected one; take another base"
+        )
+    return heads[0]
+
+
+@torch.no_grad()
+def _require_plain(model: PreTrainedModel, head: nn.Linear) -> None:
+    """Raises UserError unless the model's own reward is ``head`` on the last token's final state; tried on one row."""
+    ids = torch.arange(3, 9, device=head.weight.device)[None]
+    pad, model.config.pad_token_id = model.config.pad_token_id, None  # one row, of which every token counts
+    try:
+        with eval_mode(model):
+            expected = model(input_ids=ids, use_cache=False).logits[0]
+            found = head(final_hidden(model.base_model, ids)[0, -1])
+    finally:
+        model.config.pad_token_id = pad
+    gap = float((found - expected).abs().max())
+    if not gap <= probe_bound(expected):
+        raise UserError(
+            f"model.reward=true: the reward of {type(model).__name__} differs by {gap:.3g} from its head on the last "
+            "token's final state; take another base"
+        )

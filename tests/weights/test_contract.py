@@ -1,0 +1,196 @@
+"""What every option of `weights` promises: its kind, where its weights stand, and which transforms are its controls."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnpo.config import groups, load
+from attnpo.conformance.records import built
+from attnpo.data.collate import collate
+from attnpo.models.layouts import padded
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.otpo import OTPO
+from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.training.module import PreferenceModule, weighed
+from attnpo.training.optimizer import Optimizer
+from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, WeightSource, is_neutral, online_reads
+from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights
+from attnpo.weights.sources.formula import ResponseTokens
+from attnpo.weights.sources.lengths import Lengths
+from attnpo.weights.transforms import Shuffled, TailCut, UniformOnSupport
+from tests.objectives.inputs import Maker
+from tests.training.tiny import make_examples, tiny_model
+from tests.weights.fakes import word_id, words
+
+TEXTS = ("one two three four five six seven eight", "one two three nine ten eleven twelve")
+END = 999
+CHOSEN, REJECTED = len(TEXTS[0].split()), len(TEXTS[1].split())
+
+
+def by_length(tokens: ResponseTokens) -> list[float]:
+    """A formula: how many characters a token has."""
+    return [float(len(text)) for text in tokens.texts]
+
+
+PAIR = PreferencePair.make(
+    [{"role": "user", "content": "q"}],
+    *TEXTS,
+    {"chosen_weights": list(range(CHOSEN)), "rejected_weights": list(range(REJECTED)), "trust": 2.0},
+)
+BOTH = {"positive__path": "a", "negative__path": "b"}
+NEEDED: dict[str, dict[str, Any]] = {
+    **{"contrast": BOTH, "contrast_cdpo": BOTH, "contrast_tgdpo": {"positive__path": "a"}},
+    **{"selection": {"oracle__path": "a"}, "pair_column": {"column": "trust"}},
+    "formula": {"function": "tests.weights.test_contract.by_length"},
+}
+# true_importance reads prompts of the testbed alone: tests/testbed.
+OPTIONS = [option for option in groups()["weights"] if option != "true_importance"]
+CONFIG = ["setting=real_smoke", "model.path=unset", "data.path=unset"]
+TRANSFORMS: dict[str, object] = load("fit", [*CONFIG, f"transform=[{','.join(groups()['transform'])}]"]).transforms
+
+
+def source_of(option: str) -> WeightSource:
+    source: WeightSource = built("weights", f"weights={option}", **NEEDED.get(option, {}))
+    return source.resolve(3)
+
+
+ONLINE = [option for option in OPTIONS if isinstance(source_of(option), OnlineSource)]
+OFFLINE = [option for option in OPTIONS if option not in ONLINE]
+
+
+def encoded(text: str) -> EncodedResponse:
+    places = words(text)
+    ids = [word_id(text[start:end]) for start, end in places]
+    return EncodedResponse([1], [*ids, END], [*places, (len(text), len(text))])
+
+
+SIDED = dict(zip(SIDES, map(encoded, TEXTS), strict=True))
+
+
+def captured(source: WeightSource) -> PairWeights | None:
+    """One round of made-up rows: on the training tokens for scorers, on the words alone for other models."""
+    if not source.requires:
+        return None
+    generator, rows = torch.Generator().manual_seed(4), []
+    for side in SIDES:
+        kept = slice(None) if source.tokens == "train" else slice(-1)
+        ids, places = torch.tensor(SIDED[side].response_ids)[kept], torch.tensor(SIDED[side].offsets)[kept]
+        raw = torch.rand(len(source.wanted()), len(ids), generator=generator)
+        rows.append(TokenWeights(ids, places, -raw if "scorers" in source.requires else raw))
+    return PairWeights(PAIR.pair_id, (Round(True, *rows),))
+
+
+def offline(source: WeightSource, *transforms: object) -> TrainingWeights:
+    found = captured(source)
+    return training_weights(source, found, SIDED, transforms=transforms, layers=source.wanted(), pair=PAIR)  # type: ignore[arg-type]
+
+
+def in_a_step(source: OnlineSource, *transforms: object) -> tuple[Tensor, Tensor]:
+    """The weights of made-up rows, and their mask."""
+    case = Maker(frozenset({"reference"}) | online_reads(source)).case()
+    batch = weighed(case.batch, source, case.policy, case.reference, transforms)  # type: ignore[arg-type]
+    return batch.main.token_weights["reward"], batch.main.response_mask
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.sort().values, other.sort().values)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_a_source_says_of_itself(option: str) -> None:
+    source = source_of(option)
+    assert isinstance(source, WeightSource) and source.tokens in ("source", "train")
+    assert source.requires <= {"judge", "generator", "scorers", "reward"}
+    assert isinstance(source, NativeSource | PairedSource) == (not source.requires)
+    assert len(source.wanted()) == bool(source.requires) and set(source.wanted()) <= set(source.capture_layers(3))
+    assert not (source.signed and source.kind is Kind.DISTRIBUTION)
+    assert source_of(option).capture_fingerprint() == source.capture_fingerprint()
+
+
+@pytest.mark.parametrize("option", OFFLINE)
+def test_weights_stand_on_the_training_tokens(option: str) -> None:
+    source = source_of(option)
+    made = offline(source)
+    assert (made.chosen.numel(), made.rejected.numel()) == (CHOSEN + 1, REJECTED + 1)
+    assert made.factors is (source.kind is Kind.FACTOR)
+    for row in (made.chosen, made.rejected):
+        assert bool(row.isfinite().all()) and row.any() and (source.signed or bool((row >= 0).all()))
+        if not made.factors:
+            assert float(row.sum()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_transforms_are_taken_where_they_have_a_meaning(option: str, transform: str) -> None:
+    """All by distributions that stand before training, those that change single weights by factors, none by pairs."""
+    source = source_of(option)
+    online, change = isinstance(source, OnlineSource), TRANSFORMS[transform]
+    free = not online and source.kind is Kind.DISTRIBUTION
+    if (online and is_neutral(source)) or not (free or transform in FOR_FACTORS):
+        with pytest.raises(UserError, match=rf"transforms \({type(change).__name__}\) .*{type(source).__name__} "):
+            check_transforms(source, [change])
+    else:
+        check_transforms(source, [change])
+
+
+@pytest.mark.parametrize("option", OFFLINE)
+def test_shuffled_weights_are_the_same_numbers_on_other_tokens(option: str) -> None:
+    """The multiset of every response stays, its last token, the end of turn, too where weights are factors."""
+    source = source_of(option)
+    check_transforms(source, [Shuffled()])
+    plain, mixed = offline(source), offline(source, Shuffled())
+    for before, after in ((plain.chosen, mixed.chosen), (plain.rejected, mixed.rejected)):
+        assert same_numbers(before, after)
+        if plain.factors:
+            assert before[-1] == after[-1]
+    assert torch.equal(mixed.chosen, offline(source, Shuffled()).chosen)
+    constant = all(len(set(row.tolist())) == 1 for row in (plain.chosen, plain.rejected))
+    moved = not (torch.equal(plain.chosen, mixed.chosen) and torch.equal(plain.rejected, mixed.rejected))
+    assert moved is not constant and constant is (option in ("uniform", "pair_column"))
+    assert (plain.lengths, plain.coverage, plain.factors) == (mixed.lengths, mixed.coverage, mixed.factors)
+
+
+@pytest.mark.parametrize("option", ONLINE)
+def test_weights_of_a_step_are_shuffled_within_each_response(option: str) -> None:
+    source = source_of(option)
+    assert isinstance(source, OnlineSource)
+    if is_neutral(source):
+        return  # weights of pairs: refused above
+    plain, mask = in_a_step(source)
+    mixed, _ = in_a_step(source, Shuffled())
+    assert not torch.equal(plain, mixed) and not mixed[~mask].any()
+    assert all(same_numbers(one[kept], other[kept]) for one, other, kept in zip(plain, mixed, mask, strict=True))
+    assert torch.equal(mixed, in_a_step(source, Shuffled())[0])
+    flat, _ = in_a_step(source, Shuffled(), UniformOnSupport())
+    means = (plain * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)
+    torch.testing.assert_close(flat, means * mask)
+
+
+def test_a_tail_of_factors_is_counted_in_tokens_that_hold_characters() -> None:
+    """The chosen side has one word more than the rejected one; the end of turn keeps its factor."""
+    source = built("weights", "weights=decay", gamma=1.0)
+    cut = offline(source, TailCut())
+    assert cut.chosen.tolist() == [1.0] * REJECTED + [0.0, 1.0] and cut.rejected.tolist() == [1.0] * (REJECTED + 1)
+
+
+def test_a_transform_that_changes_the_number_of_weights_names_the_pair() -> None:
+    class Short(Shuffled):
+        def __call__(self, row: Any) -> Tensor:
+            return torch.ones(1, dtype=torch.float64)
+
+    with pytest.raises(UserError, match=rf"pair {PAIR.pair_id}, chosen, after Short: expected {CHOSEN} weights"):
+        offline(source_of("decay"), Short())
+
+
+def test_training_shuffles_what_it_computes() -> None:
+    batch = collate(make_examples(6), padded, 0, 6)
+    policy, reference = ScoredLM(tiny_model()), ScoredLM(tiny_model())
+    rows: list[Tensor] = []
+    for transforms in ((), (Shuffled(),)):
+        given: Sequence[Shuffled] = transforms
+        module = PreferenceModule(policy, reference, OTPO(0.5), Optimizer(), 3, Lengths(alpha=0.0), transforms=given)
+        rows.append(module.score(batch)[0].main.token_weights["reward"])
+    assert torch.equal(rows[0].sum(-1), rows[1].sum(-1)) and not torch.equal(rows[0], rows[1])
