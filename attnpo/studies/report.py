@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from attnpo.training.loggers import TrackedRun
 log = logging.getLogger(__name__)
 
 SCORES = "benchmarks.csv"
+MOST, FEW = 16, 8  # arms in one figure; other arms beside the control in each of several
 
 
 def study_figures(outcome: Outcome) -> list[Image]:
@@ -97,15 +99,16 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
         for points in by_arm(outcome, world).values()
         for point in points
     ]
-    path = frontier(
-        points,
-        outcome.folder / f"frontier{stem}.png",
-        limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
-        base_reward=base,
-        ylabel="true reward, test prompts",
-        title=f"{name}: reward against KL",
-    )
-    yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
+    for place, group in enumerate(drawn_together(list(best), outcome.study.control)):
+        path = frontier(
+            [point for point in points if point.arm in group],
+            outcome.folder / f"frontier{stem}{f'-{place + 1}' if place else ''}.png",
+            limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
+            base_reward=base,
+            ylabel="true reward, test prompts",
+            title=f"{name}: reward against KL",
+        )
+        yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
     layers = [
         LayerPoint(point.arm.layer, point.interval.mean, point.interval.low, point.interval.high)
         for point in best.values()
@@ -121,6 +124,16 @@ def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
             title=f"{name}: each arm at its best point",
         )
         yield Image(path, f"true reward by layer{of}, each at its best grid point")
+
+
+def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
+    """The arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
+    if len(arms) <= MOST:
+        return [list(arms)]
+    shared = [arm for arm in arms if arm == control]
+    others = [arm for arm in arms if arm != control]
+    size = math.ceil(len(others) / math.ceil(len(others) / FEW))
+    return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
 
 
 def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:

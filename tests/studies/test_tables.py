@@ -14,7 +14,7 @@ from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.runs.result import RunResult
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.studies.frontier import difference
-from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
+from attnpo.studies.report import all_points, analysis_sections, drawn_together, keep_record, write_study_report
 from attnpo.studies.selection import PointResults, best_by_arm, best_point, gather, interval_text, verdict
 from attnpo.studies.study import Arm, Cost, Grid, Outcome, Point, Study
 from attnpo.studies.tables import level_tables, main_table
@@ -486,3 +486,13 @@ def test_an_analysis_that_cannot_be_shown_keeps_the_tables() -> None:
     (shown,) = analysis_sections(replace(outcome, measured={"probe": {("", 0): {"pairs": 3}}}))
     assert isinstance(shown.blocks[1], TableBlock) and shown.blocks[1].rows == [["", 0, 3]]
     assert analysis_sections(replace(outcome, measured={"probe": {}})) == []
+
+
+def test_many_arms_are_drawn_in_several_figures_with_the_control_in_each() -> None:
+    few = [f"a{place}" for place in range(16)]
+    assert drawn_together(few, "a3") == [few]
+    many = [f"a{place}" for place in range(34)]
+    groups = drawn_together(many, "a3")
+    assert [len(group) for group in groups] == [8, 8, 8, 8, 6] and all(group[0] == "a3" for group in groups)
+    assert [arm for group in groups for arm in group[1:]] == [arm for arm in many if arm != "a3"]
+    assert sum(map(len, drawn_together(many, None))) == 34
