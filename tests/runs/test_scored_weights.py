@@ -147,7 +147,7 @@ def test_selections_that_keep_nothing_are_void_and_counted(world: World, other: 
         (["weights=selection", "weights.oracle.path=SAME"], "hold the same weights, so that they agree on every token"),
         (["weights=selection", "weights.oracle.path=OTHER", "weights.oracle.dtype=int8"], "weights.oracle.dtype must"),
         (["weights=selection", "weights.oracle.path=OTHER", "objective=dpo"], "reads no token weights"),
-        (["weights=selection", "weights.oracle.path=OTHER", "transform=[shuffled]"], "work on distributions"),
+        (["weights=selection", "weights.oracle.path=OTHER", "transform=[smeared]"], "work on distributions"),
     ],
 )
 def test_what_cannot_score_is_refused_before_any_data(

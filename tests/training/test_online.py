@@ -213,8 +213,8 @@ def test_a_run_trains_with_transport_weights(world: Any, tmp_path: Path, referen
     assert not (world.store / "weights").exists(), "nothing is captured"
 
 
-def test_a_transform_of_them_is_refused(world: Any) -> None:
+def test_a_transform_that_reads_shares_of_them_is_refused(world: Any) -> None:
     chosen = ("weights=transport", "objective=otpo")
-    check(world.composed(*chosen))
-    with pytest.raises(UserError, match=r"Mixture.*Transport computes its own in every step"):
-        check(world.composed(*chosen, "transform=mixture"))
+    check(world.composed(*chosen, "transform=mixture"))
+    with pytest.raises(UserError, match=r"Smeared.*Transport computes its own in every step"):
+        check(world.composed(*chosen, "transform=smeared"))
