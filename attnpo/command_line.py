@@ -35,17 +35,19 @@ def run_entry(
     description: str,
     examples: str,
     *,
+    command_name: str | None = None,
     positional: str | None = None,
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
 ) -> int:
     """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
     Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), reads it as its typed root and
-    calls ``main`` with that. ``positional`` names a key that takes the arguments which are no overrides, as a list.
+    calls ``main`` with that. ``command_name`` is what the command is called in its help, by default like its
+    configuration. ``positional`` names a key that takes the arguments which are no overrides, as a list.
     ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
     An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
-    parser = Arguments(config_name, description, examples, positional)
+    parser = Arguments(command_name or config_name, description, examples, positional)
 
     def command() -> int:
         try:

@@ -30,7 +30,8 @@ from attnpo.files import Json
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
+_IN_A_WHEEL = Path(__file__).resolve().parent / "configs"  # setup.py puts them there
+CONFIG_DIR = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else _IN_A_WHEEL.parents[1] / "configs"
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)
@@ -55,8 +56,8 @@ def _folders(config_dir: Path | None) -> list[Path]:
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
     if not folders:
         raise user_error(
-            f"no configurations at {CONFIG_DIR}: they are not part of a wheel; install attnpo from its checkout with "
-            "`pip install -e .`, or name a folder with --config-dir DIR"
+            f"no configurations at {CONFIG_DIR}: this installation of attnpo is not whole; install it again, or name a "
+            "folder with --config-dir DIR"
         )
     return folders
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attnpo.console import guarded, hear_signals, reporting
+from attnpo.console import as_called, guarded, hear_signals, reporting
 
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
 EPILOG = """\
@@ -19,9 +19,9 @@ example:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line per record as it is done, and the counts; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m attnpo.verify",
+        prog=as_called("python -m attnpo.verify"),
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog=as_called(EPILOG),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("paths", nargs="+", metavar="PATH")
