@@ -50,16 +50,18 @@ def _leave_group() -> None:
 
 
 def _work(cfg: "FitConfig", folder: "Path") -> int:
-    from attnpo.runs.resume import refuse_taken
-    from attnpo.runs.run import run
-    from attnpo.studies.report import finish_study, publish_study
-    from attnpo.studies.runner import run_study
-    from attnpo.training.signals import Interrupted
-
     if cfg.study is None:
+        from attnpo.runs.resume import refuse_taken
+
         refuse_taken(cfg, folder)
+        from attnpo.runs.run import run
+
         run(cfg, folder)
         return 0
+    from attnpo.studies.report import finish_study, publish_study
+    from attnpo.studies.runner import run_study
+    from attnpo.training.interrupted import Interrupted
+
     try:
         outcome = run_study(cfg, folder)
     except Interrupted as stop:

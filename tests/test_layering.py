@@ -45,19 +45,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
     "analysis": WEIGHTS | {"models"},
     "display": WEIGHTS | {"analysis"},
-    "theory": {"display", "schema"},
+    "theory": {"console", "display", "schema"},
     "answers": ANSWERS,
     "runs": RUNS,
     "studies": STUDIES,
     "reports": REPORTS,
     "conformance": STUDIES,
+    "__main__": {"components", "console"},
     **{name: REPORTS | {"command_line", "conformance", "reports"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
 LIGHT_FILES = ENTRY_POINTS | {
     *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
-    *("files", "hub", "locks", "machine", "threads"),
+    *("__main__", "files", "hub", "locks", "machine", "threads"),
 }
 
 

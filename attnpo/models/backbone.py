@@ -186,3 +186,8 @@ def require_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def _kind(model: nn.Module) -> str:
     return type(model).__name__
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """The same model in eval mode with every gradient switched off."""
+    return model.eval().requires_grad_(False)

@@ -41,8 +41,8 @@ from attnpo.reports.output import publish
 from attnpo.reports.report_config import ReportConfig, files, mark_of
 from attnpo.runs.auto_layer import at_layers, settle_layer
 from attnpo.runs.context import RunContext, make_context, run_judge
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.inputs import Inputs, encode, read_pairs
-from attnpo.runs.report import heat_rows
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.base import WeightSource

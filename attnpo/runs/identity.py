@@ -58,7 +58,8 @@ LATER = {
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
-    *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
+    *("__main__.py", "fit.py", "weigh.py", "generate.py", "report.py", "verify.py"),
+    *("conformance", "display", "reports", "theory"),
     *("evaluate.py", "evaluation", "grading", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),

@@ -14,7 +14,6 @@ from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
-from attnpo.display.heat import HeatRow, heat_row
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
 from attnpo.display.tables import Cell
@@ -23,6 +22,7 @@ from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.runs.folders import store_root
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
@@ -31,35 +31,11 @@ from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
-from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
 
 
 CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
-
-
-def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
-    """The first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
-
-    None where training computes the weights.
-    """
-    if isinstance(inputs.weighed.source, OnlineSource):
-        return []
-    pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
-    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
-    return [
-        heat_row(
-            pairs[example.pair_id],
-            example.sides,
-            example.weights,
-            lambda token: str(tokenizer.decode([token])),
-            lengths=example.scales,
-            coverage=example.coverage,
-            rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
-        )
-        for example in inputs.examples["train"].examples[:count]
-    ]
 
 
 def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path) -> None:

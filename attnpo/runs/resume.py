@@ -18,8 +18,7 @@ from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
-from attnpo.training.loggers import RUN_ID
-from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
+from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, cut_metrics, take_metrics
 
 log = logging.getLogger(__name__)
 

@@ -33,11 +33,6 @@ HARMLESS = (
 )
 
 
-def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
-    """Optimiser steps of the whole run."""
-    return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
-
-
 def make_callbacks(
     settings: CallbackSettings,
     trainer: TrainerSettings,
