@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,7 @@ from attnpo import config
 from attnpo.components import ABSENT, required
 from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
 from attnpo.config_help import Arguments
-from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
+from attnpo.console import guarded, is_user_error, leads, reporting, stoppable, user_error, world_size
 
 _log = logging.getLogger(__name__)
 
@@ -92,12 +93,29 @@ def _run(
             "start one group of processes per job without -m"
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
-    readings = [_whole(ready(job), complete) for job in jobs]
+    composed = [ready(job) for job in jobs]
+    with _waiting("checking the configuration ..."):  # brings torch: seconds
+        readings = [_whole(cfg, complete) for cfg in composed]
     _note_idle([reading.idle_overrides() for reading in readings])
     roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own class, as its _target_ says
     if not options.multirun:
         return main(roots[0]) or 0
     return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """A context whose long work a terminal shows as ``what`` until it is over; elsewhere there is no such line."""
+    shown = sys.stderr.isatty() and leads()
+    if shown:
+        sys.stderr.write(what)
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:

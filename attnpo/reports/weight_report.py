@@ -29,7 +29,6 @@ from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.display.heat import HeatRow
-from attnpo.display.heat_figure import heatmap_figure
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.output import terminal
 from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
@@ -117,6 +116,8 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
     publish(f"Token weights: {model}", shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
     for one in measured:
         if one.heat:
+            from attnpo.display.heat_figure import heatmap_figure  # matplotlib: not for a report without figures
+
             path = heatmap_figure(one.heat[0], folder / f"heat-{clean(one.label)}.png")
             terminal().print(f"  {path}", highlight=False, markup=False)
 
