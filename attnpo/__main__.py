@@ -31,7 +31,7 @@ Token-weighted preference optimisation of causal language models.
 commands:
 {commands}
 
-Type this first; it trains a small model on this machine, without a network or a GPU:
+Type this first; it trains a small model here, without a network or a GPU:
   python -m attnpo.fit
 What a command takes, with examples:
   python -m attnpo.fit --help
