@@ -33,7 +33,8 @@ def cpo_loss(
     """The CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
 
     ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats); ``nll`` is ``terms.chosen_nll``, None for
-    no such term. Rewards are ``beta S(p)``. Source: Xu et al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16 ``cpo_trainer.py``.
+    no such term. Rewards are ``beta S(p)``. Source: Xu et al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16
+    ``cpo_trainer.py``.
 
     Example:
         >>> import torch
