@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import attnpo
-from attnpo.files import seal
+from attnpo.files import clean, seal
 from attnpo.reports.finished import read_study
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
@@ -38,14 +38,20 @@ def study(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shown = STUDY.replace("callbacks=none", "callbacks=none, callbacks.samples=2").replace("max_steps=1", "max_steps=2")
     (folder / "configs" / "experiment" / "tiny.yaml").write_text(shown)
     (folder / "configs" / "truth" / "known.yaml").write_text(TRUTH)
-    words = ("experiment=tiny", "+truth=known", "~study.arms.broken")
+    words = ("experiment=tiny", "+truth=known", "study.layers=[2]", "~study.arms.broken")
     outcome = run_study(world.config(*words, config_dir=folder / "configs"), folder / "out")
     finish_study(outcome)
     return folder / "out"
 
 
+def point_of(study: Path) -> Path:
+    """The folder of one of its points."""
+    (folder,) = study.glob(f"points/{clean('attention L2')}-*-beta=0.2-*")
+    return folder
+
+
 def test_a_run_as_frames(study: Path) -> None:
-    (folder,) = study.glob("points/attention-*")
+    folder = point_of(study)
     run = attnpo.load_run(str(folder))
     assert run.result == RunResult.read((folder / "result.json").read_text(encoding="utf-8"))
     assert run.notes == () and run.config["trainer"]["max_steps"] == 2  # type: ignore[index,call-overload]
@@ -69,7 +75,8 @@ def test_a_study_as_frames(study: Path) -> None:
     found = attnpo.load_study(study)
     folder = read_study(study)
     assert found.finished and found.notes == folder.notes
-    assert list(found.points["arm"]) == [row["arm"] for row in folder.runs] == ["uniform", "attention"]
+    arms = ["uniform", "attention L2"] * 2  # at two betas
+    assert list(found.points["arm"]) == [row["arm"] for row in folder.runs] == arms
     assert list(found.points["test/reward"]) == [row["test/reward"] for row in folder.runs]
     printed = folder.tables[0]
     assert list(found.arms.columns) == list(printed.columns) and len(found.arms) == len(printed.rows)
@@ -77,16 +84,22 @@ def test_a_study_as_frames(study: Path) -> None:
         for ours, shown in zip(found.arms[column], (row[column] for row in printed.rows), strict=True):
             assert shown is None or float(ours) == pytest.approx(float(shown), abs=0.5 * 10 ** -printed.digits[column])
     assert len(found.tables) == len(folder.tables)
-    assert list(found.samples["arm"]) == ["uniform"] * 2 + ["attention"] * 2
+    assert list(found.samples["arm"]) == [arm for arm in arms for _ in range(2)]
     assert set(found.samples.columns) >= {"seed", "prompt", "policy", "reference"} and len(found.predictions) == 0
-    assert [run.result.seed for run in found.runs("attention", 0)] == [0] and found.runs("attention", 1) == []
-    rows = {row["arm"]: row for row in found.frontier.to_dict("records")}
+    assert [run.result.seed for run in found.runs("attention L2", 0)] == [0, 0] and found.runs("uniform", 1) == []
+    frontier = found.frontier
+    assert len(frontier) == 4 and frontier.groupby("arm")["chosen"].sum().to_dict() == dict.fromkeys(arms, 1)
+    rows = {row["kl"]: row for row in frontier.to_dict("records")}
+    assert len(rows) == 4
     for run in found.runs():
         assert run.result.truth is not None
         test = run.result.truth["test"]
-        row = rows[run.path.name.partition("-")[0]]
-        assert row["chosen"] and row["kl"] == test.numbers["kl"] and row["low"] <= row["reward"] <= row["high"]
+        row = rows[test.numbers["kl"]]
+        assert row["low"] <= row["reward"] <= row["high"]
         assert row["reward"] == pytest.approx(sum(test.rewards) / len(test.rewards))
+    chosen = frontier[frontier["chosen"]]
+    shown = dict(zip(found.arms["arm"], found.arms["KL"], strict=True))
+    assert {arm: shown[arm] for arm in chosen["arm"]} == dict(zip(chosen["arm"], chosen["kl"], strict=True))
 
 
 def test_reward_at_a_kl_by_hand(tmp_path: Path) -> None:
@@ -165,7 +178,7 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     words = ["judge=testbed", "model.chat_template=null", f"store={world.store}", "trainer.threads=1"]
     names: dict[str, object] = {
-        "RUN": str(next(iter(study.glob("points/attention-*")))),
+        "RUN": str(point_of(study)),
         "STUDY": study,
         "MODEL": world.model,
         "PAIRS": world.data,

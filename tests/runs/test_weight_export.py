@@ -141,7 +141,6 @@ def test_ten_losses_of_trl_on_exported_weights_are_ours(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = json.loads(done.stdout.splitlines()[-1])
-    print(json.dumps({"ours": ours, **theirs}))
     assert len(ours) == len(theirs["weighted"]) == 10
     gaps = [abs(one - other) for one, other in zip(ours, theirs["weighted"], strict=True)]
     assert max(gaps) < 1e-5, gaps
