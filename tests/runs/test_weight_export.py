@@ -96,9 +96,9 @@ def test_what_cannot_be_exported_is_refused_before_anything_runs(
 
 
 def test_two_prompts_in_one_pair_are_refused(world: World, tmp_path: Path) -> None:
-    rules = ("lengths.keep=end", "lengths.overlong=cut", "lengths.max_length=24", "weights=uniform")
+    rules = [f"lengths.{rule}" for rule in ("keep=end", "overlong=cut", "max_length=24", "max_prompt_length=16")]
     with pytest.raises(UserError, match=r"pair \w+: its two responses keep different parts of the prompt"):
-        attnpo.export_weights(tmp_path / "a.jsonl", world.overrides("experiment=none", *rules))
+        attnpo.export_weights(tmp_path / "a.jsonl", world.overrides("experiment=none", "weights=uniform", *rules))
 
 
 # ------------------------------------------------------------------------------------------------ TRL
