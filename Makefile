@@ -12,10 +12,10 @@ BENCH := outputs/bench
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl readers clean
+.PHONY: help setup run test quick format bench trl trlweights readers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make the virtual environment (.venv) with the tested versions
 
@@ -42,6 +42,9 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
+
+trlweights: $(READY) $(TRL_READY) ## TRL's trainer on exported weights: its first ten losses beside ours
+	@$(BIN)/pytest tests/runs/test_weight_export.py -k trl
 
 readers: $(READERS_READY) ## read an exported folder with transformers 4.x, which many vLLM versions bring (.venv-readers)
 	@$(BIN)/pytest tests/training/test_readers.py

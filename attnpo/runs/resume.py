@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from attnpo.config import as_yaml
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.models.loading import weights_fingerprint
+from attnpo.runs.folders import CONFIG
 from attnpo.runs.identity import LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 
 
 RESULT = "result.json"
-CONFIG = "config.yaml"
 CHECKPOINTS = ("best", "last")
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html")
