@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from attnpo import __version__
+from attnpo.version import VERSION
 from attnpo.console import CALLED, as_called, leads
 
 COMMANDS = {
@@ -54,7 +54,7 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.write(usage())
         return 0
     if words[0] == "--version":
-        sys.stdout.write(f"attnpo {__version__}\n")
+        sys.stdout.write(f"attnpo {VERSION}\n")
         return 0
     name, rest = words[0], list(words[1:])
     if name not in present():

@@ -30,8 +30,7 @@ from attnpo.files import Json
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
-_IN_A_WHEEL = Path(__file__).resolve().parent / "configs"  # setup.py puts them there
-CONFIG_DIR = _IN_A_WHEEL if _IN_A_WHEEL.is_dir() else _IN_A_WHEEL.parents[1] / "configs"
+CONFIG_DIR = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the folder at the top
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)

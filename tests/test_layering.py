@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "studies": STUDIES,
     "reports": REPORTS,
     "conformance": STUDIES,
-    "__main__": {"components", "console"},
+    "__main__": {"components", "console", "version"},
     **{name: REPORTS | {"command_line", "conformance", "reports"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.

@@ -12,7 +12,7 @@ from zipfile import ZipFile
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("attnpo", "configs", "setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("attnpo", "configs", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 
@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source := folder / "checkout").mkdir()
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, source / name)
     done(sys.executable, "-c", SDIST, cwd=source)
