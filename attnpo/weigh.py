@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\
-python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS export=weights.parquet
+python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS export=OUT.parquet
 torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=2x80gb"""
 
 
