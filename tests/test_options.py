@@ -57,7 +57,7 @@ def test_help_begins_with_commands_and_has_every_choice() -> None:
 
 def test_help_shows_the_groups_a_command_composes() -> None:
     shown = "\n".join(help_of("generate"))
-    assert "model=causal_lm | lora" in shown and "experiment=" not in shown
+    assert "answering=hf | openai" in shown and "experiment=" not in shown
 
 
 # ------------------------------------------------------------------------------------------------ the table
