@@ -34,6 +34,10 @@ LABELS = (40, 41)
 ROWS, LOGPS, GRADIENTS = 5e-5, 2e-4, 2e-3  # float32: absolute, absolute, share of a parameter's largest gradient
 
 
+Own = tuple[list[Float[Tensor, "heads T T"]], Float[Tensor, "T V"]]
+"""Attention maps of the layers that have some, and the logits, of one sequence."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What one check came to: its largest error, ``reason`` where it was refused, ``problem`` where it failed."""
@@ -62,12 +66,15 @@ class Held:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager")
         return model.eval()
 
-    def own(self, ids: Sequence[int]) -> tuple[list[Float[Tensor, "T T"]], Float[Tensor, "T V"]]:
-        """Head-mean attention maps of the layers that give some, and the logits."""
+    def own(self, ids: Sequence[int]) -> Own:
+        """Attention maps of the layers that have one to read, or of all that give some, and the logits."""
         with torch.no_grad():
             output = self.eager(input_ids=torch.tensor([list(ids)]), output_attentions=True, use_cache=False)
-        maps = [each[0].float().mean(0) for each in getattr(output, "attentions", None) or () if each is not None and each.dim() == 4]
-        return maps, output.logits[0].float()
+        given = [each for each in getattr(output, "attentions", None) or () if each is not None]
+        layers = self.description.layers
+        if len(layers) < len(given) == self.model.config.get_text_config().num_hidden_layers:
+            given = [given[layer - 1] for layer in layers] or given  # linear attention gives states as well
+        return [each[0].float() for each in given], output.logits[0].float()
 
 
 def findings(folder: Path) -> Iterator[Finding]:
@@ -96,8 +103,9 @@ def judged(held: Held) -> Iterator[Finding]:
     whole = len(layers) == held.model.config.get_text_config().num_hidden_layers
     judge = CausalJudge(held.model, kernel=kernel_for(held.description.attention))
     try:
-        together = judge.read(PROMPTS, layers=layers, rollout=whole, label_ids=LABELS)
-        alone = [judge.read([ids], layers=layers, rollout=whole, label_ids=LABELS)[0] for ids in PROMPTS]
+        asked = {"layers": layers, "per_head": len({len(each) for each in own[0][0]}) == 1, "rollout": whole, "label_ids": LABELS}
+        together = judge.read(PROMPTS, **asked)
+        alone = [judge.read([ids], **asked)[0] for ids in PROMPTS]
     except UserError as error:
         yield Finding("rows", reason=str(error))
         return
@@ -113,32 +121,36 @@ def judged(held: Held) -> Iterator[Finding]:
             [float((ours - theirs).abs().max()) / size for (ours, theirs), size in zip(verdicts, sizes, strict=True) if ours is not None],
             LOGPS,
         )
-        if whole:
-            yield _close(f"rollout {how}", _rollout_errors(readings, own), ROWS)
+        if whole and (errors := _rollout_errors(readings, own)):  # none where the library's maps are not those of its output
+            yield _close(f"rollout {how}", errors, ROWS)
 
 
-def _row_errors(readings: Sequence[JudgeReading], own: Sequence[tuple[list[Tensor], Tensor]]) -> list[float]:
+def _row_errors(readings: Sequence[JudgeReading], own: Sequence[Own]) -> list[float]:
     errors = []
     for reading, (maps, _) in zip(readings, own, strict=True):
         for ours, theirs in zip(reading.rows, maps, strict=True):
-            errors.append(float((_as_shares(ours, theirs[-1]) - theirs[-1]).abs().max()))
+            row = theirs[:, -1] if ours.dim() == 2 else theirs[:, -1].mean(0)
+            if leaves_out_sinks(ours, row):
+                row = row * ours.sum(-1, keepdim=True)
+            errors.append(float((ours - row).abs().max()))
     return errors
 
 
-def _as_shares(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Ours to sum 1 where the library's map leaves a sink out, which its output and our row do not."""
-    leaves_out = abs(float(theirs.sum()) - 1) < 1e-4 < 1 - float(ours.sum())
-    return ours / ours.sum() if leaves_out else ours
+def leaves_out_sinks(ours: Float[Tensor, "*heads T"], theirs: Float[Tensor, "*heads T"]) -> bool:
+    """Whether the library's map sums to 1 where ours, which is the share of the layer's output, has a sink's part less."""
+    return float((theirs.sum(-1) - 1).abs().max()) < 1e-4 < float((1 - ours.sum(-1)).max())
 
 
-def _rollout_errors(readings: Sequence[JudgeReading], own: Sequence[tuple[list[Tensor], Tensor]]) -> list[float]:
+def _rollout_errors(readings: Sequence[JudgeReading], own: Sequence[Own]) -> list[float]:
     errors = []
     for reading, (maps, _) in zip(readings, own, strict=True):
-        product = torch.eye(len(maps[0]))
+        rows = zip(reading.rows, maps, strict=True)
+        if reading.rollout is None or any(leaves_out_sinks(ours, theirs[..., -1, :]) for ours, theirs in rows if ours.dim() == 2):
+            continue
+        product = torch.eye(maps[0].shape[-1])
         for each in maps:
-            product = (torch.eye(len(each)) + each) / 2 @ product
-        if reading.rollout is not None:
-            errors.append(float((reading.rollout - product[-1]).abs().max()))
+            product = (torch.eye(len(product)) + each.mean(0)) / 2 @ product
+        errors.append(float((reading.rollout - product[-1]).abs().max()))
     return errors
 
 
