@@ -25,6 +25,7 @@ from attnpo.schema import UserError
 log = logging.getLogger(__name__)
 
 EQUAL, NO_JUDGE, REFUSED, FAILED = "equal", "policy only", "refused", "FAIL"
+MUST = ("fit", "resume", "export", "generate")  # commands that a model which can be loaded is refused by for no reason
 STATUSES = (EQUAL, NO_JUDGE, REFUSED, FAILED)
 
 
@@ -97,8 +98,8 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, began: float) -> Famil
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         log.debug("%s", name, exc_info=True)
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))
-    problems = [f"{one.check}: {one.problem}" for one in found if one.problem]
-    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason]
+    problems = [f"{one.check}: {one.problem or one.reason}" for one in found if one.problem or one.check in MUST and one.reason]
+    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in MUST]
     layout = next((one.check.removeprefix("auto is ") for one in found if one.check.startswith("auto is ")), "")
     status = FAILED if problems else REFUSED if _reason(found, "load") else NO_JUDGE if _reason(found, "rows") else EQUAL
     return ended(model, status, layout, [*problems, *reasons])

@@ -66,13 +66,19 @@ class Held:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager")
         return model.eval()
 
+    @property
+    def depth(self) -> int | None:
+        """The number of layers that the config states; None for a model of several stacks."""
+        depth: int | None = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
+        return depth
+
     def own(self, ids: Sequence[int]) -> Own:
         """Attention maps of the layers that have one to read, or of all that give some, and the logits."""
         with torch.no_grad():
             output = self.eager(input_ids=torch.tensor([list(ids)]), output_attentions=True, use_cache=False)
         given = [each for each in getattr(output, "attentions", None) or () if each is not None]
         layers = self.description.layers
-        if len(layers) < len(given) == self.model.config.get_text_config().num_hidden_layers:
+        if len(layers) < len(given) == self.depth:
             given = [given[layer - 1] for layer in layers] or given  # linear attention gives states as well
         return [each[0].float() for each in given], output.logits[0].float()
 
@@ -100,7 +106,7 @@ def judged(held: Held) -> Iterator[Finding]:
         else:
             yield Finding("rows", reason=f"{name} has no softmax attention")
         return
-    whole = len(layers) == held.model.config.get_text_config().num_hidden_layers
+    whole = len(layers) == held.depth
     judge = CausalJudge(held.model, kernel=kernel_for(held.description.attention))
     try:
         asked = {"layers": layers, "per_head": len({len(each) for each in own[0][0]}) == 1, "rollout": whole, "label_ids": LABELS}
@@ -157,7 +163,11 @@ def _rollout_errors(readings: Sequence[JudgeReading], own: Sequence[Own]) -> lis
 def laid(held: Held) -> Iterator[Finding]:
     """Log-probabilities and gradients of the policy in every layout, and the one that ``auto`` takes."""
     policy = ScoredLM(held.model)
-    expected, gradients = _own_step(held)
+    try:
+        expected, gradients = _own_step(held)
+    except Exception as error:  # noqa: BLE001  # what the library's own model raises in training outside of a trainer
+        yield Finding("layouts", reason=f"the library's own step fails: {type(error).__name__}: {error}")
+        return
     try:
         taken = choose("auto", [policy])
     except UserError as error:

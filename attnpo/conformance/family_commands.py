@@ -33,8 +33,7 @@ def commanded(folder: Path, work: Path, fit: Command, generate: Command, *, judg
         "setting=real_smoke", f"model.path={folder}", f"data.path={data}", f"output={work}", f"store={work / 'store'}",
         *BRIEF, *weights,
     ]  # fmt: skip
-    # Three steps with the largest loss kept as best/: that of an early step, from which the second run goes on.
-    steps = ["trainer.max_steps=3", "callbacks.mode=max"]
+    steps = ["trainer.max_steps=3"]
     yield _called("fit", fit, [*base, "name=first", *steps])
     exported = work / "first/last"
     if exported.is_dir():
