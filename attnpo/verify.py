@@ -14,8 +14,8 @@ largest absolute and relative error, and ok, FAIL, variant (differs on purpose, 
 Exit status: 0, or 1 when a record fails or none was found, 2 when a path cannot be read.
 
 `families` in place of PATH builds every causal language model of transformers tiny and takes it through loader, judge,
-layouts and commands: equal to the library's own eager numbers, policy only (no attention that can be read), refused with
-the reason, or FAIL. keep=FOLDER leaves the models there, each with a tokenizer; only=gemma2,qwen* takes some.
+layouts and commands: equal to the library's own eager numbers, policy only (no attention that can be read), refused
+with the reason, or FAIL. keep=FOLDER leaves the models there, each with a tokenizer; only=gemma2,qwen* takes some.
 
 examples:
   python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'
@@ -63,7 +63,9 @@ def _families(words: Sequence[str]) -> int:
 
     given = dict(word.partition("=")[::2] for word in words)
     for key in given.keys() - {"keep", "only"}:
-        raise UserError(f"families: {key!r} is not known{did_you_mean(key, ['keep', 'only'])}; give keep=FOLDER or only=NAME,NAME")
+        raise UserError(
+            f"families: {key!r} is not known{did_you_mean(key, ['keep', 'only'])}; give keep=FOLDER or only=NAME,NAME"
+        )
     ways = Ways(
         lambda argv: run_entry(fit.main, "fit", argv, "", "", complete=lambda cfg: cfg.prepare is None),
         lambda argv: run_entry(generate.main, "generate", argv, "", ""),

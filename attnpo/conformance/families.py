@@ -1,4 +1,4 @@
-"""``attnpo.verify families``: every causal LM of transformers, built tiny and taken through loader, numbers and commands.
+"""``attnpo.verify families``: every causal LM of transformers, built tiny, through loader, numbers and commands.
 
 A family has one outcome: equal, refused (with the reason, in the words a user gets) or FAIL. What could not be run is a
 FAIL, but for classes that transformers itself cannot build or load again here.
@@ -31,7 +31,7 @@ STATUSES = (EQUAL, NO_JUDGE, REFUSED, FAILED)
 
 @dataclass(frozen=True)
 class Family:
-    """What became of one type: its class, a status, the layout that ``auto`` takes, the reasons and problems, seconds."""
+    """What became of one type: class, status, the layout that ``auto`` takes, problems and reasons, seconds."""
 
     name: str
     model: str
@@ -95,13 +95,19 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, began: float) -> Famil
         found += findings(folder)
         if not _reason(found, "load"):
             found += commanded(folder, work, ways.fit, ways.generate, judged=_reason(found, "rows") is None)
-    except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
+    except Exception as error:  # a traceback is what this looks for
         log.debug("%s", name, exc_info=True)
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))
-    problems = [f"{one.check}: {one.problem or one.reason}" for one in found if one.problem or one.check in MUST and one.reason]
+    problems = [
+        f"{one.check}: {one.problem or one.reason}"
+        for one in found
+        if one.problem or (one.check in MUST and one.reason)
+    ]
     reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in MUST]
     layout = next((one.check.removeprefix("auto is ") for one in found if one.check.startswith("auto is ")), "")
-    status = FAILED if problems else REFUSED if _reason(found, "load") else NO_JUDGE if _reason(found, "rows") else EQUAL
+    status = (
+        FAILED if problems else REFUSED if _reason(found, "load") else NO_JUDGE if _reason(found, "rows") else EQUAL
+    )
     return ended(model, status, layout, [*problems, *reasons])
 
 

@@ -1,4 +1,4 @@
-"""One family's folder through the commands that a user types: weigh and train, save, go on, adapters, export, answer."""
+"""One family's folder through the commands that a user types: train, save, go on, adapters, export, answer."""
 
 import io
 from collections.abc import Callable, Iterator, Sequence
@@ -64,12 +64,13 @@ def _reloaded(folder: Path, exported: Path, resumed: Path) -> Finding:
     try:
         with torch.no_grad():
             before, after, again = (
-                AutoModelForCausalLM.from_pretrained(each).eval()(input_ids=ids).logits
-                for each in (folder, exported, resumed)
+                AutoModelForCausalLM.from_pretrained(each)(input_ids=ids).logits for each in (folder, exported, resumed)
             )
     except Exception as error:  # noqa: BLE001  # whatever the library raises, the export is not one
         return Finding("export", problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
     if not torch.isfinite(after).all() or torch.equal(before, after):
         return Finding("export", problem="training left the exported logits as they were, or not finite")
     gap = float((after - again).abs().max() / after.abs().max())
-    return Finding("export", gap, problem="" if gap <= RESUMED else f"the resumed run's logits differ by {gap:.1e} of the largest")
+    return Finding(
+        "export", gap, problem="" if gap <= RESUMED else f"the resumed run's logits differ by {gap:.1e} of the largest"
+    )

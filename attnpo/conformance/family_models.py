@@ -5,7 +5,7 @@ beside that stands in families.yaml.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -37,7 +37,8 @@ def tiny_config(name: str) -> PretrainedConfig:
     fields = sized(CONFIG_MAPPING[kind])
     for more in (cast(Mapping[str, Fields], _table()["types"]).get(kind, {}), variant.get("fields", {})):
         _merge(fields, cast(Fields, more))
-    return CONFIG_MAPPING[kind](**fields)
+    made: PretrainedConfig = cast(Callable[..., PretrainedConfig], CONFIG_MAPPING[kind])(**fields)
+    return made
 
 
 def sized(of: type[PretrainedConfig]) -> Fields:
@@ -66,18 +67,24 @@ def tiny_model(name: str) -> PreTrainedModel:
     """
     config = tiny_config(name)
     with torch.device("meta"):
-        count = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
+        count = sum(part.numel() for part in _built(config).parameters())
     if count > LARGEST:
         raise ValueError(f"{count / 1e6:.0f}M parameters: {TABLE.name} lacks a size of its config")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        model = _built(config)
         for part, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.data.mul_(PEAKED if part.endswith(QUERIES) else LIVELY)
             if part.endswith(("sinks", "sink_bias")):
                 parameter.data.normal_()
-    return model.eval()
+    model.train(False)
+    return model
+
+
+def _built(config: PretrainedConfig) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    return model
 
 
 @cache
@@ -95,7 +102,9 @@ def _fields(of: type[PretrainedConfig]) -> set[str]:
     """The names that a config class takes: annotated ones, arguments of its initialisers, and their other names."""
     names = set(getattr(of, "attribute_map", None) or {})
     for base in of.__mro__:
-        names |= set(getattr(base, "__annotations__", {})) | set(inspect.signature(base.__init__).parameters)
+        names |= set(getattr(base, "__annotations__", {})) | set(
+            inspect.signature(vars(base).get("__init__", object)).parameters
+        )
     return names
 
 

@@ -17,7 +17,16 @@ TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[assistant] ' }}{% endif %}"
 )
-SUBJECTS = ("the soup", "the train", "a letter", "the garden", "the new bridge", "a song", "the market", "the old clock")
+SUBJECTS = (
+    "the soup",
+    "the train",
+    "a letter",
+    "the garden",
+    "the new bridge",
+    "a song",
+    "the market",
+    "the old clock",
+)
 GOOD, BAD = "It is bright, warm and well made, and people like it.", "I do not know. No, no."
 
 
@@ -40,16 +49,16 @@ def write_pairs(folder: Path) -> Path:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte pairs learnt on the pairs, with a chat template; deterministic."""
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    tokenizer.decoder = Decoder()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = Decoder()
     trainer = BpeTrainer(
         vocab_size=VOCABULARY, special_tokens=SPECIAL, initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(row.values()) for row in pairs()] * 4, trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=SPECIAL[0],
         bos_token=SPECIAL[1],
         eos_token=SPECIAL[2],
         chat_template=TEMPLATE,
-    )  # type: ignore[no-untyped-call]
+    )
