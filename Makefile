@@ -12,7 +12,7 @@ BENCH := outputs/bench
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl trlweights readers clean
+.PHONY: help setup run test quick format bench trl trlweights readers families clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ trlweights: $(READY) $(TRL_READY) ## TRL's trainer on exported weights: its firs
 
 readers: $(READERS_READY) ## read an exported folder with transformers 4.x, which many vLLM versions bring (.venv-readers)
 	@$(BIN)/pytest tests/training/test_readers.py
+
+families: $(READY) ## hold every causal language model class of transformers, built tiny, to the library's own numbers
+	@$(BIN)/python -m attnpo.verify families $(ARGS)
 
 clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
