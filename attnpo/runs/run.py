@@ -30,6 +30,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import make_context
 from attnpo.runs.drift import measure_drift
 from attnpo.runs.folders import make_folder
+from attnpo.runs.for_page import PAIRS, keep_for_page
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import Inputs, inputs_on
@@ -44,7 +45,7 @@ from attnpo.runs.models import (
     reference_table,
     with_reference,
 )
-from attnpo.runs.report import make_exporter, publish_run, write_run_report
+from attnpo.runs.report import heat_rows, make_exporter, publish_run, write_run_report
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
     RESULT,
@@ -281,6 +282,8 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        if point:
+            keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
         if callbacks.report:
             write_run_report(inputs, result, callbacks, folder)
         publish_run(loggers, inputs, result, callbacks, folder)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from attnpo.display.figures import LayerPoint, layer_curve
+from attnpo.display.look import Level, Looks
 from attnpo.display.page import Image
 from attnpo.display.tables import Cell
 from attnpo.files import clean
@@ -87,7 +88,7 @@ def _same(one: RowScore, other: RowScore) -> bool:
     return abs(one.mean - other.mean) < math.hypot(one.grading, other.grading)
 
 
-def layer_figures(outcome: Outcome, world: str) -> Iterator[Image]:
+def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
     """A figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
     arms = [arm for arm in outcome.arms if arm.world == world]
     of, stem = (f", world {world}", f"-{clean(world)}") if world else ("", "")
@@ -105,9 +106,11 @@ def layer_figures(outcome: Outcome, world: str) -> Iterator[Image]:
         path = layer_curve(
             layers,
             outcome.folder / f"layers-{clean(name)}{stem}.png",
-            baselines={row: score.mean for row, score in scored.items() if row not in split},
+            baselines={row: Level(score.mean, *score.bounds) for row, score in scored.items() if row not in split},
             ylabel=f"{name} ({scored[next(iter(scored))].name})",
             title=title,
+            looks=looks,
+            control=outcome.study.control,
         )
         several = any(score.half_width is not None for score in scored.values())
         bars = "seeds" if several else "questions"
