@@ -17,6 +17,7 @@ from attnpo.display.look import (
     PAPER,
     SOFT,
     Level,
+    Look,
     Looks,
     Number,
     fitting,
@@ -146,12 +147,13 @@ def _running_mean(values: Float[np.ndarray, "points"]) -> Float[np.ndarray, "poi
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """A score at a layer (counted from 1), with the ends of its interval where there is one."""
+    """A score at a layer (counted from 1), with the ends of its interval where there is one; ``arm``: whose it is."""
 
     layer: int
     score: Number
     low: Number = math.nan
     high: Number = math.nan
+    arm: str = ""
 
 
 def layer_curve(
@@ -166,23 +168,27 @@ def layer_curve(
 ) -> Path:
     """Draws the score per layer and, in a panel beside it, the baselines, all with intervals; returns the PNG's path.
 
-    The level of each baseline runs through both panels, the interval of the ``control`` as a band. Points and
-    baselines that are not finite are left out. ``looks``: those of the study's arms.
+    ``LayerPoint.arm`` gives a point that arm's colour. The level of each baseline runs through both panels, the
+    interval of the ``control`` as a band. Points and baselines that are not finite are left out. ``looks``: those of
+    the study's arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
     levels = {name: level_of(value) for name, value in (baselines or {}).items()}
     levels = {name: level for name, level in levels.items() if math.isfinite(level.score)}
-    seen = looks_of(levels, control) | dict(looks or {})
-    wide = 0.5 * len(levels) + 0.3
-    figure = new_figure(6.4 + wide * bool(levels), 4.4)
+    seen = {"": Look(COLOURS[0]), **looks_of(levels, control), **dict(looks or {})}
+    wide = 0.3 * len(levels) + 0.3
+    figure = new_figure(6.4 + (wide + 2.4) * bool(levels), 4.4)
     shares = [5.4, wide] if levels else [1.0]
     grid = figure.subplots(1, len(shares), sharey=True, squeeze=False, gridspec_kw={"width_ratios": shares})[0]
     panel(grid[0], title, "layer\nbars: 95 % intervals" if _any_bounded(kept, levels) else "layer", ylabel)
     layers = [point.layer for point in kept]
+    own = any(point.arm for point in kept)
+    grid[0].plot(layers, [point.score for point in kept], color=SOFT if own else COLOURS[0], linewidth=1.6)
     for point in kept:
+        colour, marker = seen[point.arm].colour, seen[point.arm].marker
         if math.isfinite(point.low) and math.isfinite(point.high):
-            grid[0].plot([point.layer] * 2, [point.low, point.high], color=COLOURS[0], linewidth=2.4, alpha=0.55)
-    grid[0].plot(layers, [point.score for point in kept], "-o", color=COLOURS[0], markersize=6, linewidth=1.6)
+            grid[0].plot([point.layer] * 2, [point.low, point.high], color=colour, linewidth=2.4, alpha=0.55)
+        grid[0].plot([point.layer], [point.score], marker, color=colour, markersize=7)
     grid[0].set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
     for axes in grid[1:]:
         _draw_levels(axes, grid, levels, seen, control)
@@ -206,14 +212,15 @@ def _draw_levels(
         look = looks[name]
         if level.bounded:
             axes.plot([place] * 2, [level.low, level.high], color=look.colour, linewidth=2.4, alpha=0.55)
-        axes.plot([place], [level.score], look.marker, color=look.colour, markerfacecolor=look.face, markersize=7)
+        drawing = {"color": look.colour, "markerfacecolor": look.face, "label": f"{look.named(name)} {level.score:.3g}"}
+        axes.plot([place], [level.score], look.marker, markersize=7, **drawing)
         for each in grid:
             each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
             if name == control and level.bounded:
                 each.axhspan(level.low, level.high, color=SOFT, alpha=0.15, linewidth=0)
-    names = [f"{looks[name].named(name)} {level.score:.3g}" for name, level in levels.items()]
-    axes.set_xticks(range(len(levels)), names, rotation=40, ha="right", parse_math=False)
+    axes.set_xticks([])
     axes.set_xlim(-0.6, len(levels) - 0.4)
+    legend(axes, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 # ------------------------------------------------------------------------------------------------ gains

@@ -83,15 +83,14 @@ def frontier(
         [*(point.reward for point in near), *([base.score] if base else [])],
         [end for one in [*near, *([base] if base else [])] for end in (one.low, one.high)],
     )
-    figure = new_figure(8.2, 5.2)
+    figure = new_figure(8.4, 5.6)
     axes = figure.add_subplot()
     left_out = len(every) - len(drawn)
     notes = [f"{left_out} points not finite, left out"] if left_out else []
     beyond = [point for point in drawn if point not in near or not low <= point.reward <= high]
     notes += ["hollow arrow at the edge: a point beyond it, with its number"] if beyond else []
     marks = ["dash-dotted: KL at which arms are compared"] if limits else []
-    lines = ["; ".join([HOW, *marks]), *(["; ".join(notes)] if notes else [])]
-    panel(axes, title, "\n".join(["KL to the base, nats (root scale)", *lines]), ylabel)
+    panel(axes, title, "\n".join(["KL to the base, nats (root scale)", HOW, *marks, *notes]), ylabel)
     top = _root_axis(axes, max((point.kl for point in near), default=1.0), limits)
     axes.set_ylim(low, high)
     seen = looks or looks_of(point.arm for point in drawn)

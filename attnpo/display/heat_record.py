@@ -1,15 +1,15 @@
 """Heat rows as plain data, written beside a run and read back by the page of the study it belongs to."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken, Verdict
 
 
 def heat_record(rows: Sequence[HeatRow]) -> list[dict[str, Any]]:
-    """The rows as JSON can hold them."""
-    return [asdict(row) for row in rows]
+    """The rows as JSON can hold them, without what they can be switched to."""
+    return [asdict(replace(row, rounds=())) for row in rows]
 
 
 def read_heat(rows: Sequence[Mapping[str, Any]]) -> list[HeatRow]:

@@ -118,7 +118,8 @@ def looks_of(
         turn, place = divmod(number, len(COLOURS))
         style = ":" if arm in told else STYLES[turn % 3]
         marker = MARKERS[(number + turn) % len(MARKERS)]
-        looks[arm] = Look(COLOURS[place], marker, style, arm not in altered, "knows the truth" if arm in told else "")
+        note = "knows the truth" if arm in told else "altered" if arm in altered else ""
+        looks[arm] = Look(COLOURS[place], marker, style, arm not in altered, note)
         number += 1
     return looks
 

@@ -62,6 +62,7 @@ from attnpo.runs.resume import (
 )
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import require_parts
+from attnpo.runs.token_logps import first_logps
 from attnpo.schema import Message, PreferencePair, Sampling
 from attnpo.training.gather import WholePolicy
 from attnpo.training.loggers import check_tracker, open_loggers
@@ -285,7 +286,8 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         if point:
             keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
         if callbacks.report:
-            write_run_report(inputs, result, callbacks, folder)
+            shown = first_logps(inputs, trained.policy, callbacks.heat_maps)
+            write_run_report(inputs, result, callbacks, folder, shown)
         publish_run(loggers, inputs, result, callbacks, folder)
     write_result(cfg, part)
     return result

@@ -95,7 +95,7 @@ def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failed}
         layers = [
-            LayerPoint(arm.layer, scored[arm.name].mean, *scored[arm.name].bounds)
+            LayerPoint(arm.layer, scored[arm.name].mean, *scored[arm.name].bounds, arm.name)
             for arm in arms
             if arm.layer is not None and arm.name in scored
         ]

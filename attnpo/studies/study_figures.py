@@ -129,7 +129,7 @@ def _world_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image
         told = "ringed: chosen on validation; bars: 95 % intervals over seeds and prompts; dotted: the base, its band"
         yield Image(path, f"true reward on test prompts against KL to the base{of}; {told}")
     layers = [
-        LayerPoint(point.arm.layer, point.interval.mean, point.interval.low, point.interval.high)
+        LayerPoint(point.arm.layer, point.interval.mean, point.interval.low, point.interval.high, point.arm.name)
         for point in best.values()
         if point.arm.layer is not None
     ]

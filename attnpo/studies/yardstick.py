@@ -171,7 +171,7 @@ def _figures(
     images = [Image(path, f"{caption}{of}; the band is the control's interval")]
     first = next(iter(known))
     layers = [
-        LayerPoint(point.arm.layer, found.mean, found.low, found.high)
+        LayerPoint(point.arm.layer, found.mean, found.low, found.high, arm)
         for arm, point in best.items()
         if point.arm.layer is not None and (found := known[first].get(arm)) is not None
     ]
