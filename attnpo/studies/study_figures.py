@@ -50,6 +50,15 @@ def chosen_level(point: PointResults) -> Level:
     return Level(point.interval.mean, point.interval.low, point.interval.high)
 
 
+def _kl_level(point: PointResults) -> Level:
+    """KL on test prompts, means over seeds with their interval; without one where a run has diverged."""
+    values = np.array([[scores.numbers["kl"]] for scores in point.scores("test")])
+    if not np.isfinite(values).all():
+        return Level(math.nan)
+    found = hierarchical_bootstrap(values)
+    return Level(found.mean, found.low, found.high)
+
+
 def study_figures(outcome: Outcome) -> list[Image]:
     """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
 
@@ -155,10 +164,7 @@ def _arms_figure(outcome: Outcome, world: str, best: Mapping[str, PointResults],
         for arm, points in by_arm(outcome, world).items()
         if arm in best
     }
-    kl = {
-        arm: hierarchical_bootstrap(np.array([[one.numbers["kl"]] for one in point.scores("test")]))
-        for arm, point in best.items()
-    }
+    kl = {arm: _kl_level(point) for arm, point in best.items()}
     panels = [
         ArmPanel(
             "true reward",
@@ -170,7 +176,7 @@ def _arms_figure(outcome: Outcome, world: str, best: Mapping[str, PointResults],
         ArmPanel(
             "KL to the base",
             "nats",
-            {arm: Level(found.mean, found.low, found.high) for arm, found in kl.items()},
+            kl,
             {arm: [point.truth("test", "kl") for point in points] for arm, points in others.items()},
         ),
     ]
