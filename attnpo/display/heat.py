@@ -237,8 +237,8 @@ def _side_view(text: str, found: TokenWeights) -> SideView:
     for token_id, (start, end) in zip(found.token_ids.tolist(), found.offsets.tolist(), strict=True):
         tokens.append((text[shown : max(shown, end)], token_id, start, end))
         shown = max(shown, end)
-    weights = found.weights.double()
-    rows = weights / weights.mean(-1, keepdim=True).clamp_min(1e-30)
+    weights = found.weights.double().nan_to_num()
+    rows = weights / weights.abs().mean(-1, keepdim=True).clamp_min(1e-30)
     return SideView(tuple(tokens), tuple(tuple(round(value, 3) for value in row) for row in rows.tolist()))
 
 
