@@ -21,6 +21,8 @@ from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import make_context
 from attnpo.runs.drift import measure_drift
 from attnpo.runs.folders import make_folder
+from attnpo.runs.for_page import PAIRS, keep_for_page
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import Inputs, inputs_on
 from attnpo.runs.memory_check import log_memory
@@ -39,6 +41,7 @@ from attnpo.runs.resume import (
     write_result,
 )
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.token_logps import first_logps
 from attnpo.schema import Message, PreferencePair, Sampling
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.settings import CallbackSettings, check_tracker
@@ -103,8 +106,11 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        if point:
+            keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
         if callbacks.report:
-            write_run_report(inputs, result, callbacks, folder)
+            shown = first_logps(inputs, trained.policy, callbacks.heat_maps)
+            write_run_report(inputs, result, callbacks, folder, shown)
         publish_run(loggers, inputs, result, callbacks, folder)
     write_result(cfg, part)
     return result

@@ -86,7 +86,8 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
         check_benchmarks(cfg, next(basis.model for basis in bases.values()))
         tell_costs(cfg, study, arms, bases, folder)
     points = make_points(study, arms, seeds)
-    done, errors = _run_points(cfg, study, points, own, bases, missing, folder)
+    folders: dict[Point, Path] = {}
+    done, errors = _run_points(cfg, study, points, own, bases, missing, folder, folders)
     if not done:
         raise UserError(
             f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}"
@@ -117,6 +118,7 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
             for basis in bases.values()
             for name, error in basis.scorers.lost.items()
         ],
+        folders=folders,
     )
     if not study.benchmarks:
         return outcome
@@ -215,8 +217,12 @@ def _run_points(
     bases: Mapping[WorldSeed, Basis],
     missing: Mapping[WorldSeed, str],
     folder: Path,
+    folders: dict[Point, Path],
 ) -> tuple[dict[int, RunResult], dict[int, str]]:
-    """Results and errors of the points by their place among them; those without a base or weights are not run."""
+    """Results and errors of the points by their place among them; those without a base or weights are not run.
+
+    ``folders`` gets where each lies.
+    """
     done: dict[int, RunResult] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
@@ -230,6 +236,7 @@ def _run_points(
         arm = own[point.arm.world, point.arm.name]
         made = exporting(study, point, point_config(arm, point, bases[place].scorer_paths))
         at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
+        folders[point] = at
         before = finished(at)
         if before is not None:
             done[i] = before
