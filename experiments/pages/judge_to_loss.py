@@ -172,7 +172,7 @@ def block(record: Record) -> str:
             _row("the same log-probabilities, all tokens alike (DPO)", plain, record["plain_loss"]),
             f"| before the first step | 0 | 0 | 0 | {record['loss_before']:.4f} |",
             "",
-            f"The weights sum to {sums[0]:.3f} and {sums[1]:.3f}: coverage, the share of tokens that found their partner,",
+            f"The weights sum to {sums[0]:.3f} and {sums[1]:.3f}; coverage, the share of tokens that found a partner,",
             f"is {record['chosen']['coverage']:.3f} and {record['rejected']['coverage']:.3f}.",
         ]
     )
@@ -211,9 +211,9 @@ def svg(record: Record) -> str:
         y = _side(parts, record, side, y) + 18
     first, second = record["rewards"]
     for words in (
-        f"reward of a response = beta |y| \u03a3 a d        chosen {first:+.4f}, rejected {second:+.4f}",
-        f"loss = -log sigmoid({first:+.4f} - ({second:+.4f})) = {record['loss']:.4f}     "
-        f"all tokens alike (DPO): {record['plain_loss']:.4f}",
+        f"reward of a response = beta |y| \u03a3 a d:  chosen {first:+.4f}, rejected {second:+.4f}",
+        f"loss = -log sigmoid({first:+.4f} - ({second:+.4f})) = {record['loss']:.4f}; "
+        f"with all tokens alike (DPO): {record['plain_loss']:.4f}",
     ):
         parts.append(f'<text x="16" y="{y}">{escape(words)}</text>')
         y += LINE
@@ -234,10 +234,9 @@ def _side(parts: list[str], record: Record, side: str, y: int) -> int:
     )
     parts.append(f'<text class="head" x="16" y="{y}">{side} response (answer {letters})</text>')
     y += LINE + 4
-    rounds = [row + [0.0] * (len(shown["tokens"]) - len(row)) for row in shown["rounds"]]
     lines = [
-        ("attention, order 1", rounds[0], "w", "{:.4f}"),
-        ("attention, order 2", rounds[1], "w", "{:.4f}"),
+        ("attention, order 1", shown["rounds"][0], "w", "{:.4f}"),
+        ("attention, order 2", shown["rounds"][1], "w", "{:.4f}"),
         ("weight a", shown["weights"], "w", "{:.3f}"),
         ("log-ratio d", shown["ratios"], "d", "{:+.3f}"),
     ]

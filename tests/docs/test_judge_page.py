@@ -61,6 +61,14 @@ def test_the_record_adds_up() -> None:
     assert RECORD["loss"] < RECORD["loss_before"]
 
 
+def test_what_the_page_says_of_single_words() -> None:
+    chosen = RECORD["chosen"]
+    held = {token: place for place, token in enumerate(chosen["tokens"])}
+    for word in ("poor", "horrible", "good"):
+        assert chosen["weights"][held[word]] > 1 / chosen["length"] and chosen["ratios"][held[word]] > 0
+    assert all(RECORD[side]["tokens"][-2] == "." and RECORD[side]["weights"][-2] == 0 for side in SIDES)
+
+
 def test_its_command_runs_on_another_world(tmp_path: Path) -> None:
     world = build_world(tmp_path)
     assert main(["--folder", str(tmp_path), *world.overrides()]) == 0
