@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"config", "console", "schema", "training", "version"},
     "text": TEXT,
     "weights": WEIGHTS | {"components"},
-    "data": DATA | {"hub"},
+    "data": DATA | {"components", "hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},
     "training": TRAINING | {"console"},

@@ -52,7 +52,9 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 LATER = {
     **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
-    **{"data.exchanged": False, "model.reward": False},
+    **{"data.exchanged": False, "data.val_share": None, "model.reward": False},
+    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
+    **{"data.columns.content": "content"},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
