@@ -14,6 +14,7 @@ import pytest
 
 from attnpo.command_line import run_entry
 from attnpo.config import CONFIG_DIR, Root, check, compose, expand, read
+from attnpo.runs import settings
 from attnpo.studies.arms import arm_config
 from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
 from tests.runs.worlds import World, build_world
@@ -34,19 +35,20 @@ NOT_RUN = {
     r"(answering|grader)=openai": "API: a server",
     r"experiment=(?!none|quickstart|NAME)\w": "long: hours, more than a hundred runs",
     r"prepare=(clean|long)": "long: a base model of its own",
+    r" -m$": "long: a grid of runs (tests/test_sweeps.py reads every job)",
     r"logger=wandb": "API: an account (tests/runs/test_run.py runs it offline)",
 }
 # Commands that another test runs, which must be there.
 ELSEWHERE = {
-    r"attnpo\.report gains ": "tests/reports/test_gains.py::test_a_study_that_ran_is_read",
-    r"attnpo\.report scores ": "tests/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
+    r"attnpo\.report gains\b": "tests/reports/test_gains.py::test_a_study_that_ran_is_read",
+    r"attnpo\.report scores\b": "tests/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
     r"attnpo\.verify": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
     r"attnpo\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
     r"benchmark=testbed": "tests/evaluation/test_testbed.py",
     r"benchmark=implicit_reward": "tests/evaluation/test_implicit_reward.py",
     r"experiments[./]benchmarks[./](step|extraction|pipeline|gpu|rollout_memory|harness)": "tests/test_benchmarks.py",
     r"experiments/benchmarks/token_coverage\.py": "tests/test_token_coverage.py",
-    r"-m attnpo\.report ranks": "tests/reports/test_ranks.py::test_the_papers_tables_as_shipped",
+    r"attnpo\.report ranks\b": "tests/reports/test_ranks.py::test_the_papers_tables_as_shipped",
     r"--config-dir \S+ experiment=none": "tests/weights/test_formula.py",
 }
 # Commands of other programs: what is checked of them instead.
@@ -73,6 +75,9 @@ FILLED = {
     r"\[OPTION\]": "[mine]",
     r"--config-dir \S+": "--config-dir own",
     r"benchmark\.auxiliary=\S+": "benchmark.length_controlled=false",  # the file is read while composing
+    r"\bTABLE/": "experiments/paper/main_results/",
+    r"(report (?:scores|ranks|study|run))$": r"\1 FOLDER",
+    r"attnpo\.evaluate$": "attnpo.evaluate benchmark=judge",
     r" \.\.\.|\bKEY=VALUE\b": "",
 }
 
@@ -149,6 +154,7 @@ def places(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the reader's modules be named by configurations, as the pages say."""
     modules = [path.stem for path in (reader / "own").glob("*.py")]
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
     monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", ",".join(["tests", *modules]))
     monkeypatch.syspath_prepend(str(reader / "own"))
 
@@ -233,59 +239,64 @@ def test_no_entry_of_a_table_is_idle(pattern: str) -> None:
 # ------------------------------------------------------------------------------------------------ those that run
 
 RUN = [command for command in COMMANDS if arguments(command) is not None and reason(command) is None]
+STUDY = ("experiment=quickstart", "study.workers=1", "seeds=1")  # in this process, without workers of its own
 # What the tiny world gives in place of a command's own.
-GIVEN = (
+GIVEN = {
     "setting",
     "model.path",
     "data.path",
+    "seed",
     "seeds",
     "name",
     "resume",
     "printed",
     "label",
     "output",
-    "prepare",
     "layers",
-)
+}
+
+
+def tiny(command: Command) -> tuple[str, tuple[str, ...]]:
+    """Entry point and arguments that run a command on the tiny world; its paths are given when it runs.
+
+    What is left of the command's own are the words that say what is done; many commands are one and the same then.
+    """
+    made = arguments(command)
+    assert made is not None
+    name, overrides, rest = split(*made)
+    if "--help" in rest or "--cfg" in rest:
+        return name, (*rest, *overrides)
+    own = [word for word in overrides if word.lstrip("+").partition("=")[0] not in GIVEN]
+    if name == "report" and rest[0] in ("study", "run"):
+        return name, (rest[0],)
+    if name == "fit" and "experiment=none" not in own and "setting=real_smoke" not in overrides:
+        return name, (*(word for word in own if not word.startswith("experiment=")), *STUDY)
+    return name, (*rest, *own)
 
 
 @pytest.fixture(scope="session")
 def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, tuple[str, ...]], int]:
-    """Runs an entry point with arguments on the tiny world, each once; returns its exit status."""
+    """Runs an entry point on the tiny world in this process, each list of arguments once; returns the exit status."""
     output = tmp_path_factory.mktemp("outputs")
-    prompts = output / "prompts.jsonl"
-    prompts.write_text('{"prompt": "a review of the film"}\n', encoding="utf-8")
+    (output / "prompts.jsonl").write_text('{"prompt": "a review of the film"}\n', encoding="utf-8")
 
     @cache
     def started(name: str, words: tuple[str, ...]) -> int:
-        config, overrides, rest = split(name, list(words))
-        main = import_module(f"attnpo.{name}")
-        own = [word for word in overrides if word.partition("=")[0].lstrip("+") not in GIVEN]
-        if "--help" in rest or "--cfg" in rest:
-            return run_entry(main.main, config, list(words), "", "", positional="what" if name == "report" else None)
-        if config == "generate":
-            given = [f"model.path={world.model}", f"data.path={prompts}", f"output={output / 'answers.jsonl'}"]
-            given += ["model.chat_template=null", "sampling.max_new_tokens=4"]
-            return run_entry(main.main, config, [*given, *own], "", "")
-        if name == "report" and rest[0] in ("study", "run"):
-            asked = "quickstart" if rest[0] == "study" else "none"
-            folder = f"report-{asked}"
-            assert started("fit", (f"experiment={asked}", f"+name={folder}")) == 0
-            arguments = [rest[0], str(output / folder), f"output={output}"]
-            return run_entry(main.main, config, arguments, "", "", positional="what")
-        kept = [f"name={word.partition('=')[2]}" for word in overrides if word.startswith("+name=")]
-        own = [word for word in own if not word.startswith("+name=")]
-        if name == "fit" and not any(word.startswith("experiment=") for word in own):
-            own.append(
-                "experiment=quickstart" if not any(word.startswith("setting=") for word in words) else "experiment=none"
-            )
-        if config == "report":
-            kept = ["heat_maps=1"]
-        given = world.overrides(f"output={output}", *kept)
-        if config in ("report", "passport"):
-            given = [word for word in given if not word.startswith(("trainer.", "batch.", "callbacks."))]
-        entry = main.passport if config == "passport" else main.main
-        return run_entry(entry, config, [*rest, *given, *own], "", "", positional="what" if name == "report" else None)
+        module = import_module(f"attnpo.{'evaluate' if name == 'passport' else name}")
+        main = module.passport if name == "passport" else module.main
+        given = [f"output={output}"]
+        if {"--help", "--cfg"} & set(words):
+            given = []
+        elif name == "generate":
+            given = [f"model.path={world.model}", "model.chat_template=null", f"data.path={output / 'prompts.jsonl'}"]
+            given += [f"output={output / 'answers.jsonl'}", "sampling.max_new_tokens=4"]
+        elif words in (("study",), ("run",)):
+            assert started("fit", STUDY if words == ("study",) else ()) == 0
+            words = (*words, str(output / (f"fit-study-{len(STUDY)}" if words == ("study",) else "fit-none-0")))
+        else:
+            kind = "study" if words[-len(STUDY) :] == STUDY else "none"
+            given += world.overrides(f"name={name}-{kind}-{len(words)}")
+        return run_entry(main, name, [*words, *given], "", "", positional="what" if name == "report" else None)
 
     return started
 
@@ -294,6 +305,4 @@ def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 def test_a_command_runs(
     command: Command, run: Callable[[str, tuple[str, ...]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = arguments(command)
-    assert made is not None
-    assert run(made[0], tuple(made[1])) == 0, capsys.readouterr().err
+    assert run(*tiny(command)) == 0, capsys.readouterr().err
