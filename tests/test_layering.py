@@ -92,6 +92,9 @@ def room_of(path: Path, package: Path) -> str:
     return parts[0]
 
 
+TAKEN_THROUGH = {"fit", "generate"}  # the commands that `verify families` calls as a user types them
+
+
 def violations(package: Path) -> list[str]:
     """Every broken rule in ``package``, as ``file:line: what``."""
     found = []
@@ -115,6 +118,8 @@ def broken_rule(where: str, room: str, dotted: str, lazy: bool, package: str) ->
     top, *rest = dotted.split(".")
     if top == package:
         target = rest[0] if rest else "__init__"
+        if where == "verify.py" and target in TAKEN_THROUGH and lazy:
+            return ""
         if target in ENTRY_POINTS:
             return f"imports the entry point {target}"
         if target == room or target in MAY_IMPORT[room]:
