@@ -18,6 +18,7 @@ ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
 REPORTS = STUDIES | {"studies"}
+INSPECTION = REPORTS | {"reports"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
@@ -50,8 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": RUNS,
     "studies": STUDIES,
     "reports": REPORTS,
+    "inspection": INSPECTION,
+    "weigher": INSPECTION | {"inspection"},
     "conformance": STUDIES,
-    **{name: REPORTS | {"command_line", "conformance", "reports"} for name in ENTRY_POINTS},
+    **{name: INSPECTION | {"command_line", "conformance", "inspection"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
