@@ -13,7 +13,8 @@ KEYS = ("prompt", "chosen", "rejected")
 def take_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """The texts given as KEY=TEXT for ``KEYS``, and the other words of ``argv`` in their order.
 
-    ``@FILE`` reads a file, ``-`` standard input, both without the line break at their end. A text that begins with @ is typed with two.
+    ``@FILE`` reads a file, ``-`` standard input, both without the line break at their end. A text that begins with @ is
+    typed with two.
 
     Raises:
         UserError: a text is given twice, standard input is asked for twice, a file cannot be read as UTF-8, or some of
