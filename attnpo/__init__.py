@@ -13,16 +13,18 @@ if TYPE_CHECKING:
     from attnpo.reports.frames import load_run as load_run
     from attnpo.reports.frames import load_study as load_study
     from attnpo.runs.weight_export import export_weights as export_weights
+    from attnpo.weigher import Weigher as Weigher
 
 # Public name -> the module that holds it, or that it is.
 _HOLDS = {
+    "Weigher": "attnpo.weigher",
     "export_weights": "attnpo.runs.weight_export",
     "load_run": "attnpo.reports.frames",
     "load_study": "attnpo.reports.frames",
     "losses": "attnpo.losses",
 }
 
-__all__ = ["__version__", "export_weights", "load_run", "load_study", "losses"]
+__all__ = ["Weigher", "__version__", "export_weights", "load_run", "load_study", "losses"]
 
 
 def __getattr__(name: str) -> object:

@@ -14,7 +14,7 @@ from attnpo.console import as_called, user_error
 
 WIDTH, NOTES = 100, 51  # columns of a line, and before the notes
 _HEADING = re.compile(r" *# (.+)")
-_GROUP = re.compile(r" *- (\w+): (\S+)(?: +# (.+))?")
+_GROUP = re.compile(r" *- (?:override /)?(\w+): (\S+)(?: +# (.+))?")
 _ALONE = "no other"
 _PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 

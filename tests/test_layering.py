@@ -18,9 +18,10 @@ ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
 REPORTS = STUDIES | {"studies"}
+INSPECTION = REPORTS | {"reports"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"losses", "reports", "runs", "version"},
+    "__init__": {"losses", "reports", "runs", "version", "weigher"},
     "version": set(),
     "losses": {"models", "objectives", "schema"},
     "schema": {"files"},
@@ -52,9 +53,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": RUNS,
     "studies": STUDIES,
     "reports": REPORTS,
+    "inspection": INSPECTION,
+    "weigher": INSPECTION | {"inspection"},
     "conformance": STUDIES,
     "__main__": {"components", "console", "version"},
-    **{name: REPORTS | {"command_line", "conformance", "reports"} for name in ENTRY_POINTS},
+    **{name: INSPECTION | {"command_line", "conformance", "inspection"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}

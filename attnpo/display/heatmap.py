@@ -145,10 +145,11 @@ def _token_style(side: HeatSide, token: HeatToken) -> Style:
         return Style(reverse=True, blink=True)
     if not token.matched:
         return Style(dim=True, underline=True, strike=True)
-    return _shade_style(relative) + Style(italic=token.end, underline=token.end)
+    return shade_style(relative) + Style(italic=token.end, underline=token.end)
 
 
-def _shade_style(relative: float) -> Style:
+def shade_style(relative: float | int) -> Style:
+    """Letters and background of a finite weight relative to uniform, for a terminal with colours."""
     shade = level(relative)
     red, green, blue = over(tint(shade, relative < 0), _DARK)
     letters = _DARK_LETTERS if shade >= _DARK_INK - 3 and relative >= 0 else _LIGHT_LETTERS
@@ -157,7 +158,7 @@ def _shade_style(relative: float) -> Style:
 
 def _legend_text() -> Columns:
     parts = [Text("weight relative to uniform (w·|y|):")]
-    parts += [Text(f" {name} ", style=_shade_style(value)) for name, value in LEGEND]
+    parts += [Text(f" {name} ", style=shade_style(value)) for name, value in LEGEND]
     parts += [
         Text("no partner", style=Style(dim=True, underline=True, strike=True)),
         Text("end of turn", style=Style(italic=True, underline=True)),
