@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -75,6 +76,20 @@ def leads() -> bool:
 
 
 # --------------------------------------------------------------------------------------------- what is said
+
+
+def command_text(name: str, *arguments: str) -> str:
+    """A command of this package as a shell takes it: ``attnpo fit ...`` where it was called so, else as a module."""
+    called = Path(sys.argv[0]).name == "attnpo"
+    return shlex.join([*(["attnpo", name] if called else ["python", "-m", f"attnpo.{name}"]), *arguments])
+
+
+def override(key: str, text: str) -> str:
+    """A text as the value of ``key`` on the command line, quoted where Hydra would read more than a text in it."""
+    if re.fullmatch(r"[\w./+@-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine", "threads"}
+EDGE = {"component_fields", "components", "config", "config_files", "console", "live", "locks", "machine", "threads"}
 ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_files": {"config", "schema"},
     "hub": set(),
     "files": set(),
+    "live": {"console"},
     "locks": {"console", "files"},
     "threads": set(),
     "machine": {"config", "console", "schema", "training"},
@@ -39,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": DATA | {"hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},
-    "training": TRAINING | {"console"},
+    "training": TRAINING | {"console", "live"},
     "testbed": TEXT | {"models"},
     "grading": TEXT | EDGE | {"models", "testbed"},
     "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
 LIGHT_FILES = ENTRY_POINTS | {
     *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
-    *("files", "hub", "locks", "machine", "threads"),
+    *("files", "hub", "live", "locks", "machine", "threads"),
 }
 
 

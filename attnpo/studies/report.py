@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from attnpo.studies.predictions import predictions_section
 from attnpo.studies.ranking import ranking_table, scores_table
 from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
 from attnpo.studies.study import Outcome, WorldAxis
-from attnpo.studies.tables import DIGITS, Row, at_levels, level_tables, main_table
+from attnpo.studies.tables import DIGITS, Row, at_levels, level_tables, main_table, short_table
 from attnpo.training.loggers import TrackedRun
 
 log = logging.getLogger(__name__)
@@ -224,6 +225,14 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
     return sections
 
 
+def show_so_far(outcome: Outcome) -> None:
+    """Prints the table of the points that a study has until now."""
+    seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
+    title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
+    print_sections(terminal(), [Section(title, [short_table(outcome)])])
+    sys.stdout.flush()
+
+
 def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
@@ -237,7 +246,9 @@ def finish_study(outcome: Outcome) -> None:
     ]
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
-    print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
+    title = outcome.study.title or outcome.study.name
+    shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
+    print_sections(console, [Section(title, shown), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))
     write_whole(folder / TABLES, tables_json(sections))
     write_whole(folder / "results.csv", all_points(gather(outcome.points)))
