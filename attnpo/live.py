@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -50,22 +51,25 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def drawn(rows: Sequence[Row]) -> Table:
-    """The rows as they stand on a terminal."""
+def drawn(rows: Sequence[Row], width: int) -> Table:
+    """The rows as they stand on a terminal of ``width`` columns: a label may be cut, no number is."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for row in rows:
-        share = row.step / row.total if row.total else 0.0
-        filled = round(12 * min(1.0, share))
-        table.add_row(
-            Text(row.label, overflow="ellipsis", no_wrap=True),
-            Text("#" * filled + "." * (12 - filled)),
-            Text(f"{row.step}/{row.total}"),
-            Text("" if row.loss is None else f"loss {row.loss:.4f}"),
-            Text("" if row.left is None else f"{duration(row.left)} left"),
+    cells = [
+        (
+            "#" * (filled := round(8 * min(1.0, row.step / row.total if row.total else 0.0))) + "." * (8 - filled),
+            f"{row.step}/{row.total}",
+            "" if row.loss is None else f"loss {row.loss:.4f}",
+            "" if row.left is None else f"{duration(row.left)} left",
         )
-    for column, ratio in zip(table.columns, (1, 0, 0, 0, 0), strict=False):
+        for row in rows
+    ]
+    taken = sum(max(len(line[place]) for line in cells) + 2 for place in range(4)) if cells else 0
+    room = max(8, width - taken)
+    for row, line in zip(rows, cells, strict=True):
+        label = row.label if cell_len(row.label) <= room else f"{set_cell_size(row.label, room - 3)}..."
+        table.add_row(Text(label), *map(Text, line))
+    for column in table.columns:
         column.no_wrap = True
-        column.ratio = ratio or None
     return table
 
 
@@ -83,8 +87,9 @@ def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
         return
     handlers = [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler]
     streams = [handler.stream for handler in handlers]
+    console = Console(stderr=True)
     live = Live(
-        get_renderable=lambda: drawn(rows()), console=Console(stderr=True), refresh_per_second=2, transient=True
+        get_renderable=lambda: drawn(rows(), console.width), console=console, refresh_per_second=2, transient=True
     )
     with live:
         _drawing.append(live)
@@ -96,6 +101,20 @@ def display(rows: Callable[[], Sequence[Row]]) -> Iterator[None]:
             _drawing.remove(live)
             for handler, stream in zip(handlers, streams, strict=True):
                 handler.setStream(stream)
+
+
+@contextmanager
+def behind() -> Iterator[None]:
+    """A context whose log lines below warnings do not reach a terminal that rows are drawn on: they are in a file."""
+    handlers = [one for one in logging.getLogger().handlers if type(one) is logging.StreamHandler] if _drawing else []
+    levels = [handler.level for handler in handlers]
+    for handler in handlers:
+        handler.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for handler, level in zip(handlers, levels, strict=True):
+            handler.setLevel(level)
 
 
 class _Last(logging.Handler):

@@ -29,6 +29,7 @@ from attnpo.studies.live import Pace, heartbeat, watching
 from attnpo.studies.plan import Plan, plan_study, require_built
 from attnpo.studies.predictions import check_predicted, fix
 from attnpo.studies.scorer_names import scorers_of
+from attnpo.studies.selection import label_of
 from attnpo.studies.study import (
     ONLY,
     Arm,
@@ -292,7 +293,8 @@ def _run_points(
     pace.skip(len(points) - len(jobs))
     places = list(jobs)
     alone = on_gpu(configs)
-    labels = [points[i].label for i in places]
+    at_work = [points[i] for i in places]
+    labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
     try:
         with watching(labels, [at for _, at in jobs.values()], pace) as ended:
             for job, result, error in execute(
