@@ -46,7 +46,7 @@ def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
 
 
 def test_times_are_for_readers() -> None:
-    assert [duration(seconds) for seconds in (4.2, 300, 9000)] == ["4 s", "5 min", "2.5 h"]
+    assert [duration(seconds) for seconds in (4.2, 300.0, 9000.0)] == ["4 s", "5 min", "2.5 h"]
 
 
 def test_a_file_gets_lines_without_any_escape_code() -> None:
