@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from attnpo.version import VERSION
 from attnpo.console import CALLED, as_called, leads
+from attnpo.version import VERSION
 
 COMMANDS = {
     "fit": "train one run, or all runs of a study",

@@ -217,6 +217,10 @@ class Composition:
     config_dir: Path | None = None
     choices: dict[str, str] = field(default_factory=dict)
 
+    def arguments(self) -> list[str]:
+        """What a command is given to compose this again."""
+        return [*self.overrides, *([] if self.config_dir is None else ["--config-dir", str(self.config_dir)])]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Root:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -90,6 +91,19 @@ class _Lines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return as_called(super().format(record))
+
+
+def command_text(name: str, *arguments: str) -> str:
+    """A command of this package as a shell takes it: ``attnpo fit ...`` where it was called so, else as a module."""
+    return as_called(shlex.join(["python", "-m", f"attnpo.{name}", *arguments]))
+
+
+def override(key: str, text: str) -> str:
+    """A text as the value of ``key`` on the command line, quoted where Hydra would read more than a text in it."""
+    if re.fullmatch(r"[\w./+@-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
 
 
 @contextmanager

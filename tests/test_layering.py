@@ -13,7 +13,20 @@ TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
-EDGE = {"component_fields", "components", "config", "config_files", "console", "locks", "machine", "threads", "version"}
+EDGE = {
+    *(
+        "component_fields",
+        "components",
+        "config",
+        "config_files",
+        "console",
+        "live",
+        "locks",
+        "machine",
+        "threads",
+        "version",
+    ),
+}
 ANSWERS = TEXT | EDGE | {"data", "models", "training"}
 RUNS = TRAINING | EDGE | {"analysis", "answers", "display", "evaluation", "grading", "hub", "testbed"}
 STUDIES = RUNS | {"runs"}
@@ -34,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_files": {"config", "schema"},
     "hub": set(),
     "files": set(),
+    "live": {"console"},
     "locks": {"console", "files"},
     "threads": set(),
     "machine": {"config", "console", "schema", "training", "version"},
@@ -42,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": DATA | {"components", "hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "schema"},
-    "training": TRAINING | {"console"},
+    "training": TRAINING | {"console", "live"},
     "testbed": TEXT | {"models"},
     "grading": TEXT | EDGE | {"models", "testbed"},
     "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
@@ -63,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
 LIGHT_FILES = ENTRY_POINTS | {
     *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
-    *("__init__", "__main__", "files", "hub", "locks", "machine", "threads", "version"),
+    *("__init__", "__main__", "files", "hub", "live", "locks", "machine", "threads", "version"),
 }
 
 

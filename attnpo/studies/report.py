@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from attnpo.studies.ranking import ranking_table, scores_table
 from attnpo.studies.selection import PointResults, gather
 from attnpo.studies.study import Outcome
 from attnpo.studies.study_page import write_study_report
-from attnpo.studies.tables import DIGITS, Row, level_tables, main_table
+from attnpo.studies.tables import DIGITS, Row, level_tables, main_table, short_table
 from attnpo.training.loggers import TrackedRun
 
 log = logging.getLogger(__name__)
@@ -98,6 +99,14 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
     return sections
 
 
+def show_so_far(outcome: Outcome) -> None:
+    """Prints the table of the points that a study has until now."""
+    seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
+    title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
+    print_sections(terminal(), [Section(title, [short_table(outcome)])])
+    sys.stdout.flush()
+
+
 def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
@@ -111,7 +120,9 @@ def finish_study(outcome: Outcome) -> None:
     ]
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
-    print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
+    title = outcome.study.title or outcome.study.name
+    shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
+    print_sections(console, [Section(title, shown), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))
     write_whole(folder / TABLES, tables_json(sections))
     write_whole(folder / "results.csv", all_points(gather(outcome.points)))
