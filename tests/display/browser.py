@@ -50,7 +50,7 @@ class Browser:
             os.dup2(first, 3)
             os.dup2(second, 4)
 
-        self._process = subprocess.Popen(  # noqa: PLW1509  # one thread is all this has
+        self._process = subprocess.Popen(
             [program, *FLAGS, f"--user-data-dir={folder}", "about:blank"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -152,8 +152,8 @@ class Browser:
 
     def _middle(self, selector: str) -> tuple[float, float]:
         x, y = self.value(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block:'nearest'}});"
-            " const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
+            " e.scrollIntoView({block:'nearest'}); const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]; })()"
         )
         return x, y
 
