@@ -58,8 +58,8 @@ class SideWeights:
     """
 
     weights: Sequence[float]
-    length: float
-    coverage: float | None = None
+    length: float | int
+    coverage: float | int | None = None
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,10 @@ class Browser:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def _middle(self, selector: str) -> tuple[float, float]:
-        x, y = self.value(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            " e.scrollIntoView({block:'nearest'}); const r = e.getClientRects()[0]; return [r.x + r.width / 2, r.y + r.height / 2]; })()"
-        )
+        place = "r => [r.x + r.width / 2, r.y + r.height / 2]"
+        found = f"document.querySelector({json.dumps(selector)})"
+        self.value(f"{found}.scrollIntoView({{block: 'nearest'}})")
+        x, y = self.value(f"({place})({found}.getClientRects()[0])")
         return x, y
 
     def press(self, key: str) -> None:

@@ -5,16 +5,16 @@ import numpy as np
 from attnpo.display.explorer import ExplorerPair, ExplorerSide, SideWeights, View
 from attnpo.schema import Message
 
+# ruff: noqa: RUF001  # letters that look like others are what is tested here
 END = 2
-WORDS = (
-    "the judge reads both answers and its verdict rests on few tokens, which a weight shows more or less well ".split()
-)
+WORDS = ["the", "judge", "reads", "both", "answers", "and", "its", "verdict", "rests", "on", "few", "tokens"]
 HARD = (
     ("What is a sea?", "A sea is a large body of salt water.\nIt has waves; 5 < 6 & \"so\" on.", "Blue <b>thing</b>."),
     ("ما هو البحر؟", "البحر مساحة واسعة من الماء المالح، وفيه أسماك كثيرة.", "لا أعرف."),
     ("מהו ים?", "ים הוא גוף מים מלוחים גדול, כמו הים התיכון (Mare Nostrum).", "לא יודע."),
     ("海是什么？", "海是地球上广阔的咸水水域，里面有许多鱼。", "不知道。"),
-    ("</script><script>console.error('acted')</script>", "\u202eevil\u202c \x1b[31m red\ttab <img src=x onerror=console.error(1)>",
+    ("</script><script>console.error('acted')</script>",
+     "\u202eevil\u202c \x1b[31m red\ttab <img src=x onerror=console.error(1)>",
      "👩‍🚀 flies; 𝕏 é\r\n    indented"),
 )  # fmt: skip
 
