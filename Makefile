@@ -12,10 +12,10 @@ BENCH := outputs/bench
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl readers clean
+.PHONY: help setup run test quick format bench browser screenshots trl readers clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make the virtual environment (.venv) with the tested versions
 
@@ -40,6 +40,12 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.extraction --short --json $(BENCH)/extraction.json $(ARGS)
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
+
+browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
+	@$(BIN)/pytest -s tests/display/large_explorer.py
+
+screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/screenshots; PAGES="FILE.html ..." adds others
+	@$(BIN)/python -m tests.display.screenshots outputs/screenshots $(PAGES)
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 

@@ -34,8 +34,8 @@ def weight_explorer(cfg: ReportConfig, folder: Path) -> None:
     """Writes ``explorer.html`` of the first ``cfg.explorer`` training pairs to ``folder``.
 
     ``cfg.against``: words that make the second source's configuration out of this one, overrides or, without ``=``, an
-    option of weights. Log-probabilities of the reference are shown for pairs that the store has them of. Raises UserError when a source computes its weights in
-    training, or when the two are not on the same training tokens.
+    option of weights. Log-probabilities of the reference are shown for pairs that the store has them of. Raises
+    UserError when a source computes its weights in training, or when the two are not on the same training tokens.
     """
     context, pairs = explored(cfg)
     if cfg.against:
