@@ -228,7 +228,6 @@ def packed_in(page: str, name: str) -> bytes:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["explorer=3", "against='uniform lengths.max_length=9'"], "has other training tokens|none of"),
         (["explorer=-1"], "explorer at least 0"),
         (["layers=[3]"], "layers: expected a whole number from 1 to 2"),
         (["layers=[1]", "weights=rollout"], "weights=rollout has no layer to choose"),

@@ -7,7 +7,8 @@ const explorer = (() => {
   let data, first, ids, characters, order = [], shown = 0;
 
   async function bytes(name) {
-    const packed = Uint8Array.from(atob(byId("data-" + name).textContent), one => one.charCodeAt(0));
+    const letters = atob(byId("data-" + name).textContent), packed = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Response(stream).arrayBuffer();
   }
@@ -28,8 +29,8 @@ const explorer = (() => {
 
   async function weights(number) {
     if (!unpacked.has(number)) {
-      const view = data.views[number], codes = new Uint8Array(await bytes("weights-" + number));
-      unpacked.set(number, {view, codes, table: decoded(view), ...statistics(view, codes, decoded(view))});
+      const view = data.views[number], codes = new Uint8Array(await bytes("weights-" + number)), table = decoded(view);
+      unpacked.set(number, {view, codes, table, ...statistics(view, codes, table)});
     }
     return unpacked.get(number);
   }
@@ -182,7 +183,7 @@ const explorer = (() => {
 
   function arrange() {
     const kept = order[shown], words = byId("search").value.toLowerCase();
-    lowered ||= data.pairs.map(pair =>
+    if (words) lowered ||= data.pairs.map(pair =>
       [pair.id, ...pair.prompt.map(turn => turn[1]), ...pair.texts].join("\n").toLowerCase());
     order = data.pairs.map((_, pair) => pair).filter(pair => !words || lowered[pair].includes(words));
     const by = {coverage: current.coverage, entropy: current.entropy, disagreement: apart}[byId("sort").value];
@@ -266,7 +267,7 @@ const explorer = (() => {
     const count = end - begin, found = current.view.coverage[pair];
     const facts = [count + (count === 1 ? " token" : " tokens")];
     if (found && found[side] !== null) facts.push("coverage " + percent(found[side]));
-    facts.push("effective number of weights " + fixed(current.effective[pair][side], 1));
+    facts.push("effective number " + fixed(current.effective[pair][side], 1));
     const text = Array.from(data.pairs[pair].texts[side]), tokens = element("div", undefined, "text tokens");
     tokens.dir = "auto";
     let seen = 0, place = 0;
