@@ -10,11 +10,10 @@ READERS := .venv-readers
 READERS_READY := $(READERS)/.ready
 BENCH := outputs/bench
 ARGS ?=
-SHOTS := outputs/screenshots
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl trlweights readers families screenshots clean
+.PHONY: help setup run test quick format bench browser screenshots trl trlweights readers families clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +42,12 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
 
+browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
+	@$(BIN)/pytest -s tests/display/large_explorer.py
+
+screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/screenshots; PAGES="FILE.html ..." adds others
+	@$(BIN)/python -m tests.display.screenshots outputs/screenshots $(PAGES)
+
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 
 trlweights: $(READY) $(TRL_READY) ## TRL's trainer on exported weights: its first ten losses beside ours
@@ -53,16 +58,6 @@ readers: $(READERS_READY) ## read an exported folder with transformers 4.x, whic
 
 families: $(READY) ## hold every causal language model class of transformers, built tiny, to the library's own numbers
 	@$(BIN)/python -m attnpo.verify families $(ARGS)
-
-screenshots: ## pictures of pages in light and dark (outputs/screenshots); PAGES="FILE.html ..." instead of all in outputs
-	@browser=$$(command -v chromium || command -v chromium-browser || command -v google-chrome) || \
-		{ echo "screenshots need Chromium: none of chromium, chromium-browser, google-chrome is on the PATH" >&2; exit 1; }; \
-	mkdir -p $(SHOTS) && for page in $(PAGES); do for mode in 0-dark 1-light; do \
-		shot=$(SHOTS)/$$(basename $$(dirname $$page))-$${mode#?-}.png; \
-		$$browser --headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size=1320,3200 \
-			--blink-settings=preferredColorScheme=$${mode%%-*} --screenshot=$$shot file://$$(realpath $$page) \
-			>/dev/null 2>&1 && echo $$shot; \
-	done; done
 
 clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
