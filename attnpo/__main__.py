@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from attnpo import __version__
 from attnpo.console import CALLED, as_called, leads
 
 COMMANDS = {
@@ -52,9 +51,6 @@ def main(words: Sequence[str]) -> int:
     """The exit status of the command that ``words`` begin with: 0, 2 for one that there is not, else its own."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())
-        return 0
-    if words[0] == "--version":
-        sys.stdout.write(f"attnpo {__version__}\n")
         return 0
     name, rest = words[0], list(words[1:])
     if name not in present():
