@@ -74,7 +74,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
     """
     lines: list[str] = []
     heading = ""
-    legend = " (the default first, if the setting has no other; [in brackets]: none unless given)"
+    legend = " (the default first, if the setting has no other; [in brackets]: optional)"
     for group in described(root):
         of = options.get(group.name, [])
         if list(of) == [group.default]:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts printed numbers below ours.
 
-  weights           statistics of the weights a run would train with; it alone reads the groups below
+  weights           statistics of the weights a run would train with; it reads the groups below
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run; FOLDER ... alone goes by what the folders hold
   gains FOLDER ...  what is known before training against the gain over uniform weights
