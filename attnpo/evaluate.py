@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure a model on a benchmark: its answers, their grades, scores with their spreads.
-benchmark=judge says before training whether a judge is worth reading; its groups: benchmark=judge --help
+benchmark=judge says before training whether a judge is worth reading (benchmark=judge --help).
 A grader's key comes from the environment alone; limits.max_cost bounds what it may cost."""
 EXAMPLES = """\
 python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FastChat model.path=RUN/best
