@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "inspection": INSPECTION,
     "weigher": INSPECTION | {"inspection"},
     "conformance": STUDIES,
-    "__main__": {"components", "console", "version"},
+    "__main__": {"components", "console"},
     **{name: INSPECTION | {"command_line", "conformance", "inspection"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
