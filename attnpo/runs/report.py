@@ -116,7 +116,9 @@ def sample_blocks(path: Path) -> list[Beside]:
 
 def inputs_section(result: RunResult) -> Section:
     """What became of the inputs: a column per split, and below it what is of no split."""
-    every = {part: dict(flat(result.split(part), " ")) for part in result.inputs}
+    every = {
+        part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
+    }
     names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {})))
     rows: list[list[Cell]] = [[name, *(_plain(every.get(split, {}).get(name)) for split in SPLITS)] for name in names]
     rest = {
