@@ -58,7 +58,7 @@ def _checked(cfg: "FitConfig", folder: "Path") -> "tuple[Plan | None, str | None
 
     as_launched(cfg.trainer)
     if cfg.logger.wandb is not None:
-        from attnpo.training.loggers import check_tracker
+        from attnpo.training.settings import check_tracker
 
         check_tracker(cfg.logger)
     if folder.exists():  # there is something to refuse; else the first line need not wait for imports
@@ -100,7 +100,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
         return 0
     from attnpo.config import as_yaml
     from attnpo.files import write_whole
-    from attnpo.runs.resume import CONFIG
+    from attnpo.runs.folders import CONFIG
     from attnpo.studies.ending import ending as study_ending
     from attnpo.studies.report import finish_study, publish_study, show_so_far
     from attnpo.studies.runner import run_study

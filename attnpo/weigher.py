@@ -204,7 +204,7 @@ class Weigher:
                 f"{_kind(chosen, counts[1])} and {_kind(rejected, counts[2])}"
             )
         rows = enumerate(zip(*columns, strict=True))
-        return self._weigh([_from_texts(*row, f"pair {place}") for place, row in rows])
+        return self._weigh([_from_texts(row[0], row[1], row[2], f"pair {place}") for place, row in rows])
 
     # ------------------------------------------------------------------------------------------ weighing
 
@@ -313,7 +313,7 @@ def _model(
     else:
         loaded = require_causal_lm(model)
     if device is not None:
-        loaded.to(torch.device(device))
+        loaded.to(torch.device(device))  # type: ignore[arg-type]
     return loaded
 
 

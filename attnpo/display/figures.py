@@ -193,13 +193,14 @@ def layer_curve(
     for axes in grid[1:]:
         _draw_levels(axes, grid, levels, seen, control)
     scores = [*(point.score for point in kept), *(level.score for level in levels.values())]
-    grid[0].set_ylim(*fitting(scores, [end for one in [*kept, *levels.values()] for end in (one.low, one.high)]))
+    ends = [(one.low, one.high) for one in kept] + [(one.low, one.high) for one in levels.values()]
+    grid[0].set_ylim(*fitting(scores, [end for both in ends for end in both]))
     figure.tight_layout()
     return save(figure, path)
 
 
 def _any_bounded(points: Sequence[LayerPoint], levels: Mapping[str, Level]) -> bool:
-    return any(math.isfinite(one.low) for one in [*points, *levels.values()])
+    return any(math.isfinite(low) for low in (*(one.low for one in points), *(one.low for one in levels.values())))
 
 
 def _draw_levels(
@@ -212,8 +213,15 @@ def _draw_levels(
         look = looks[name]
         if level.bounded:
             axes.plot([place] * 2, [level.low, level.high], color=look.colour, linewidth=2.4, alpha=0.55)
-        drawing = {"color": look.colour, "markerfacecolor": look.face, "label": f"{look.named(name)} {level.score:.3g}"}
-        axes.plot([place], [level.score], look.marker, markersize=7, **drawing)
+        axes.plot(
+            [place],
+            [level.score],
+            look.marker,
+            markersize=7,
+            color=look.colour,
+            markerfacecolor=look.face,
+            label=f"{look.named(name)} {level.score:.3g}",
+        )
         for each in grid:
             each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
             if name == control and level.bounded:
@@ -274,10 +282,19 @@ def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: Loo
     axes.axhline(0.0, color=INK, linewidth=0.9, linestyle=":")
     for number, (name, line) in enumerate(kept.items()):
         look = looks[name]
-        colour, marker, drawing = look.colour, look.marker, {"linestyle": look.style, "label": look.named(name)}
+        colour, marker = look.colour, look.marker
         aside = gap * 0.06 * (number - (len(kept) - 1) / 2)
         at = [one.place + aside for one in line]
-        axes.plot(at, [one.gain for one in line], color=colour, linewidth=1.3, marker=marker, markersize=6, **drawing)
+        axes.plot(
+            at,
+            [one.gain for one in line],
+            color=colour,
+            linewidth=1.3,
+            linestyle=look.style,
+            marker=marker,
+            markersize=6,
+            label=look.named(name),
+        )
         for place, one in zip(at, line, strict=True):
             if math.isfinite(one.low) and math.isfinite(one.high):
                 axes.plot([place, place], [one.low, one.high], color=colour, linewidth=1.6, alpha=0.4)

@@ -81,7 +81,7 @@ def frontier(
     near = [point for point in drawn if point.kl <= edge] or drawn
     low, high = fitting(
         [*(point.reward for point in near), *([base.score] if base else [])],
-        [end for one in [*near, *([base] if base else [])] for end in (one.low, one.high)],
+        [*(end for one in near for end in (one.low, one.high)), *([base.low, base.high] if base else [])],
     )
     figure = new_figure(8.4, 5.6)
     axes = figure.add_subplot()
@@ -130,8 +130,15 @@ def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], beyond: Seque
             width, depth = (2.4, 0.65) if point.best else (1.0, 0.3)
             axes.plot([point.root] * 2, [point.low, point.high], color=look.colour, linewidth=width, alpha=depth)
         if point.best:
-            ring = {"fillstyle": "none", "markeredgewidth": 1.8, "markersize": 13}
-            axes.plot([point.root], [point.reward], "o", color=look.colour, **ring)
+            axes.plot(
+                [point.root],
+                [point.reward],
+                "o",
+                color=look.colour,
+                fillstyle="none",
+                markeredgewidth=1.8,
+                markersize=13,
+            )
 
 
 def _draw_beyond(

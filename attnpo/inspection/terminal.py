@@ -62,8 +62,10 @@ def _table(pair: ShownPair, column: str) -> Table:
         )
         total = float(side.columns[column].double().sum())
         table.add_column(column, justify="right", no_wrap=True, footer=_number(total, column))
-    for place, both in enumerate(zip_longest(*(_cells(side, column) for _, side in pair.sides), fillvalue=("", ""))):
-        table.add_row(str(place), *(cell for cells in both for cell in cells))
+    chosen, rejected = (_cells(side, column) for _, side in pair.sides)
+    none = (Text(), Text())
+    for place, (left, right) in enumerate(zip_longest(chosen, rejected, fillvalue=none)):
+        table.add_row(str(place), *left, *right)
     return table
 
 

@@ -103,7 +103,7 @@ class WeighedPair:
     def tokens(self) -> list[WeighedToken]:
         """A row per training token, those of the chosen response first."""
         return [
-            WeighedToken(self.pair.pair_id, side, place, token, token_id, *span, weight, relative, matched)
+            WeighedToken(self.pair.pair_id, side, place, token, token_id, span[0], span[1], weight, relative, matched)
             for side, one in self.sides
             for place, (token, token_id, span, weight, relative, matched) in enumerate(
                 zip(
@@ -252,7 +252,7 @@ def show_heat(rows: Sequence[HeatRow], console: Console | None = None) -> None:
     if console is None and in_notebook():
         from IPython.display import HTML, display
 
-        display(HTML(heatmap_html(rows, page=False)))
+        display(HTML(heatmap_html(rows, page=False)))  # type: ignore[no-untyped-call]
     else:
         heatmap_terminal(rows, Console() if console is None else console)
 

@@ -19,9 +19,9 @@ from attnpo.display.output import terminal
 from attnpo.reports.report_config import ReportConfig
 from attnpo.reports.weight_report import asked_layers, each_weights, model_label, weights_label
 from attnpo.runs.context import RunContext, make_context
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.inputs import Inputs, encode, read_pairs
 from attnpo.runs.models import reference_table
-from attnpo.runs.report import heat_rows
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.capture import LogpPair, load_logps

@@ -14,6 +14,7 @@ from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
+from attnpo.display.heat import HeatRow
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,

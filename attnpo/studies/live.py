@@ -59,7 +59,8 @@ class Pace:
         """The seconds that are left, None while nothing tells of them."""
         if not self._ran and self._stored is None:
             return None
-        point = self._running / self._ran if self._ran else self._stored["point"]
+        stored = 0.0 if self._stored is None else self._stored["point"]
+        point = self._running / self._ran if self._ran else stored
         base = self._preparing / self._prepared if self._prepared else 0.0
         return float(point * max(0, self.points - self.over) + base * max(0, self.seeds - self._prepared))
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnpo.live import heartbeat
 from attnpo.runs.folders import make_folder
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
@@ -25,7 +26,7 @@ from attnpo.studies.bases import Basis, keep_costs, make_basis
 from attnpo.studies.benchmarks import check_benchmarks, measure_benchmarks, tell_costs
 from attnpo.studies.exports import exporting
 from attnpo.studies.fit_config import FitConfig
-from attnpo.studies.live import Pace, heartbeat, watching
+from attnpo.studies.live import Pace, watching
 from attnpo.studies.plan import Plan, plan_study, require_built
 from attnpo.studies.predictions import check_predicted, fix
 from attnpo.studies.scorer_names import scorers_of
