@@ -135,7 +135,7 @@ def first_position(model: PreTrainedModel) -> int:
         for first in dict.fromkeys((0, start)):
             positions = torch.arange(first, first + PROBE_LENGTH, device=ids.device)[None]
             ours = final_hidden(backbone, ids, position_ids=positions)
-            if float((ours - own).abs().max()) <= probe_bound(own):
+            if not float((ours - own).abs().max()) > probe_bound(own):  # NaN, of a broken model, is told elsewhere
                 return first
     raise UserError(
         f"{_kind(model)} counts the positions of its tokens neither from 0 nor from the one after its padding id, so "
