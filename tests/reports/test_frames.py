@@ -174,7 +174,7 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
     """docs/python_api.md, block after block; those with TRL run in its own environment."""
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
     mine = [block for block in blocks if "DPOTrainer" not in block]
-    assert len(blocks) - len(mine) == 2 and len(mine) == 4
+    assert len(blocks) - len(mine) == 2 and len(mine) == 5
     monkeypatch.chdir(tmp_path)
     words = ["judge=testbed", "model.chat_template=null", f"store={world.store}", "trainer.threads=1"]
     names: dict[str, object] = {
@@ -183,8 +183,11 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
         "MODEL": world.model,
         "PAIRS": world.data,
         "WORDS": words,
+        "JUDGE": {"template": "judge/testbed.txt", "max_length": 512, "max_response_length": 200, "device": "cpu"},
     }
     for block in mine:
-        exec(compile(block.replace('{PAIRS}"]', '{PAIRS}", *WORDS]'), "page", "exec"), names)
+        fitted = block.replace('{PAIRS}"]', '{PAIRS}", *WORDS]').replace('layer="last"', 'layer="last", **JUDGE')
+        exec(compile(fitted, "page", "exec"), names)
+    assert "<!DOCTYPE html>" in (tmp_path / "weights.html").read_text(encoding="utf-8")
     assert len((tmp_path / "weights.jsonl").read_text(encoding="utf-8").splitlines()) > VAL
     assert (tmp_path / "weights.parquet").is_file()
