@@ -13,7 +13,7 @@ ARGS ?=
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench browser screenshots trl trlweights readers families clean
+.PHONY: help setup run test quick format bench browser screenshots figures trl trlweights readers families clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ browser: $(READY) ## the weight explorer at its full size in headless Chromium: 
 
 screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/screenshots; PAGES="FILE.html ..." adds others
 	@$(BIN)/python -m tests.display.screenshots outputs/screenshots $(PAGES)
+
+figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
+	@$(BIN)/python -m experiments.pages.judge_to_loss
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 

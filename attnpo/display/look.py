@@ -45,7 +45,7 @@ def save(figure: Figure, path: Path | str, *, adapts: bool = True) -> Path:
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": target.stem}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
         figure.savefig(target, format="png", dpi=DPI)
         figure.savefig(drawing, format="svg", facecolor="none" if adapts else PAPER, metadata={"Date": None})
     svg_beside(target).write_text(adaptive(drawing.getvalue()) if adapts else drawing.getvalue(), encoding="utf-8")

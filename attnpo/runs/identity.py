@@ -60,13 +60,15 @@ LATER = {
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
-    *("__main__.py", "fit.py", "weigh.py", "generate.py", "report.py", "verify.py"),
-    *("conformance", "display", "reports", "theory"),
+    *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "verify.py"),
+    *("conformance", "display", "inspection", "reports", "theory", "losses.py", "weigher.py", "runs/ending.py"),
     *("evaluate.py", "evaluation", "grading", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
-    *("studies/cost_table.py", "studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
+    *("studies/column_notes.py", "studies/ending.py", "studies/study_figures.py", "studies/study_page.py"),
+    *("studies/yardstick.py", "studies/cost_table.py", "studies/benchmarks.py"),
+    *("studies/benchmark_scores.py", "studies/benchmark_table.py"),
 )
 
 

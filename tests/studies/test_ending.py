@@ -3,7 +3,6 @@
 import io
 import re
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,9 +88,9 @@ def test_the_commands_of_a_run_compose(tmp_path: Path) -> None:
 
 
 def test_commands_are_spelled_as_they_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/attnpo", "fit"])
+    monkeypatch.setenv(console.CALLED, "attnpo")
     assert command_text("fit", "a=b c") == "attnpo fit 'a=b c'"
-    monkeypatch.setattr(sys, "argv", ["/x/attnpo/fit.py"])
+    monkeypatch.delenv(console.CALLED)
     assert command_text("fit", "a=1") == "python -m attnpo.fit a=1"
     assert (override("name", "it's"), override("name", "a-b/c")) == ("name='it\\'s'", "name=a-b/c")
     assert console.command_text is command_text
