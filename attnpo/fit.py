@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from attnpo.console import command_text, hear_signals, leads, leave, world_size
@@ -36,18 +37,25 @@ def main(cfg: "FitConfig") -> int:
 
     require_one_process(cfg)
     folder = run_folder(cfg)
-    plan, budget = _checked(cfg, folder)
-    announce("fit", cfg, folder, budget)
-    if leads():
-        make_folder(folder)
-    with locked(folder, cfg.lock_timeout, leading=leads()):
+    plan, budget = _checked(cfg)
+    with ExitStack() as held:
+        if folder.exists():  # who works there is told first; then what it holds, before anything is said
+            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
+            if plan is None:
+                _refuse_folder(cfg, folder)
+            announce("fit", cfg, folder, budget)
+        else:
+            announce("fit", cfg, folder, budget)
+            if leads():
+                make_folder(folder)
+            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
         try:
             return _work(cfg, folder, plan)
         finally:
             _leave_group()
 
 
-def _checked(cfg: "FitConfig", folder: "Path") -> "tuple[Plan | None, str | None]":
+def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
     """Refuses what cannot run before anything is said or made; the plan of a study, with its size and time in words."""
     if cfg.study is not None:
         from attnpo.studies.plan import plan_study
@@ -61,13 +69,15 @@ def _checked(cfg: "FitConfig", folder: "Path") -> "tuple[Plan | None, str | None
         from attnpo.training.settings import check_tracker
 
         check_tracker(cfg.logger)
-    if folder.exists():  # there is something to refuse; else the first line need not wait for imports
-        from attnpo.runs.resume import check_folder, refuse_taken
-
-        refuse_taken(cfg, folder)
-        if cfg.resume is None:
-            check_folder(folder, None)
     return None, None
+
+
+def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
+    from attnpo.runs.resume import check_folder, refuse_taken
+
+    refuse_taken(cfg, folder)
+    if cfg.resume is None:
+        check_folder(folder, None)
 
 
 def _leave_group() -> None:

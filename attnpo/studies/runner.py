@@ -147,7 +147,7 @@ def _outcome(
     study: Study,
     arms: list[Arm],
     so_far: _Progress,
-    record: dict[str, Any],
+    record: dict[str, object],
     folder: Path,
     seconds: float,
     said: Sequence[str],
