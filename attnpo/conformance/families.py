@@ -87,7 +87,7 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, began: float) -> Famil
     except Exception as error:  # noqa: BLE001  # whatever the library raises for a class of its own
         return ended("", REFUSED, notes=[f"transformers cannot build it here: {_words(error)}"])
     try:
-        AutoModelForCausalLM.from_pretrained(folder)
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  # as above
         return ended(model, REFUSED, notes=[f"transformers cannot load what it saved: {_words(error)}"])
     found: list[Finding] = []

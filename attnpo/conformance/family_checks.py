@@ -68,7 +68,9 @@ class Held:
     @cached_property
     def eager(self) -> PreTrainedModel:
         """The library's own model with eager attention."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder, attn_implementation="eager")
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            self.folder, attn_implementation="eager", trust_remote_code=False
+        )
         model.train(False)
         return model
 

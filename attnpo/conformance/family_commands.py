@@ -64,7 +64,8 @@ def _reloaded(folder: Path, exported: Path, resumed: Path) -> Finding:
     try:
         with torch.no_grad():
             before, after, again = (
-                AutoModelForCausalLM.from_pretrained(each)(input_ids=ids).logits for each in (folder, exported, resumed)
+                AutoModelForCausalLM.from_pretrained(each, trust_remote_code=False)(input_ids=ids).logits
+                for each in (folder, exported, resumed)
             )
     except Exception as error:  # noqa: BLE001  # whatever the library raises, the export is not one
         return Finding("export", problem=f"{type(error).__name__}: {' '.join(str(error).split())}")

@@ -83,7 +83,7 @@ def tiny_model(name: str) -> PreTrainedModel:
 
 
 def _built(config: PretrainedConfig) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     return model
 
 

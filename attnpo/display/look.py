@@ -11,6 +11,8 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from attnpo.display.page import svg_beside
+
 Number = float | int  # whole numbers are welcome wherever figures take numbers
 
 DPI = 150
@@ -51,11 +53,6 @@ def save(figure: Figure, path: Path | str, *, adapts: bool = True) -> Path:
     svg_beside(target).write_text(adaptive(drawing.getvalue()) if adapts else drawing.getvalue(), encoding="utf-8")
     figure.clear()
     return target
-
-
-def svg_beside(path: Path) -> Path:
-    """Where the SVG of a PNG lies."""
-    return path.with_suffix(".svg")
 
 
 def adaptive(svg: str) -> str:

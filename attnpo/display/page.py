@@ -6,12 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
 
-from attnpo.display.look import svg_beside
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, Digits, Row, format_cell, table_html
 from attnpo.display.templating import render
 from attnpo.schema import UserError
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def svg_beside(path: Path) -> Path:
+    """Where the SVG of a PNG lies."""
+    return path.with_suffix(".svg")
 
 
 @dataclass(frozen=True)

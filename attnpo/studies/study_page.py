@@ -4,8 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.look import svg_beside
-from attnpo.display.page import Beside, Block, Fragment, Image, Links, Paragraph, Section, TableBlock, report_page
+from attnpo.display.page import (
+    Beside,
+    Block,
+    Fragment,
+    Image,
+    Links,
+    Paragraph,
+    Section,
+    TableBlock,
+    report_page,
+    svg_beside,
+)
 from attnpo.display.tables import Cell
 from attnpo.files import write_whole
 from attnpo.runs.for_page import ForPage, read_for_page

@@ -18,7 +18,8 @@ from attnpo.display.figures import LayerPoint, layer_curve, training_curves
 from attnpo.display.frontier_figure import FrontierPoint, frontier
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken
 from attnpo.display.heat_figure import CELLS, heatmap_figure
-from attnpo.display.look import COLOURS, DPI, INK, Level, Look, fitting, looks_of, svg_beside
+from attnpo.display.look import COLOURS, DPI, INK, Level, Look, fitting, looks_of
+from attnpo.display.page import svg_beside
 from attnpo.schema import Message
 
 

@@ -12,7 +12,6 @@ import pytest
 from attnpo.display.figures import LayerPoint, layer_curve
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken, RoundView, SideView
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.look import svg_beside
 from attnpo.display.page import (
     Beside,
     Fragment,
@@ -24,6 +23,7 @@ from attnpo.display.page import (
     Section,
     TableBlock,
     report_page,
+    svg_beside,
 )
 from attnpo.schema import UserError
 
