@@ -125,6 +125,7 @@ HIDDEN = {
     "weigh": {*TRAINING, "transform"},
     "passport": {*TRAINING, "transform"},
     "report": TRAINING,
+    "show": {"experiment", "optimizer", "callbacks", "logger", "hardware", "debug"},
     "generate": {"model"},  # adapters and reward models are refused
     "evaluate": {"model"},
 }

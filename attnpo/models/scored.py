@@ -117,7 +117,8 @@ class ScoredLM(nn.Module):
         one the attention kernel takes its causal path instead of a batch x T x T mask. A row of segments keeps its mask
         of ones: without any, transformers would cut the row itself where positions restart.
         """
-        mask, positions = inputs.attention_mask, {"position_ids": inputs.position_ids + self._first}
+        mask, places = inputs.attention_mask, inputs.position_ids
+        positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
             attend_in_segments(self.model)
             plan = Plan.of(inputs.segments, inputs.input_ids.shape[1])
