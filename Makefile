@@ -10,12 +10,13 @@ READERS := .venv-readers
 READERS_READY := $(READERS)/.ready
 BENCH := outputs/bench
 ARGS ?=
+PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench trl readers clean
+.PHONY: help setup run test quick format bench browser screenshots figures trl trlweights readers families clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make the virtual environment (.venv) with the tested versions
 
@@ -41,10 +42,25 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
 
+browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
+	@$(BIN)/pytest -s tests/display/large_explorer.py
+
+screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/screenshots; PAGES="FILE.html ..." adds others
+	@$(BIN)/python -m tests.display.screenshots outputs/screenshots $(PAGES)
+
+figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
+	@$(BIN)/python -m experiments.pages.judge_to_loss
+
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
+
+trlweights: $(READY) $(TRL_READY) ## TRL's trainer on exported weights: its first ten losses beside ours
+	@$(BIN)/pytest tests/runs/test_weight_export.py -k trl
 
 readers: $(READERS_READY) ## read an exported folder with transformers 4.x, which many vLLM versions bring (.venv-readers)
 	@$(BIN)/pytest tests/training/test_readers.py
+
+families: $(READY) ## hold every causal language model class of transformers, built tiny, to the library's own numbers
+	@$(BIN)/python -m attnpo.verify families $(ARGS)
 
 clean: ## remove the virtual environments and the tools' caches (runs in outputs/ stay)
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

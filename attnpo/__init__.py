@@ -1,3 +1,42 @@
-"""attnpo: token-weighted preference optimisation on PyTorch Lightning."""
+"""attnpo: token-weighted preference optimisation on PyTorch Lightning.
 
-__version__ = "0.1.0"
+The names of the Python API (docs/python_api.md) are importable from here; each loads its module when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from attnpo.version import VERSION as __version__
+
+if TYPE_CHECKING:
+    import attnpo.losses as losses
+    from attnpo.reports.frames import load_run as load_run
+    from attnpo.reports.frames import load_study as load_study
+    from attnpo.runs.weight_export import export_weights as export_weights
+    from attnpo.weigher import Weigher as Weigher
+
+# Public name -> the module that holds it, or that it is.
+_HOLDS = {
+    "Weigher": "attnpo.weigher",
+    "export_weights": "attnpo.runs.weight_export",
+    "load_run": "attnpo.reports.frames",
+    "load_study": "attnpo.reports.frames",
+    "losses": "attnpo.losses",
+}
+
+__all__ = ["Weigher", "__version__", "export_weights", "load_run", "load_study", "losses"]
+
+
+def __getattr__(name: str) -> object:
+    """Loads the module of a public name. AttributeError, with the names there are, for any other."""
+    if name not in _HOLDS:
+        raise AttributeError(f"module 'attnpo' has no attribute {name!r}; its public names: {', '.join(_HOLDS)}")
+    module = import_module(_HOLDS[name])
+    value: object = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names beside what is loaded."""
+    return sorted({*globals(), *_HOLDS})

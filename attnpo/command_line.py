@@ -3,7 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,7 +14,7 @@ from attnpo import config
 from attnpo.components import ABSENT, required
 from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
 from attnpo.config_help import Arguments
-from attnpo.console import guarded, is_user_error, reporting, stoppable, user_error, world_size
+from attnpo.console import guarded, is_user_error, leads, reporting, stoppable, user_error, world_size
 
 _log = logging.getLogger(__name__)
 
@@ -35,17 +36,19 @@ def run_entry(
     description: str,
     examples: str,
     *,
+    command_name: str | None = None,
     positional: str | None = None,
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
 ) -> int:
     """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
     Composes ``config_name`` with the overrides in ``argv`` (None: the process's own), reads it as its typed root and
-    calls ``main`` with that. ``positional`` names a key that takes the arguments which are no overrides, as a list.
+    calls ``main`` with that. ``command_name`` is what the command is called in its help, by default like its
+    configuration. ``positional`` names a key that takes the arguments which are no overrides, as a list.
     ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
     An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
-    parser = Arguments(config_name, description, examples, positional)
+    parser = Arguments(command_name or config_name, description, examples, positional)
 
     def command() -> int:
         try:
@@ -90,12 +93,29 @@ def _run(
             "start one group of processes per job without -m"
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
-    readings = [_whole(ready(job), complete) for job in jobs]
+    composed = [ready(job) for job in jobs]
+    with _waiting("checking the configuration ..."):  # brings torch: seconds
+        readings = [_whole(cfg, complete) for cfg in composed]
     _note_idle([reading.idle_overrides() for reading in readings])
     roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own class, as its _target_ says
     if not options.multirun:
         return main(roots[0]) or 0
     return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """A context whose long work a terminal shows as ``what`` until it is over; elsewhere there is no such line."""
+    shown = sys.stderr.isatty() and leads()
+    if shown:
+        sys.stderr.write(what)
+        sys.stderr.flush()
+    try:
+        yield
+    finally:
+        if shown:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
 
 
 def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:

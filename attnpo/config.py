@@ -30,7 +30,7 @@ from attnpo.files import Json
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "configs"
+CONFIG_DIR = (Path(__file__).parent / "configs").resolve()  # in a checkout a link to the folder at the top
 RUNS_ROOT = Path("outputs")
 
 _log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ def _folders(config_dir: Path | None) -> list[Path]:
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
     if not folders:
         raise user_error(
-            f"no configurations at {CONFIG_DIR}: they are not part of a wheel; install attnpo from its checkout with "
-            "`pip install -e .`, or name a folder with --config-dir DIR"
+            f"no configurations at {CONFIG_DIR}: this installation of attnpo is not whole; install it again, or name a "
+            "folder with --config-dir DIR"
         )
     return folders
 
@@ -216,6 +216,10 @@ class Composition:
     overrides: tuple[str, ...] = ()
     config_dir: Path | None = None
     choices: dict[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """What a command is given to compose this again."""
+        return [*self.overrides, *([] if self.config_dir is None else ["--config-dir", str(self.config_dir)])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
-from attnpo.console import user_error
+from attnpo.console import as_called, user_error
 
 WIDTH, NOTES = 100, 51  # columns of a line, and before the notes
 _HEADING = re.compile(r" *# (.+)")
-_GROUP = re.compile(r" *- (\w+): (\S+)(?: +# (.+))?")
-_PARENT = re.compile(r" *- (?!_self_)(\w+)$")
+_GROUP = re.compile(r" *- (?:override /)?(\w+): (\S+)(?: +# (.+))?")
+_ALONE = "no other"
+_PARENT = re.compile(r" *- (?!_self_)(\w+)(?: +# without (.+))?")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ def described(root: Path) -> list[Group]:
     """The groups of a root file's defaults list in its order, with those of the roots it builds on.
 
     ``- model: causal_lm  # the policy`` gives a group with its default and meaning; a line of comment above groups is
-    their heading.
+    their heading. ``# no other`` leaves a group out, and ``- fit  # without logger, callbacks`` those that the command
+    composes and does not read.
     """
     heading = ""
     listed: list[Group] = []
@@ -56,9 +58,12 @@ def described(root: Path) -> list[Group]:
         if match := _HEADING.fullmatch(line):
             heading = match[1]
         elif match := _GROUP.fullmatch(line):
+            if match[3] == _ALONE:
+                continue
             listed.append(Group(match[1], match[2], match[3] or "", heading))
         elif match := _PARENT.fullmatch(line):
-            listed += described(root.with_name(f"{match[1]}.yaml"))
+            unread = re.findall(r"\w+", match[2] or "")
+            listed += [group for group in described(root.with_name(f"{match[1]}.yaml")) if group.name not in unread]
     return listed
 
 
@@ -69,7 +74,7 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
     """
     lines: list[str] = []
     heading = ""
-    legend = " (the default first, if the setting has no other; [in brackets]: none unless given)"
+    legend = " (the default first; [in brackets]: none unless given)"
     for group in described(root):
         of = options.get(group.name, [])
         if list(of) == [group.default]:
@@ -85,7 +90,10 @@ def groups_text(root: Path, options: Mapping[str, Sequence[str]]) -> str:
 
 
 class Arguments(argparse.ArgumentParser):
-    """What every command takes beside its overrides; a wrong argument is a UserError."""
+    """What every command takes beside its overrides; a wrong argument is a UserError.
+
+    ``name`` is the command with what of it is already said, as in ``evaluate benchmark=judge``.
+    """
 
     def __init__(self, name: str, description: str, examples: str, positional: str | None) -> None:
         words = f"[{positional.upper()} ...] " if positional else ""
@@ -113,4 +121,4 @@ class Arguments(argparse.ArgumentParser):
     def text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
         """All that ``--help`` shows."""
         self.description = f"{self.description}\n\n{groups_text(root, options)}"
-        return self.format_help()
+        return as_called(self.format_help())

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -30,6 +31,7 @@ WITHOUT_BARS = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
 }
+CALLED = "ATTNPO_CALLED_AS"  # "attnpo" where the installed command of that name was typed, inherited by its processes
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +79,33 @@ def leads() -> bool:
 # --------------------------------------------------------------------------------------------- what is said
 
 
+def as_called(text: str) -> str:
+    """``text`` with its commands as the user types them: ``attnpo fit`` where ``attnpo`` was called by that name."""
+    if os.environ.get(CALLED) != "attnpo":
+        return text
+    return text.replace("python -m attnpo.", "attnpo ").replace("python -m attnpo", "attnpo")
+
+
+class _Lines(logging.Formatter):
+    """Log lines whose commands can be pasted."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return as_called(super().format(record))
+
+
+def command_text(name: str, *arguments: str) -> str:
+    """A command of this package as a shell takes it: ``attnpo fit ...`` where it was called so, else as a module."""
+    return as_called(shlex.join(["python", "-m", f"attnpo.{name}", *arguments]))
+
+
+def override(key: str, text: str) -> str:
+    """A text as the value of ``key`` on the command line, quoted where Hydra would read more than a text in it."""
+    if re.fullmatch(r"[\w./+@-]+", text):
+        return f"{key}={text}"
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
 @contextmanager
 def reporting(*, bars: bool = True) -> Iterator[None]:
     """A context in which attnpo logs to the error stream and libraries are quiet.
@@ -84,7 +113,9 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
     Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
     Warnings become one log line each, except those on what only a library's authors can change.
     """
-    logging.basicConfig(level=logging.WARNING, format=FORMAT, datefmt=CLOCK)
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Lines(FORMAT, CLOCK))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("attnpo").setLevel(logging.INFO if leads() else logging.ERROR)
     wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
@@ -272,7 +303,7 @@ def guarded(command: Callable[[], int]) -> int:
         ending = ending_of(error)
         if ending is None:
             raise
-        status, line = ending
+        status, line = ending[0], as_called(ending[1])
         if leads():
             sys.stderr.write(f"{line}\n")
         elif status == 2:  # the first process may have had no trouble
@@ -336,8 +367,14 @@ def missing_package(error: BaseException) -> str | None:
         if not extras:
             return f"the package {package} is not installed; pip install {package}"
         extra = extras[0]
-        return f"the package {package} is not installed; it comes with the extra `{extra}`: pip install -e '.[{extra}]'"
+        return f"the package {package} is not installed; it comes with the extra `{extra}`: {install_line(extra)}"
     return None
+
+
+def install_line(extra: str) -> str:
+    """The command that installs what an extra brings, from the checkout or into an installation from a wheel."""
+    checkout = Path(__file__).resolve().parents[1]
+    return f"pip install -e '.[{extra}]'" if (checkout / "setup.cfg").is_file() else f"pip install 'attnpo[{extra}]'"
 
 
 def _installed(package: str) -> bool:

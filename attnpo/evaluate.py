@@ -14,13 +14,18 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Measure a model on a benchmark: its answers, their grades, scores with their spreads.
-benchmark=judge says before training whether a judge is worth reading; its keys are those of fit.
+benchmark=judge says before training whether a judge is worth reading;
+`benchmark=judge --help` lists its groups.
 A grader's key comes from the environment alone; limits.max_cost bounds what it may cost."""
 EXAMPLES = """\
 python -m attnpo.evaluate benchmark=mt_bench benchmark.path=FastChat model.path=RUN/best
 python -m attnpo.evaluate benchmark=testbed grader=truth model.path=outputs/RUN/best
 python -m attnpo.evaluate benchmark=judge"""
 PASSPORT = "benchmark=judge"
+ON_JUDGES = "Say before training whether a judge is worth reading: its verdicts, and what its attention rests on."
+JUDGES = """\
+python -m attnpo.evaluate benchmark=judge
+python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL data.path=PAIRS"""
 
 
 def main(cfg: "EvaluateConfig") -> int:
@@ -45,5 +50,6 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if PASSPORT in words:
         rest = [word for word in words if word != PASSPORT]
-        sys.exit(run_entry(passport, "passport", rest, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))
+        ready, name = (lambda cfg: cfg.prepare is None), f"evaluate {PASSPORT}"
+        sys.exit(run_entry(passport, "passport", rest, ON_JUDGES, JUDGES, command_name=name, complete=ready))
     sys.exit(run_entry(main, "evaluate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

@@ -1,13 +1,19 @@
 """``python -m attnpo.fit``: one run, or the study that the setting or an experiment asks for."""
 
+import logging
+import sys
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from attnpo.console import hear_signals, leads, leave
+from attnpo.console import command_text, hear_signals, leads, leave, world_size
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from attnpo.studies.fit_config import FitConfig
+    from attnpo.studies.plan import Plan
+
+log = logging.getLogger("attnpo.fit")  # __main__ where it is the command
 
 DESCRIPTION = "Train with token-weighted preference optimisation: judge, weights, training, report."
 EXAMPLES = """\
@@ -31,14 +37,47 @@ def main(cfg: "FitConfig") -> int:
 
     require_one_process(cfg)
     folder = run_folder(cfg)
-    announce("fit", cfg, folder)
-    if leads():
-        make_folder(folder)
-    with locked(folder, cfg.lock_timeout, leading=leads()):
+    plan, budget = _checked(cfg)
+    with ExitStack() as held:
+        if folder.exists():  # who works there is told first; then what it holds, before anything is said
+            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
+            if plan is None:
+                _refuse_folder(cfg, folder)
+            announce("fit", cfg, folder, budget)
+        else:
+            announce("fit", cfg, folder, budget)
+            if leads():
+                make_folder(folder)
+            held.enter_context(locked(folder, cfg.lock_timeout, leading=leads()))
         try:
-            return _work(cfg, folder)
+            return _work(cfg, folder, plan)
         finally:
             _leave_group()
+
+
+def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
+    """Refuses what cannot run before anything is said or made; the plan of a study, with its size and time in words."""
+    if cfg.study is not None:
+        from attnpo.studies.plan import plan_study
+
+        plan = plan_study(cfg)
+        return plan, f"{plan.size()}, {plan.pace(cfg).expected()}"
+    from attnpo.machine import as_launched
+
+    as_launched(cfg.trainer)
+    if cfg.logger.wandb is not None:
+        from attnpo.training.settings import check_tracker
+
+        check_tracker(cfg.logger)
+    return None, None
+
+
+def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
+    from attnpo.runs.resume import check_folder, refuse_taken
+
+    refuse_taken(cfg, folder)
+    if cfg.resume is None:
+        check_folder(folder, None)
 
 
 def _leave_group() -> None:
@@ -49,24 +88,47 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _work(cfg: "FitConfig", folder: "Path") -> int:
-    from attnpo.runs.resume import refuse_taken
-    from attnpo.runs.run import run
-    from attnpo.studies.report import finish_study, publish_study
-    from attnpo.studies.runner import run_study
-    from attnpo.training.signals import Interrupted
+def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
+    from attnpo.runs.ending import again, ending
+    from attnpo.training.interrupted import Interrupted
 
-    if cfg.study is None:
+    if plan is None:
+        from attnpo.runs.resume import refuse_taken
+
         refuse_taken(cfg, folder)
-        run(cfg, folder)
+        from attnpo.runs.run import run
+
+        try:
+            result = run(cfg, folder)
+        except Interrupted as stop:
+            if stop.saved is not None and world_size() == 1:
+                stop.advice = f"go on with {command_text('fit', *again(cfg, folder))}"
+            raise
+        if result is not None:
+            for line in ending(cfg, folder, result):
+                log.info("%s", line)
         return 0
+    from attnpo.config import as_yaml
+    from attnpo.files import write_whole
+    from attnpo.runs.folders import CONFIG
+    from attnpo.studies.ending import ending as study_ending
+    from attnpo.studies.report import finish_study, publish_study, show_so_far
+    from attnpo.studies.runner import run_study
+
+    write_whole(folder / CONFIG, as_yaml(cfg.values))
     try:
-        outcome = run_study(cfg, folder)
-    except Interrupted as stop:
-        stop.advice = "the same command goes on with the study"
+        outcome = run_study(cfg, folder, show_so_far, plan)
+    except KeyboardInterrupt as stop:  # a point's in this process, or one of this process, whose points end with it
+        advice = f"what has ended is kept; go on with {command_text('fit', *cfg.composed.arguments())}"
+        if isinstance(stop, Interrupted):
+            stop.advice = advice
+        else:
+            log.info("%s", advice)
         raise
     finish_study(outcome)
     publish_study(cfg, outcome)
+    for line in study_ending(cfg, outcome):
+        sys.stdout.write(f"{line}\n")
     return 1 if outcome.failed or outcome.unmeasured else 0
 
 

@@ -13,10 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo import __version__
 from attnpo.console import launched, local_rank
 from attnpo.schema import UserError
 from attnpo.training.settings import TrainerSettings
+from attnpo.version import VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ def versions() -> dict[str, str]:
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-    return {"attnpo": __version__, "python": platform.python_version(), **found}
+    return {"attnpo": VERSION, "python": platform.python_version(), **found}
 
 
 def commit() -> str | None:

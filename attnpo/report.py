@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Tables from the store and from finished folders; printed=FILE.csv puts printed numbers below ours.
 
-  weights           statistics of the weights a run would train with
+  weights           statistics of the weights a run would train with; reads the groups below
   study FOLDER ...  the tables of finished studies again, and several side by side
   run FOLDER ...    one row per finished run; FOLDER ... alone goes by what the folders hold
   gains FOLDER ...  what is known before training against the gain over uniform weights

@@ -4,31 +4,39 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from attnpo.console import guarded, hear_signals, reporting
+from attnpo.console import as_called, guarded, hear_signals, reporting
 
+FAMILIES = "families"
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
 EPILOG = """\
 PATH is a losses.json, an extraction/ or evaluation/ folder, or a folder of these. One line per record: name, case,
 largest absolute and relative error, and ok, FAIL, variant (differs on purpose, as the note says) or not built.
 Exit status: 0, or 1 when a record fails or none was found, 2 when a path cannot be read.
 
-example:
-  python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'"""
+`families` in place of PATH builds every causal language model of transformers tiny and takes it through loader, judge,
+layouts and commands: equal to the library's own eager numbers, policy only (no attention that can be read), refused
+with the reason, or FAIL. keep=FOLDER leaves the models there, each with a tokenizer; only=gemma2,qwen* takes some.
+
+examples:
+  python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'
+  python -m attnpo.verify families only=llama,gemma2,qwen3*"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints a line per record as it is done, and the counts; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m attnpo.verify",
+        prog=as_called("python -m attnpo.verify"),
         description=DESCRIPTION,
-        epilog=EPILOG,
+        epilog=as_called(EPILOG),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("paths", nargs="+", metavar="PATH")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help="golden records, or `families`")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="records by 'name case'")
     options = parser.parse_args(argv)
 
     with reporting(bars=False):
+        if options.paths[0] == FAMILIES:
+            return guarded(lambda: _families(options.paths[1:]))
         return guarded(lambda: _verify(options.paths, options.only))
 
 
@@ -42,6 +50,34 @@ def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
         sys.stdout.flush()
     sys.stdout.write((summary(outcomes) if outcomes else "no golden record found") + "\n")
     return 0 if passed(outcomes) else 1
+
+
+def _families(words: Sequence[str]) -> int:
+    from pathlib import Path
+
+    from attnpo import fit, generate
+    from attnpo.command_line import run_entry
+    from attnpo.components import did_you_mean
+    from attnpo.conformance.families import FAILED, Ways, summary, verify_families
+    from attnpo.schema import UserError
+
+    given = dict(word.partition("=")[::2] for word in words)
+    for key in given.keys() - {"keep", "only"}:
+        raise UserError(
+            f"families: {key!r} is not known{did_you_mean(key, ['keep', 'only'])}; give keep=FOLDER or only=NAME,NAME"
+        )
+    ways = Ways(
+        lambda argv: run_entry(fit.main, "fit", argv, "", "", complete=lambda cfg: cfg.prepare is None),
+        lambda argv: run_entry(generate.main, "generate", argv, "", ""),
+    )
+    keep = Path(given["keep"]).expanduser() if "keep" in given else None
+    done = []
+    for family in verify_families(ways, [name for name in given.get("only", "").split(",") if name], keep):
+        done.append(family)
+        sys.stdout.write(family.line() + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(summary(done) + "\n")
+    return 1 if any(family.status == FAILED for family in done) else 0
 
 
 if __name__ == "__main__":

@@ -4,27 +4,33 @@ Any number of processes may fill one store: under torchrun or SLURM every proces
 """
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.console import hear_signals
 
 if TYPE_CHECKING:
-    from attnpo.runs.run_config import RunConfig
+    from attnpo.studies.weigh_config import WeighConfig
 
 DESCRIPTION = "Capture judge weights, and with reference=cached the reference's log-probs, in the store; resumable."
 EXAMPLES = """\
-python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS
+python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS export=OUT.parquet
 torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=2x80gb"""
 
 
-def main(cfg: "RunConfig") -> int:
+def main(cfg: "WeighConfig") -> int:
     """0; what was found and what was computed is logged."""
     from attnpo.runs.startup import announce
 
     announce("weigh", cfg, None)
     from attnpo.runs.fill_store import fill_store
+    from attnpo.runs.weight_export import check_export, write_weights
 
+    if cfg.export is not None:
+        check_export(cfg, Path(cfg.export))
     fill_store(cfg)
+    if cfg.export is not None:
+        write_weights(cfg, Path(cfg.export))
     return 0
 
 

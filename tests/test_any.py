@@ -16,6 +16,10 @@ REASONS = {
     "config.py::build": "the node's _target_ says which component it is",
     "conformance/records.py::built": "the option's _target_ says which component it is",
     "files.py::read_record": "JSON of other rooms, which take it apart",
+    **{
+        f"inspection/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
+        for name in ("_contents", "_pairs")
+    },
     "models/logps.py::forward": "torch gives the autograd context no public type",
     "models/logps.py::backward": "torch gives the autograd context no public type",
     "runs/input_summary.py::example_statistics": ACCOUNT,

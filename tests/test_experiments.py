@@ -210,19 +210,12 @@ def test_the_header_counts_the_runs(experiment: str) -> None:
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_the_commands_of_the_header_are_sound(experiment: str) -> None:
+def test_the_header_has_commands_of_its_experiment(experiment: str) -> None:
+    """tests/docs composes them."""
     lines = (CONFIG_DIR / "experiment" / f"{experiment}.yaml").read_text(encoding="utf-8").splitlines()
     commands = [found[1].split() for line in lines if (found := re.match(r"# +python -m attnpo\.fit (.*)", line))]
     assert len(commands) >= 2
-    for words in commands:
-        overrides = [word for word in words if "=" in word]
-        assert f"experiment={experiment}" in overrides
-        if any(word in "".join(overrides) for word in ("SETTING", "FOLDER")):
-            continue
-        cfg = load("fit", overrides)
-        if any(word.startswith("study.") for word in overrides):  # the arms are composed from the same overrides
-            study = cfg.study
-            arm_config(cfg, study, next(iter(study.arms.values())))
+    assert all(f"experiment={experiment}" in words for words in commands)
 
 
 def test_keys_of_the_study_reach_its_points() -> None:

@@ -60,3 +60,41 @@ def test_entry_points_are_light() -> None:
     present = [path.stem for path in (ROOT / "attnpo").glob("*.py") if "run_entry" in path.read_text(encoding="utf-8")]
     for name in sorted(set(present)):
         assert loaded_after(f"import attnpo.{name}") == set(), name
+
+
+def loaded_by_turns(*modules: str) -> dict[str, list[str]]:
+    """What of HEAVY (but torch) and torchmetrics a fresh interpreter has loaded after each of ``modules`` in turn."""
+    watched = [*(name for name in HEAVY if name != "torch"), "torchmetrics"]
+    code = (
+        "import importlib, json, sys\nseen = {}\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    seen[name] = [heavy for heavy in {watched!r} if heavy in sys.modules]\n"
+        "print(json.dumps(seen))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_commands_do_not_pay_for_what_they_do_not_use() -> None:
+    """The modules that do the work, the lightest first; Lightning takes seconds, and what it probes for some more."""
+    tables = ["attnpo.reports.report", "attnpo.reports.folder_report", "attnpo.reports.scores_report"]
+    answers = ["attnpo.answers.answering", "attnpo.evaluation.evaluating"]
+    judges = ["attnpo.runs.fill_store", "attnpo.reports.weight_report", "attnpo.reports.passport", "attnpo.conformance"]
+    models = [*answers, *judges, "attnpo.runs.resume", "attnpo.runs.run"]
+    found = loaded_by_turns(*tables, *models, "attnpo.reports.gains_report")
+    assert [found[name] for name in tables] == [[]] * len(tables)
+    assert [found[name] for name in models] == [["transformers"]] * len(models)
+    assert found["attnpo.reports.gains_report"] == ["transformers", "matplotlib"]
+
+
+def test_training_imports_lightning() -> None:
+    """The list above would be empty, too, if nothing were found."""
+    assert {"lightning", "torchmetrics"} <= set(loaded_by_turns("attnpo.runs.training")["attnpo.runs.training"])
+
+
+def test_the_front_and_the_theory_are_light() -> None:
+    """``attnpo`` alone and ``--help`` of its commands come within a second."""
+    assert loaded_after("import attnpo.__main__\nimport attnpo.theory.__main__") == set()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnpo.answers.base import LENGTH, STOP, Answerer, Asked, Reply
+from attnpo.console import install_line
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
 from attnpo.text.chat import ChatFormat
@@ -93,7 +94,7 @@ def _require_package() -> None:
         import openai  # noqa: F401
     except ImportError as problem:
         raise UserError(
-            "answering=openai needs the package openai, which comes with the extra `eval`: pip install -e '.[eval]'"
+            f"answering=openai needs the package openai, which comes with the extra `eval`: {install_line('eval')}"
         ) from problem
 
 

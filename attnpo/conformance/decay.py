@@ -9,7 +9,7 @@ from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.data.collate import pad_rows
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.pipeline import training_weights
 from attnpo.weights.sources.decay import Decay
 

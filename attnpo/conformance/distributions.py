@@ -18,7 +18,7 @@ from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.models.logps import Head, statistics_of_logits, token_statistics
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, PreferenceBatch, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 
 CHUNK = 4  # tokens at once; the records' responses are longer
 

@@ -13,7 +13,7 @@ from attnpo.conformance.fields import Fields, Record
 from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import SIDES, InputGradient, RowGroup, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.sources.gradient import Gradient, Scope, importance_weights
 
 SCOPES = {"response": "response", "prompt+response": "sequence"}  # the records' names, those of weights.scope

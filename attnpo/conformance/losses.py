@@ -19,7 +19,7 @@ from attnpo.conformance.fields import Fields, Record
 from attnpo.conformance.records import Absent, Check, Comparison, Item, built, compare_expected, has_option
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, ObjectiveOutput, TokenStats
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 
 FLOAT32 = 1e-6  # a number that the reference formed in float32
 

@@ -20,7 +20,7 @@ from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, Round, TokenStats, TokenWeights, UserError
 from attnpo.text.alignment import AlignMethod
-from attnpo.training.metrics import pair_values
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import WeightSource
 from attnpo.weights.pipeline import training_weights
 

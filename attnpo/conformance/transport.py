@@ -13,8 +13,8 @@ from attnpo.conformance.fields import Fields, Record
 from attnpo.conformance.records import Comparison, built, compare_expected
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.schema import TokenStats
-from attnpo.training.metrics import pair_values
-from attnpo.training.module import weighed
+from attnpo.training.online_weights import weighed
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.sources.transport import Transport
 
 EARLY = 5e-3  # how far an early stop in float32 may be off

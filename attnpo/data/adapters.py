@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from attnpo.files import shortened
 from attnpo.schema import Message, PreferencePair, UserError
 
 
@@ -33,6 +34,7 @@ class Reason(StrEnum):
     MALFORMED = "malformed conversation"
     HISTORIES = "histories differ"
     PROMPT = "prompt is not in the conversation"
+    WRITTEN = "messages are written as one text"
     NO_PROMPT = "no prompt"
     IDENTICAL = "identical responses"
 
@@ -60,20 +62,23 @@ class Columns:
     """Which columns of a dataset hold what, and which keys a message uses.
 
     ``prompt``: None says that there is none; the default name may also be absent from the data. ``system``: column
-    with the text of a system message, blank or missing where a row has none. ``role`` and ``content`` are the keys of
-    one message ("from" and "value" in ShareGPT files, whose role names "human" and "gpt" are understood).
+    with the text of a system message, blank or missing where a row has none. ``input``: column with a text that
+    continues a prompt text on a new line (Alpaca's), blank or missing where a row has none. ``role`` and ``content``
+    are the keys of one message ("from" and "value" in ShareGPT files, whose role names "human" and "gpt" are
+    understood).
     """
 
     prompt: str | None = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
     system: str | None = None
+    input: str | None = None
     role: str = "role"
     content: str = "content"
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The columns among ``names`` that no option maps, in their order."""
-        mapped = {self.prompt, self.chosen, self.rejected, self.system}
+        mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input}
         return [name for name in names if name not in mapped]
 
     def check(self, present: Iterable[str], where: str = "the row") -> None:
@@ -82,7 +87,7 @@ class Columns:
         Raises:
             UserError: one is not; the text lists the columns present, those expected, and the options that map them.
         """
-        wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system}
+        wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system, "input": self.input}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
         expected = "expected: a chosen and a rejected column, and a prompt column unless they hold the prompt too"
@@ -96,9 +101,11 @@ def require_columns(wanted: Mapping[str, str | None], present: Iterable[str], wh
     if missing:
         absent = ", ".join(f'"{wanted[key]}"' for key in missing)
         options = " ".join(f"data.columns.{key}=COLUMN" for key in missing)
+        unpaired = "chosen" in missing and {"completion", "label"} <= set(names)
+        remark = " These are single answers with a label, as KTO reads them: put two of one prompt in a row." * unpaired
         raise UserError(
-            f"{where} has no column {absent}; columns found: {', '.join(names) or 'none'}; {expected}. Name them with "
-            f"{options}"
+            f"{where} has no column {absent}; columns found: {', '.join(map(shortened, names)) or 'none'}; {expected}."
+            f"{remark} Name them with {options}"
         )
 
 
@@ -126,8 +133,15 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
         raise RowProblem(Reason.MISSING)
     good, bad = _cell(chosen, columns), _cell(rejected, columns)
     context = None if prompt is None else _cell(prompt, columns)
+    more = None if columns.input is None else row.get(columns.input)
+    if more is not None and (added := _text(more)).strip():
+        if not isinstance(context, str):
+            raise RowProblem(Reason.MALFORMED)
+        context = f"{context}\n{added}"
     split = False
     if isinstance(good, str) and isinstance(bad, str):
+        if _WRITTEN.match(good) and _WRITTEN.match(bad):
+            raise RowProblem(Reason.WRITTEN)
         turns, split = _from_texts(context, good, bad)
     elif isinstance(good, str) or isinstance(bad, str):
         raise RowProblem(Reason.MALFORMED)
@@ -245,6 +259,9 @@ def _check_history(history: Sequence[Message]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ plain texts
+
+# A list of messages that was turned into its text, as a table of texts alone keeps it.
+_WRITTEN = re.compile(r"""\s*\[\s*\{\s*['"](role|content|from|value)['"]\s*:""")
 
 # The two labels of hh-rlhf transcripts, at the start of the text or after a blank line.
 _LABEL = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")

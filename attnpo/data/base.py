@@ -1,35 +1,28 @@
 """Where preference pairs come from: files, folders of files or the Hugging Face hub, with every row accounted for.
 
-JSON is read by ``attnpo.data.json_lines``, Parquet and the hub by the ``datasets`` library; rows are turned into pairs
-by ``attnpo.data.adapters`` and never lost in silence:
+Tables are read by ``attnpo.data.tables``; rows are turned into pairs by ``attnpo.data.adapters`` and never lost in
+silence:
 ``read == kept + dropped`` holds for every ``PairSet``, with a reason and the first row numbers for what was dropped.
 """
 
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from itertools import count
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.json_lines import Table, read_lines
-from attnpo.hub import hub, out_of_reach
+from attnpo.data.json_lines import Lines, Table
+from attnpo.data.shares import share_out
+from attnpo.data.tables import has_split, is_one_table, read_table
 from attnpo.schema import PreferencePair, UserError, digest
-
-if TYPE_CHECKING:
-    import datasets
 
 _LOG = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 EXAMPLES = 3  # row numbers named per reason
 
-_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet")
-_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _BOUND = re.compile(r"(\d+)(%?)")
 # Columns that a user may believe to be read as weights of tokens or pairs.
 _LIKE_WEIGHTS = re.compile(r"weight|mask|importance|salien", re.IGNORECASE)
@@ -104,8 +97,10 @@ def counted(event: str, count: int, rows: Sequence[int]) -> str:
     return f"{event}: {count} ({'row' if count == 1 else 'rows'} {listed})"
 
 
-def pairs_from_rows(rows: Iterable[Mapping[str, object]], columns: Columns | None = None, first: int = 0) -> PairSet:
-    """The pairs of an iterable of rows with their account; ``first`` is the number of the first row.
+def pairs_from_rows(
+    rows: Iterable[Mapping[str, object]], columns: Columns | None = None, numbers: Iterable[int] | None = None
+) -> PairSet:
+    """The pairs of an iterable of rows with their account; ``numbers`` are those of the rows (None: 0, 1, ...).
 
     Raises:
         UserError: a mapped column does not exist.
@@ -121,9 +116,9 @@ def pairs_from_rows(rows: Iterable[Mapping[str, object]], columns: Columns | Non
     def note(counter: Counter[str], name: str) -> None:
         counter[name] += 1
         if counter[name] <= EXAMPLES:
-            examples.setdefault(name, []).append(first + read)
+            examples.setdefault(name, []).append(number)
 
-    for row in rows:
+    for row, number in zip(rows, count() if numbers is None else numbers, strict=numbers is not None):  # noqa: B007
         try:
             adapted = adapt(row, columns)
         except RowProblem as problem:
@@ -185,22 +180,34 @@ def _place(number: str, percent: bool, length: int) -> int:
 class PairSource:
     """Where the pairs of a run come from (config node ``data``).
 
-    ``path`` is a folder with a file per split (``train.jsonl``, ``test.parquet``, shards as the hub names them, also
-    inside a sub-folder ``data``), a single file for both splits, or the name of a dataset on the hub.
-    ``train_split`` and ``val_split`` are the names of splits or the stems of files. ``train_rows`` and ``val_rows``
-    choose rows ("500", "100:300", "10%"); rows are counted before any is dropped. ``revision`` and ``subset`` are for
-    the hub. ``exchanged`` puts each response in the other's place, for a model that is to learn the opposite.
+    ``path`` is a folder with a file per split (``train.jsonl``, ``test.csv``, shards as the hub names them, also
+    inside a sub-folder ``data``), a folder that ``save_to_disk`` wrote, a single file for both splits, or the name of a
+    dataset on the hub. ``train_split`` and ``val_split`` are the names of splits or the stems of files. ``train_rows``
+    and ``val_rows`` choose rows ("500", "100:300", "10%") of a split; rows are counted before any is dropped.
+    ``val_share`` makes both splits of one: this share of its prompts, more than 0 and less than 1, is for validation.
+    It goes without a validation split: ``val_split`` is None, or the default where no split has that name.
+    ``revision`` and ``subset`` are for the hub. ``exchanged`` puts each response in the other's place, for a model
+    that is to learn the opposite.
     """
 
     path: str
     train_split: str = "train"
-    val_split: str = "test"
+    val_split: str | None = "test"
     train_rows: str | None = None
     val_rows: str | None = None
     columns: Columns = field(default_factory=Columns)
     revision: str | None = None
     subset: str | None = None
     exchanged: bool = False
+    val_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.val_share is not None and not 0 < self.val_share < 1:
+            hint = f", such as {self.val_share / 100:g} for {self.val_share:g} %" if 1 < self.val_share < 100 else ""
+            raise UserError(
+                f"data.val_share={self.val_share:g}: expected a share of the prompts of more than 0 and less than 1"
+                f"{hint}; a run needs both training and validation pairs (null: take data.val_split)"
+            )
 
     def load(self, split: str) -> PairSet:
         """The pairs of ``split``, "train" or "val".
@@ -214,13 +221,16 @@ class PairSource:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         table = self._read(split)
         where = f"data.path={self.path} ({split})"
-        self.columns.check(table.column_names, where)
+        first_line = "the first line of " if isinstance(table, Lines) and table.headed else ""
+        self.columns.check(table.column_names, first_line + where)
+        there = range(len(table)) if self.val_share is None else self._share(table, split, where)
         asked = self.train_rows if split == "train" else self.val_rows
-        rows = row_range(asked, len(table), f"data.{split}_rows")
+        rows = row_range(asked, len(there), f"data.{split}_rows")
+        numbers = there[rows.start : rows.stop]
         columns = self.columns
         if self.exchanged:
             columns = replace(columns, chosen=columns.rejected, rejected=columns.chosen)
-        pairs = pairs_from_rows(table.select(rows), columns, first=rows.start)
+        pairs = pairs_from_rows(table.select(numbers), columns, numbers)
         if not pairs.pairs:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
@@ -232,147 +242,49 @@ class PairSource:
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
         return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
 
+    def _share(self, table: Table, split: str, where: str) -> Sequence[int]:
+        """The numbers of a split's rows where both splits are made of one; says how many there are of each."""
+        parts = share_out(table.select(range(len(table))), self.columns, self.val_share or 0.0, where)
+        if split == "train":
+            _LOG.info(
+                "data.val_share=%g: %d of %d prompts (%d of %d rows) are kept for validation, by digest of the prompt",
+                self.val_share,
+                parts.val_prompts,
+                parts.val_prompts + parts.train_prompts,
+                len(parts.val),
+                len(table),
+            )
+        return parts.train if split == "train" else parts.val
+
     def _shares_rows(self, length: int, rows: range) -> bool:
-        if self.train_split != self.val_split and not Path(self.path).expanduser().is_file():
+        if self.val_share is not None or (self.train_split != self.val_split and not is_one_table(self.path)):
             return False
         train = row_range(self.train_rows, length, "data.train_rows")
         return max(train.start, rows.start) < min(train.stop, rows.stop)
 
     def _read(self, split: str) -> Table:
         """All rows of a split."""
-        if split == "val" and self.val_rows is None and Path(self.path).expanduser().is_file():
+        one, option = is_one_table(self.path), f"data.{split}_split"
+        if self.val_share is not None:
+            self._check_shared(one)
+            name, option = self.train_split, "data.train_split"
+        elif split == "val" and one and self.val_rows is None:
             raise UserError(
-                f"data.path={self.path} is one file, so its rows must be shared out: set data.train_rows and "
-                'data.val_rows (for example "0:90%" and "90%:")'
+                f"data.path={self.path} is one table, so its rows must be shared out: set data.val_share (0.1 keeps a "
+                'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
             )
-        name = self.train_split if split == "train" else self.val_split
-        return read_table(self.path, name, f"data.{split}_split", self.subset, self.revision)
+        elif split == "val" and self.val_split is None and not one:
+            raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to make one")
+        else:
+            name = self.train_split if split == "train" else self.val_split or ""
+        return read_table(self.path, name, option, self.subset, self.revision)
 
-
-def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
-    """All rows of a file, of a split of a folder, or of a dataset on the hub.
-
-    ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
-    """
-    place = Path(path).expanduser()
-    if place.exists() and subset:
-        raise UserError(
-            f"data.subset={subset} names a part of a dataset on the hub, and data.path={path} is on this machine: set "
-            "data.subset=null and data.path to the folder or file that is meant"
-        )
-    if place.exists() and revision:
-        _LOG.warning("data.path=%s is on this machine: data.revision does nothing", path)
-    if place.is_file():
-        return _from_files([place], path)
-    if place.is_dir():
-        return _from_files(_split_files(place, split, option), path)
-    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
-        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
-    return _from_hub(path, split, subset, revision)
-
-
-def _suffix(file: Path) -> str | None:
-    """The ending of a file that can be read, None for others."""
-    return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
-
-
-def _split_files(folder: Path, split: str, option: str) -> list[Path]:
-    """The files of one split: one file, or its shards in order."""
-    readable = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
-    readable = [file for file in readable if file.is_file() and _suffix(file) is not None]
-    stems = {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
-    files = [file for file in readable if stems[file] == split]
-    if not files:
-        listed = ", ".join(sorted({str(file.relative_to(folder)) for file in readable})) or "none"
-        raise UserError(
-            f"{option}={split}: {folder} has no file {split}.jsonl, {split}.json or {split}.parquet; files it has: "
-            f"{listed}. Name one of them without its ending with {option}=NAME"
-        )
-    shards = [file for file in files if _SHARD.search(file.name[: -len(_suffix(file) or "")])]
-    if (len(files) > 1 and shards != files) or len({(_suffix(file), file.parent) for file in files}) > 1:
-        listed = ", ".join(str(file.relative_to(folder)) for file in files)
-        raise UserError(f"{option}={split} in {folder} could be any of {listed}; set data.path to the one you mean")
-    return files
-
-
-def _neighbours(place: Path) -> str:
-    """A sentence on what does exist near a path that does not."""
-    parent = next(parent for parent in place.absolute().parents if parent.is_dir())
-    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in parent.iterdir())
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return f"{parent} holds: {shown or 'nothing'}"
-
-
-# ------------------------------------------------------------------------------------------------ the library
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The library without progress bars and log lines (what matters in them is raised), and back afterwards."""
-    import datasets
-
-    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if shown:
-            datasets.enable_progress_bars()
-
-
-def _from_files(files: list[Path], path: str) -> Table:
-    suffix = _suffix(files[0])
-    if suffix is None:
-        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
-    table = _from_parquet(files, path) if suffix == ".parquet" else read_lines(files, path)
-    if not len(table):
-        named = ", ".join(file.name for file in files)
-        raise UserError(f"data.path={path}: {named} is empty; expected one row per line")
-    return table
-
-
-def _from_parquet(files: list[Path], path: str) -> Table:
-    import datasets
-
-    try:
-        with _quiet():
-            table: Table = datasets.load_dataset(
-                "parquet",
-                data_files={"train": [str(file) for file in files]},
-                split="train",
-                trust_remote_code=False,
+    def _check_shared(self, one: bool) -> None:
+        """UserError where a validation split is named, or is there by its default name, beside ``val_share``."""
+        named = self.val_split is not None and self.val_split != PairSource.val_split
+        there = not one and self.val_split is not None and has_split(self.path, self.val_split)
+        if named or there:
+            raise UserError(
+                f"data.val_share={self.val_share:g} and data.val_split={self.val_split}: expected one of them; set "
+                f"data.val_share=null to validate on that split, or data.val_split=null to share out {self.train_split}"
             )
-        _check_utf8(table)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
-        named = ", ".join(file.name for file in files)
-        raise UserError(
-            f"data.path={path}: {named} cannot be read as parquet: {error.__cause__ or error}. Expected a table with "
-            "text that is valid Unicode"
-        ) from error
-    return table
-
-
-def _check_utf8(table: "datasets.Dataset") -> None:
-    """Raises ValueError where a text of the table is not UTF-8, which ``datasets`` itself notices only on use."""
-    for column in table.data.columns:
-        for chunk in column.chunks:
-            chunk.validate(full=True)
-
-
-def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> Table:
-    import datasets
-
-    try:
-        with _quiet(), hub():
-            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision, trust_remote_code=False)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
-        why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)
-        raise UserError(
-            f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
-            f"(split {split}{details}): {why}. To work from files, point data.path at a folder holding "
-            f"{split}.jsonl or {split}.parquet"
-        ) from error
-    return table

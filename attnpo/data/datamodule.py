@@ -14,6 +14,7 @@ from attnpo.data.micro_batches import PADDED, ByCount, ByTokens, Cutting, RowCos
 from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
+from attnpo.data.token_budget import cost_of, require_room
 from attnpo.schema import PreferenceBatch, UserError
 
 log = logging.getLogger(__name__)
@@ -47,23 +48,6 @@ class Batches(Dataset[PreferenceBatch]):
             chosen = sum(len(example.chosen.response_ids) for example in step)
             self._counted = whole, (chosen, sum(len(example.rejected.response_ids) for example in step))
         return self._counted[1]
-
-
-def cost_of(example: TrainingExample, cost: RowCost) -> int:
-    """Tokens of a pair taken alone."""
-    return cost.of([(side.prompt_ids, side.response_ids) for side in example.sides])
-
-
-def require_room(examples: Sequence[TrainingExample], cost: RowCost, budget: int | None, key: str) -> None:
-    """Raises UserError for a budget of tokens, given as ``key``, that is below the longest pair."""
-    if budget is None or not examples:
-        return
-    longest = max(examples, key=lambda example: cost_of(example, cost))
-    if (needed := cost_of(longest, cost)) > budget:
-        raise UserError(
-            f"{key} must hold the longest pair: expected at least {needed}, the tokens of pair {longest.pair_id} as "
-            f"{cost.name} rows, got {budget}; raise {key}, or lower lengths.max_length"
-        )
 
 
 def regrouped(

@@ -27,21 +27,25 @@ class Table(Protocol):
     def __len__(self) -> int:
         """Number of rows."""
 
-    def select(self, indices: range) -> Iterable[Mapping[str, object]]:
+    def select(self, indices: Sequence[int]) -> Iterable[Mapping[str, object]]:
         """The rows with these numbers."""
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Rows in memory, each with every column (None where its line has no such key)."""
+    """Rows in memory, each with every column (None where its line has no such key).
+
+    ``headed``: the columns are those that a first line names.
+    """
 
     rows: Sequence[Mapping[str, object]]
     column_names: list[str]
+    headed: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def select(self, indices: range) -> list[Mapping[str, object]]:
+    def select(self, indices: Sequence[int]) -> list[Mapping[str, object]]:
         """The rows with these numbers."""
         return [self.rows[index] for index in indices]
 
@@ -59,12 +63,16 @@ def read_lines(files: Iterable[Path], path: str) -> Lines:
     return Lines([{name: row.get(name) for name in names} for row in rows], names)
 
 
-def _rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
+def content_of(file: Path, path: str) -> bytes:
+    """The bytes of a file, unpacked where its name ends in .gz. UserError naming file and ``path`` otherwise."""
     try:
-        content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        return gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ZlibError) as error:
         raise UserError(f"data.path={path}: {file.name} cannot be read ({error}); write or copy it again") from error
-    text = content.decode("utf-8-sig", errors="surrogateescape")
+
+
+def _rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
+    text = content_of(file, path).decode("utf-8-sig", errors="surrogateescape")
     whole = _parsed(text) if text.lstrip().startswith("[") else None
     numbered = enumerate(whole, 1) if isinstance(whole, list) else _lines(text, file, path)
     for number, row in numbered:

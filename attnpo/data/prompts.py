@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
-from attnpo.data.base import counted, read_table, row_range
+from attnpo.data.base import counted, row_range
+from attnpo.data.tables import read_table
 from attnpo.schema import Message, UserError, digest
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def _prompt(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
 class PromptSource:
     """Where the prompts of ``attnpo.generate`` come from (config node ``data``).
 
-    ``path`` is a file (JSONL or Parquet), a folder with a file or shards per split, or the name of a dataset on the
+    ``path`` is a file, a folder with a file or shards per split or a saved data set, or the name of a dataset on the
     hub; ``split`` names the split, or the stem of its file, in the last two. ``rows`` chooses rows ("500", "100:300",
     "10%"), counted before any is left out. ``revision`` and ``subset`` are for the hub.
     """

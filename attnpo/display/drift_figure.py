@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from attnpo.display.figures import COLOURS, MARKERS, Number, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, MARKERS, Number, legend, new_figure, panel, save
 
 Lines = Mapping[str, Mapping[str, Number]]
 """By name of a line its values by the number of their group."""

@@ -1,40 +1,35 @@
-"""Figures of runs and studies: frontier, layer curve, training curves, and the look they share."""
+"""Figures of runs and studies: training curves, scores over layers, gains over worlds."""
 
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-Number = float | int  # whole numbers are welcome wherever figures take numbers
+from attnpo.display.look import (
+    COLOURS,
+    INK,
+    PAPER,
+    SOFT,
+    Level,
+    Look,
+    Looks,
+    Number,
+    fitting,
+    legend,
+    level_of,
+    looks_of,
+    new_figure,
+    panel,
+    save,
+)
 
-DPI = 150
-# Okabe and Ito's palette, which stays distinct for colour-blind readers, in an order that starts with strong contrast.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours in another style
 _SMOOTH_FROM = 40  # from this many points on a curve is drawn with its running mean
-
-
-def new_figure(width: Number, height: Number) -> Figure:
-    """An empty figure of ``width`` x ``height`` inches that no window shows."""
-    return Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-
-
-def save(figure: Figure, path: Path | str) -> Path:
-    """Writes the figure as a PNG, makes its folder first, empties the figure, and returns the path."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, format="png", dpi=DPI)
-    figure.clear()
-    return target
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -152,44 +147,88 @@ def _running_mean(values: Float[np.ndarray, "points"]) -> Float[np.ndarray, "poi
 
 @dataclass(frozen=True)
 class LayerPoint:
-    """A score at a layer (counted from 1), with the ends of its interval where there is one."""
+    """A score at a layer (counted from 1), with the ends of its interval where there is one; ``arm``: whose it is."""
 
     layer: int
     score: Number
     low: Number = math.nan
     high: Number = math.nan
+    arm: str = ""
 
 
 def layer_curve(
     points: Iterable[LayerPoint],
     path: Path | str,
     *,
-    baselines: Mapping[str, Number] | None = None,
+    baselines: Mapping[str, Level | Number] | None = None,
     ylabel: str = "score",
     title: str = "",
+    looks: Looks | None = None,
+    control: str | None = None,
 ) -> Path:
-    """Draws the score per layer, intervals as bars, baselines as labelled level lines; returns the PNG's path.
+    """Draws the score per layer and, in a panel beside it, the baselines, all with intervals; returns the PNG's path.
 
-    Points and baselines that are not finite are left out.
+    ``LayerPoint.arm`` gives a point that arm's colour. The level of each baseline runs through both panels, the
+    interval of the ``control`` as a band. Points and baselines that are not finite are left out. ``looks``: those of
+    the study's arms.
     """
     kept = sorted((point for point in points if math.isfinite(point.score)), key=lambda point: point.layer)
-    figure = new_figure(6.4, 4.2)
-    axes = figure.add_subplot()
-    panel(axes, title, "layer", ylabel)
+    levels = {name: level_of(value) for name, value in (baselines or {}).items()}
+    levels = {name: level for name, level in levels.items() if math.isfinite(level.score)}
+    seen = {"": Look(COLOURS[0]), **looks_of(levels, control), **dict(looks or {})}
+    wide = 0.3 * len(levels) + 0.3
+    figure = new_figure(6.4 + (wide + 2.4) * bool(levels), 4.4)
+    shares = [5.4, wide] if levels else [1.0]
+    grid = figure.subplots(1, len(shares), sharey=True, squeeze=False, gridspec_kw={"width_ratios": shares})[0]
+    panel(grid[0], title, "layer\nbars: 95 % intervals" if _any_bounded(kept, levels) else "layer", ylabel)
     layers = [point.layer for point in kept]
+    own = any(point.arm for point in kept)
+    grid[0].plot(layers, [point.score for point in kept], color=SOFT if own else COLOURS[0], linewidth=1.6)
     for point in kept:
+        colour, marker = seen[point.arm].colour, seen[point.arm].marker
         if math.isfinite(point.low) and math.isfinite(point.high):
-            axes.plot([point.layer] * 2, [point.low, point.high], color=COLOURS[0], linewidth=2, alpha=0.45)
-    axes.plot(layers, [point.score for point in kept], "-o", color=COLOURS[0], markersize=6, linewidth=1.6)
-    lines = {name: value for name, value in (baselines or {}).items() if math.isfinite(value)}
-    for number, (name, value) in enumerate(lines.items(), 1):
-        colour = COLOURS[number % len(COLOURS)]
-        style = STYLES[1 + number // len(COLOURS) % (len(STYLES) - 1)]
-        axes.axhline(value, color=colour, linewidth=1.3, linestyle=style, label=f"{name} ({value:.3g})")
-    axes.set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
-    legend(axes, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=min(3, max(1, len(lines))))
+            grid[0].plot([point.layer] * 2, [point.low, point.high], color=colour, linewidth=2.4, alpha=0.55)
+        grid[0].plot([point.layer], [point.score], marker, color=colour, markersize=7)
+    grid[0].set_xticks(layers if len(layers) <= 16 else layers[:: -(-len(layers) // 16)])
+    for axes in grid[1:]:
+        _draw_levels(axes, grid, levels, seen, control)
+    scores = [*(point.score for point in kept), *(level.score for level in levels.values())]
+    ends = [(one.low, one.high) for one in kept] + [(one.low, one.high) for one in levels.values()]
+    grid[0].set_ylim(*fitting(scores, [end for both in ends for end in both]))
     figure.tight_layout()
     return save(figure, path)
+
+
+def _any_bounded(points: Sequence[LayerPoint], levels: Mapping[str, Level]) -> bool:
+    return any(math.isfinite(low) for low in (*(one.low for one in points), *(one.low for one in levels.values())))
+
+
+def _draw_levels(
+    axes: Axes, grid: Iterable[Axes], levels: Mapping[str, Level], looks: Looks, control: str | None
+) -> None:
+    """Baselines beside the layers: a point with its interval each, and its level through all panels."""
+    panel(axes, "")
+    axes.tick_params(left=False, labelleft=False)
+    for place, (name, level) in enumerate(levels.items()):
+        look = looks[name]
+        if level.bounded:
+            axes.plot([place] * 2, [level.low, level.high], color=look.colour, linewidth=2.4, alpha=0.55)
+        axes.plot(
+            [place],
+            [level.score],
+            look.marker,
+            markersize=7,
+            color=look.colour,
+            markerfacecolor=look.face,
+            label=f"{look.named(name)} {level.score:.3g}",
+        )
+        for each in grid:
+            each.axhline(level.score, color=look.colour, linewidth=0.9, linestyle=":", alpha=0.7, zorder=1)
+            if name == control and level.bounded:
+                each.axhspan(level.low, level.high, color=SOFT, alpha=0.15, linewidth=0)
+    axes.set_xticks([])
+    axes.set_xlim(-0.6, len(levels) - 0.4)
+    legend(axes, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 # ------------------------------------------------------------------------------------------------ gains
@@ -213,12 +252,14 @@ def gains(
     xlabel: str,
     ylabel: str = "difference",
     title: str = "",
+    looks: Looks | None = None,
 ) -> Path:
     """Draws differences to a control over a scale, a panel per title, a line per arm; returns the PNG's path.
 
     Panels share both axes. Arms stand a little beside each other at every place, their intervals as bars; points that
-    are not at an equal KL are hollow, and those that are not finite left out.
+    are not at an equal KL are hollow, and those that are not finite left out. ``looks``: those of the study's arms.
     """
+    seen = looks or looks_of(name for lines in panels.values() for name in lines)
     figure = new_figure(2.0 + 3.2 * max(1, len(panels)), 4.2)
     figure.suptitle(title, fontsize=12, color=INK, x=0.012, ha="left", parse_math=False)
     drawn: list[Axes] = []
@@ -226,7 +267,7 @@ def gains(
         beside = drawn[0] if drawn else None
         axes = figure.add_subplot(1, len(panels), number, sharex=beside, sharey=beside)
         panel(axes, name, xlabel, "" if drawn else ylabel)
-        _draw_gains(axes, lines)
+        _draw_gains(axes, lines, seen)
         drawn.append(axes)
     for last in drawn[-1:]:
         legend(last, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -234,144 +275,29 @@ def gains(
     return save(figure, path)
 
 
-def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]]) -> None:
+def _draw_gains(axes: Axes, lines: Mapping[str, Sequence[GainPoint]], looks: Looks) -> None:
     kept = {name: [one for one in line if math.isfinite(one.gain)] for name, line in lines.items()}
     places = sorted({float(one.place) for line in kept.values() for one in line})
     gap = min((after - before for before, after in itertools.pairwise(places)), default=1.0)
     axes.axhline(0.0, color=INK, linewidth=0.9, linestyle=":")
     for number, (name, line) in enumerate(kept.items()):
-        colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+        look = looks[name]
+        colour, marker = look.colour, look.marker
         aside = gap * 0.06 * (number - (len(kept) - 1) / 2)
         at = [one.place + aside for one in line]
-        axes.plot(at, [one.gain for one in line], color=colour, linewidth=1.3, marker=marker, markersize=6, label=name)
+        axes.plot(
+            at,
+            [one.gain for one in line],
+            color=colour,
+            linewidth=1.3,
+            linestyle=look.style,
+            marker=marker,
+            markersize=6,
+            label=look.named(name),
+        )
         for place, one in zip(at, line, strict=True):
             if math.isfinite(one.low) and math.isfinite(one.high):
                 axes.plot([place, place], [one.low, one.high], color=colour, linewidth=1.6, alpha=0.4)
             if not one.equal:
-                axes.plot([place], [one.gain], marker, markersize=6, color=colour, markerfacecolor="white")
+                axes.plot([place], [one.gain], marker, markersize=6, color=colour, markerfacecolor=PAPER)
     axes.set_xticks(places)
-
-
-# ------------------------------------------------------------------------------------------------ frontier
-
-
-FAR, NAMED = 5.0, 3  # times the largest limit that a figure reaches; points beyond it that are named
-
-
-@dataclass(frozen=True)
-class FrontierPoint:
-    """Reward and KL (nats) of one point of an arm's grid; ``label`` names the point ("beta 0.1, lr 5e-5").
-
-    ``low`` and ``high``: ends of the reward's interval where there is one. ``best``: the point chosen on validation.
-    """
-
-    arm: str
-    kl: Number
-    reward: Number
-    label: str = ""
-    low: Number = math.nan
-    high: Number = math.nan
-    best: bool = False
-
-
-def frontier(
-    points: Iterable[FrontierPoint],
-    path: Path | str,
-    *,
-    limits: Sequence[Number] = (),
-    base_reward: Number | None = None,
-    title: str = "",
-    ylabel: str = "reward",
-) -> Path:
-    """Draws reward against KL, a line per arm over its grid in order of KL; returns the PNG's path.
-
-    The best points are ringed, and named in the legend.
-    KL has a root axis, on which rewards at a KL are interpolated; KL below 0 (an estimate's noise) is drawn at 0.
-    ``limits``: KL values to mark by vertical lines; points more than ``FAR`` times beyond the largest are named below
-    and not drawn: they would press all others together. Points that are not finite are left out and counted below.
-    """
-    every = list(points)
-    finite = [point for point in every if math.isfinite(point.kl) and math.isfinite(point.reward)]
-    edge = FAR * max(limits) if limits else math.inf
-    kept = [point for point in finite if point.kl <= edge] or finite
-    arms = list(dict.fromkeys(point.arm for point in kept))
-    figure = new_figure(7.6, 5.0)
-    axes = figure.add_subplot()
-    left_out = len(every) - len(finite)
-    note = f" ({left_out} points not finite, left out)" if left_out else ""
-    far = [f"{point.arm} KL {point.kl:.3g} reward {point.reward:.2f}" for point in finite if point not in kept]
-    note += f"\nfarther, not drawn: {'; '.join(far[:NAMED])}{'; ...' if len(far) > NAMED else ''}" if far else ""
-    panel(axes, title, f"KL to the base, nats, root scale{note}", ylabel)
-    for number, arm in enumerate(arms):
-        line = sorted((point for point in kept if point.arm == arm), key=lambda point: point.kl)
-        _draw_arm(axes, arm, line, number)
-    top = _root_axis(axes, max((point.kl for point in kept), default=1.0), limits)
-    if base_reward is not None and math.isfinite(base_reward):
-        axes.axhline(base_reward, color=INK, linewidth=0.9, linestyle=":", label="base")
-    for limit in limits:
-        if 0 <= limit <= top:
-            axes.axvline(math.sqrt(limit), color=SOFT, linewidth=0.9, linestyle="-.")
-    legend(axes, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
-    return save(figure, path)
-
-
-def _draw_arm(axes: Axes, arm: str, line: Sequence[FrontierPoint], number: int) -> None:
-    turn, place = divmod(number, len(COLOURS))
-    colour, marker, style = COLOURS[place], MARKERS[(place + 3 * turn) % len(MARKERS)], STYLES[turn % len(STYLES)]
-    roots = [math.sqrt(max(0.0, point.kl)) for point in line]
-    rewards = [point.reward for point in line]
-    chosen = ", ".join(point.label for point in line if point.best and point.label)
-    name = f"{arm}\n(best: {chosen})" if chosen else arm
-    look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": style}
-    axes.plot(roots, rewards, markersize=5, linewidth=1.3, alpha=0.9, label=name, **look)
-    for root, point in zip(roots, line, strict=True):
-        if math.isfinite(point.low) and math.isfinite(point.high):
-            axes.plot([root, root], [point.low, point.high], color=colour, linewidth=1.6, alpha=0.4)
-        if point.best:
-            axes.plot([root], [point.reward], "o", markersize=13, fillstyle="none", color=colour, markeredgewidth=1.8)
-
-
-def _root_axis(axes: Axes, largest: Number, limits: Sequence[Number]) -> float:
-    """Puts round KL values and the limits on an axis that counts roots of KL; returns the KL at its right end."""
-    top = max(largest, *limits, 0.1) * 1.06
-    edge = math.sqrt(top)
-    ticks, last, gap = [0.0], math.inf, 0.09 * edge
-    for value in (step * 10.0**power for power in range(5, -4, -1) for step in (5, 3, 2, 1)):
-        if value <= top and gap <= math.sqrt(value) <= last - gap:
-            ticks.append(value)
-            last = math.sqrt(value)
-    axes.set_xlim(-0.02 * edge, edge)
-    axes.xaxis.set_major_locator(FixedLocator([math.sqrt(value) for value in ticks]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda root, _: f"{root * root:.3g}"))
-    return top
-
-
-Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
-INK, SOFT, GRID = "#33363c", "#9aa0aa", "#dfe2e7"
-
-
-def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
-    """Gives ``axes`` titles, a light grid and two spines, and returns them."""
-    axes.set_title(title, fontsize=10.5, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel(xlabel, fontsize=9, color=INK, parse_math=False)
-    axes.set_ylabel(ylabel, fontsize=9, color=INK, parse_math=False)
-    axes.grid(True, color=GRID, linewidth=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=8, colors=INK, length=3)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(SOFT)
-    return axes
-
-
-def legend(
-    axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None, ncols: int = 1
-) -> None:
-    """Names the labelled lines of ``axes``, if there are any, as plain text."""
-    if axes.get_legend_handles_labels()[0]:
-        drawn = axes.legend(loc=loc, bbox_to_anchor=bbox_to_anchor, ncols=ncols, fontsize=8, frameon=False)
-        for text in drawn.get_texts():
-            text.set_parse_math(False)

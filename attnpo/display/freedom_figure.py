@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from attnpo.analysis.freedom import Estimate, Freedom
-from attnpo.display.figures import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
 
 
 def freedom_figure(result: Freedom, path: Path | str, title: str = "KL to the base by token weight") -> Path:

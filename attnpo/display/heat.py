@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.analysis.weight_stats import effective_number
-from attnpo.schema import EncodedResponse, Message, PreferencePair, Round, UserError
+from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, Round, TokenWeights, UserError
 
 LEVELS = 16  # shades on each side of uniform
 OCTAVES = 3.0  # the scale ends at 2^3 = 8 times uniform, and at 1/8
@@ -27,13 +27,28 @@ RGB = tuple[int, int, int]
 class HeatToken:
     """One training token: its text, its weight, whether it got a partner on the source's side, whether it ends a turn.
 
-    Several tokens of one character (byte tokens) have the text in the first and "" in the others.
+    Several tokens of one character (byte tokens) have the text in the first and "" in the others. ``token_id``, the
+    characters it ``begins`` and ``ends`` at and its log-probabilities are None where they are not known.
     """
 
     text: str
     weight: float | int
     matched: bool = True
     end: bool = False
+    token_id: int | None = None
+    begins: int | None = None
+    ends: int | None = None
+    policy_logp: float | int | None = None
+    reference_logp: float | int | None = None
+
+    def facts(self) -> str:
+        """What is known of it apart from its weight relative to uniform, in words."""
+        parts = [] if self.token_id is None else [f"weight {self.weight:.4g}", f"id {self.token_id}"]
+        if self.begins is not None and self.ends is not None:
+            parts.append(f"characters {self.begins} to {self.ends}")
+        logps = {"policy": self.policy_logp, "reference": self.reference_logp}
+        told = [f"{name} {value:.3f}" for name, value in logps.items() if value is not None]
+        return ", ".join([*parts, *([f"log-prob: {', '.join(told)}"] if told else [])])
 
 
 @dataclass(frozen=True)
@@ -116,8 +131,30 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class SideView:
+    """One response as a source read it: its own tokens, and of every layer their weights relative to uniform."""
+
+    tokens: tuple[tuple[str, int, int, int], ...]
+    """Text, id, first character and the one after the last."""
+    rows: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """One round of a source, before anything was averaged, normalised or aligned; ``layers`` name the rows."""
+
+    name: str
+    layers: tuple[str, ...]
+    chosen: SideView
+    rejected: SideView
+
+
+@dataclass(frozen=True)
 class HeatRow:
-    """One pair as a heat map shows it; ``note`` is a free line such as the weight source and its layer."""
+    """One pair as a heat map shows it; ``note`` is a free line such as the weight source and its layer.
+
+    ``rounds``: what the source captured, which a page can be switched to.
+    """
 
     pair_id: str
     prompt: tuple[Message, ...]
@@ -125,6 +162,7 @@ class HeatRow:
     rejected: HeatSide
     verdicts: tuple[Verdict, ...] = ()
     note: str = ""
+    rounds: tuple[RoundView, ...] = ()
 
     @property
     def sides(self) -> tuple[tuple[str, HeatSide], tuple[str, HeatSide]]:
@@ -144,6 +182,8 @@ def heat_row(
     lengths: tuple[float | int, float | int] | None = None,
     coverage: tuple[float | int, float | int] | None = None,
     rounds: Sequence[Round] = (),
+    layers: Sequence[str] = (),
+    logps: Sequence[tuple[Sequence[float] | None, Sequence[float] | None]] = ((None, None), (None, None)),
     note: str = "",
 ) -> HeatRow:
     """The heat map's row of one pair; tuples are (chosen, rejected), as a training example holds them.
@@ -156,6 +196,8 @@ def heat_row(
         lengths: |y| as the source counts it, 1 for factors; the number of training tokens by default.
         coverage: share of matched tokens. Tokens with characters and weight 0 show as unmatched, unless this is 1.
         rounds: the judge's rounds, for their verdicts.
+        layers: names of their rows of weights, where the page may be switched to these.
+        logps: of both sides the log-probabilities of its tokens under policy and reference, where they are known.
         note: a line shown with the row.
     """
     sides = [
@@ -167,6 +209,7 @@ def heat_row(
             None if lengths is None else float(lengths[i]),
             None if coverage is None else float(coverage[i]),
             f"pair {pair.pair_id}, {name}",
+            logps[i],
         )
         for i, (name, text) in enumerate((("chosen", pair.chosen), ("rejected", pair.rejected)))
     ]
@@ -178,7 +221,25 @@ def heat_row(
         )
         for one in rounds
     )
-    return HeatRow(pair.pair_id, pair.prompt, sides[0], sides[1], verdicts, note)
+    views = tuple(_round_view(pair, place, one, layers) for place, one in enumerate(rounds, 1)) if layers else ()
+    return HeatRow(pair.pair_id, pair.prompt, sides[0], sides[1], verdicts, note, views)
+
+
+def _round_view(pair: PreferencePair, place: int, one: Round, layers: Sequence[str]) -> RoundView:
+    order = "chosen is A" if one.chosen_is_a else "chosen is B"
+    views = [_side_view(text, one.side(side)) for side, text in zip(SIDES, (pair.chosen, pair.rejected), strict=True)]
+    return RoundView(f"{place}, {order}", tuple(layers), views[0], views[1])
+
+
+def _side_view(text: str, found: TokenWeights) -> SideView:
+    """The source's tokens and its rows of weights as multiples of their mean."""
+    tokens, shown = [], 0
+    for token_id, (start, end) in zip(found.token_ids.tolist(), found.offsets.tolist(), strict=True):
+        tokens.append((text[shown : max(shown, end)], token_id, start, end))
+        shown = max(shown, end)
+    weights = found.weights.double().nan_to_num()
+    rows = weights / weights.abs().mean(-1, keepdim=True).clamp_min(1e-30)
+    return SideView(tuple(tokens), tuple(tuple(round(value, 3) for value in row) for row in rows.tolist()))
 
 
 def _heat_side(
@@ -189,6 +250,7 @@ def _heat_side(
     length: float | None,
     coverage: float | None,
     where: str,
+    logps: tuple[Sequence[float] | None, Sequence[float] | None] = (None, None),
 ) -> HeatSide:
     if weights.numel() != len(encoded.response_ids):
         raise UserError(
@@ -196,12 +258,17 @@ def _heat_side(
             f"{len(encoded.response_ids)} tokens"
         )
     tokens, shown = [], 0
-    for token_id, (start, end), weight in zip(encoded.response_ids, encoded.offsets, weights.tolist(), strict=True):
+    for place, (token_id, (start, end), weight) in enumerate(
+        zip(encoded.response_ids, encoded.offsets, weights.tolist(), strict=True)
+    ):
+        policy, reference = (None if row is None else float(row[place]) for row in logps)
         if end <= start:
-            tokens.append(HeatToken(decode(token_id), weight, end=True))
+            tokens.append(HeatToken(decode(token_id), weight, True, True, token_id, None, None, policy, reference))
             continue
         # Characters between two tokens (spaces that offsets leave out) are shown with the later one.
-        tokens.append(HeatToken(text[shown : max(shown, end)], weight, matched=weight != 0 or coverage == 1.0))
+        matched = weight != 0 or coverage == 1.0
+        part = text[shown : max(shown, end)]
+        tokens.append(HeatToken(part, weight, matched, False, token_id, start, end, policy, reference))
         shown = max(shown, end)
     return HeatSide(tuple(tokens), length, coverage, cut=len(text) - shown)
 

@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from attnpo.display.figures import DPI, new_figure, save
 from attnpo.display.heat import LEGEND, HeatRow, HeatSide, HeatToken, level, over, readable, tint, visible
+from attnpo.display.look import DPI, new_figure, save
 
 FONTS = ["DejaVu Sans Mono", "DejaVu Sans"]
 CELL_PIXELS = 11  # a whole number, because the renderer rounds the advance of every character
@@ -62,7 +62,7 @@ def heatmap_figure(row: HeatRow, path: Path | str, *, max_tokens: int = 1000) ->
         top = MARGIN + LINE * (len(head) + 2.2)
         for number, (name, side, pieces) in enumerate(sides):
             _draw_side(axes, MARGIN + number * (COLUMN + GAP), top, name, side, pieces, max_tokens)
-        return save(figure, path)
+        return save(figure, path, adapts=False)
 
 
 def _page(figure: Figure, height: float) -> Axes:

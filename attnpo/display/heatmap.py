@@ -1,12 +1,14 @@
 """Heat maps of token weights as self-contained HTML and in the terminal.
 
-The HTML needs no script, no font and no file besides itself; every text of the data is escaped and every line of a
-response takes its own direction (left to right or right to left).
+The HTML needs no font and no file besides itself, and a script only to switch a pair to another layer or round; every
+text of the data is escaped and every line of a response takes its own direction (left to right or right to left).
 """
 
+import json
 import math
 from collections.abc import Sequence
 
+from markupsafe import Markup
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -14,7 +16,20 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
-from attnpo.display.heat import LEGEND, LEVELS, RGB, HeatRow, HeatSide, HeatToken, level, over, readable, tint, visible
+from attnpo.display.heat import (
+    LEGEND,
+    LEVELS,
+    OCTAVES,
+    RGB,
+    HeatRow,
+    HeatSide,
+    HeatToken,
+    level,
+    over,
+    readable,
+    tint,
+    visible,
+)
 from attnpo.display.templating import render
 
 # ------------------------------------------------------------------------------------------------ HTML
@@ -26,7 +41,16 @@ def heatmap_html(rows: Sequence[HeatRow], *, page: bool = True, title: str = "To
     """The heat maps of ``rows``: a whole page, or with ``page`` False a fragment to put into one (style included)."""
     signed = any(token.weight < 0 for row in rows for _, side in row.sides for token in side.tokens)
     legend = [(name, _shade_class(value)) for name, value in (*LEGEND, *([("negative", -1.0)] if signed else []))]
-    fragment = render("heatmap.html", rows=rows, legend=legend, shade_rules=_shade_rules(signed), look_of=_look)
+    fragment = render(
+        "heatmap.html",
+        rows=rows,
+        legend=legend,
+        shade_rules=_shade_rules(signed),
+        look_of=_look,
+        rounds_of=_rounds,
+        levels=LEVELS,
+        octaves=OCTAVES,
+    )
     return render("frame.html", title=title, body=fragment) if page else fragment
 
 
@@ -48,9 +72,28 @@ def _look(side: HeatSide, token: HeatToken) -> tuple[str, str]:
     """The classes of a token and the text that appears over it."""
     relative = side.relative(token)
     classes = _shade_class(relative) if math.isfinite(relative) else "bad"
+    facts = f", {token.facts()}" if token.facts() else ""
     if token.end:
-        return f"{classes} end", f"{relative:.2f}, end of turn"
-    return (classes, f"{relative:.2f}") if token.matched else ("lost", f"{relative:.2f}, no partner")
+        return f"{classes} end", f"{relative:.2f}, end of turn{facts}"
+    if token.matched:
+        return classes, f"{relative:.2f}{facts}"
+    return "lost", f"{relative:.2f}, no partner{facts}"
+
+
+def _rounds(row: HeatRow) -> Markup:
+    """What a row can be switched to, as JSON that is safe within a script element."""
+    data = [
+        {
+            "name": one.name,
+            "layers": one.layers,
+            **{
+                name: {"tokens": [[visible(text) or "▯", *rest] for text, *rest in side.tokens], "rows": side.rows}
+                for name, side in (("chosen", one.chosen), ("rejected", one.rejected))
+            },
+        }
+        for one in row.rounds
+    ]
+    return Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 # ------------------------------------------------------------------------------------------------ terminal
@@ -102,10 +145,11 @@ def _token_style(side: HeatSide, token: HeatToken) -> Style:
         return Style(reverse=True, blink=True)
     if not token.matched:
         return Style(dim=True, underline=True, strike=True)
-    return _shade_style(relative) + Style(italic=token.end, underline=token.end)
+    return shade_style(relative) + Style(italic=token.end, underline=token.end)
 
 
-def _shade_style(relative: float) -> Style:
+def shade_style(relative: float | int) -> Style:
+    """Letters and background of a finite weight relative to uniform, for a terminal with colours."""
     shade = level(relative)
     red, green, blue = over(tint(shade, relative < 0), _DARK)
     letters = _DARK_LETTERS if shade >= _DARK_INK - 3 and relative >= 0 else _LIGHT_LETTERS
@@ -114,7 +158,7 @@ def _shade_style(relative: float) -> Style:
 
 def _legend_text() -> Columns:
     parts = [Text("weight relative to uniform (w·|y|):")]
-    parts += [Text(f" {name} ", style=_shade_style(value)) for name, value in LEGEND]
+    parts += [Text(f" {name} ", style=shade_style(value)) for name, value in LEGEND]
     parts += [
         Text("no partner", style=Style(dim=True, underline=True, strike=True)),
         Text("end of turn", style=Style(italic=True, underline=True)),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from attnpo.display.figures import COLOURS, MARKERS, SOFT, Number, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, MARKERS, SOFT, Number, legend, new_figure, panel, save
 
 
 @dataclass(frozen=True)

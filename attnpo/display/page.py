@@ -4,12 +4,18 @@ import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, Digits, Row, format_cell, table_html
 from attnpo.display.templating import render
 from attnpo.schema import UserError
 
 _PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def svg_beside(path: Path) -> Path:
+    """Where the SVG of a PNG lies."""
+    return path.with_suffix(".svg")
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class TableBlock:
     """A table: its columns and rows, with decimals of floats for all columns or by column.
 
     ``naming``: how many columns at its beginning say what a row is; they are repeated where a table is continued.
+    ``notes``: what columns hold, by head, which a page shows over the head and in a list below the table.
     """
 
     columns: Sequence[str]
@@ -48,11 +55,12 @@ class TableBlock:
     caption: str = ""
     digits: Digits = DEFAULT_DIGITS
     naming: int = 1
+    notes: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Image:
-    """A PNG file, with what it shows in words."""
+    """A PNG file, with what it shows in words; a page shows the SVG that lies beside it, where there is one."""
 
     source: Path
     caption: str = ""
@@ -72,7 +80,23 @@ class Fragment:
     html: str
 
 
-Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fragment
+@dataclass(frozen=True)
+class Links:
+    """Paths of files relative to the page, by the words for them and by what they belong to; folded under ``title``."""
+
+    title: str
+    rows: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Texts side by side, that of each name by its heading: the answers of several models to one prompt."""
+
+    prompt: str
+    texts: Mapping[str, str]
+
+
+Block = Paragraph | Banner | KeyValues | TableBlock | Image | Preformatted | Fragment | Links | Beside
 
 
 @dataclass(frozen=True)
@@ -86,9 +110,9 @@ class Section:
 def report_page(title: str, sections: Sequence[Section]) -> str:
     """A whole HTML page: title, links to the sections, the sections in order.
 
-    Images are embedded; style stands in the page; it needs no script and nothing from the net, follows the reader's
-    light or dark setting, and fits a phone and paper. All text is escaped, fragments excepted. UserError for an image
-    that is missing or no PNG.
+    Images are embedded; style and script stand in the page; it needs nothing from the net, follows the reader's light
+    or dark setting, and fits a phone and paper. The script sorts tables by a press on a head; without it all can be
+    read. All text is escaped, fragments excepted. UserError for an image that is missing or no PNG.
     """
     return render(
         "page.html",
@@ -96,9 +120,14 @@ def report_page(title: str, sections: Sequence[Section]) -> str:
         sections=sections,
         kind_of=lambda block: type(block).__name__,
         format_cell=format_cell,
-        table_of=lambda table: table_html(table.columns, table.rows, digits=table.digits, caption=table.caption),
+        table_of=_table,
         url_of=_data_url,
+        link_of=lambda path: quote(path, safe="/=,.-_"),
     )
+
+
+def _table(table: TableBlock) -> str:
+    return table_html(table.columns, table.rows, digits=table.digits, caption=table.caption, notes=table.notes)
 
 
 def _data_url(source: Path) -> str:
@@ -108,4 +137,6 @@ def _data_url(source: Path) -> str:
         raise UserError(f"report image {source}: cannot be read ({error.strerror}); draw the figure first") from error
     if not data.startswith(_PNG):
         raise UserError(f"report image {source}: expected a PNG, got something that starts with {data[:8]!r}")
-    return f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    drawing = svg_beside(source)
+    kind, data = ("svg+xml", drawing.read_bytes()) if drawing.is_file() else ("png", data)
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"

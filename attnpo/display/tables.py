@@ -121,11 +121,20 @@ def table_csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
 
 
 def table_html(
-    columns: Sequence[str], rows: Sequence[Row], *, digits: Digits = DEFAULT_DIGITS, caption: str = ""
+    columns: Sequence[str],
+    rows: Sequence[Row],
+    *,
+    digits: Digits = DEFAULT_DIGITS,
+    caption: str = "",
+    notes: Mapping[str, str] | None = None,
 ) -> str:
-    """The table as an HTML element without style; numeric columns carry the class "num"; everything is escaped."""
+    """The table as an HTML element without style; numeric columns carry the class "num"; everything is escaped.
+
+    ``notes``: what columns hold, by head; shown over the head, and in a folded list below the table.
+    """
     cells, numeric = cell_texts(columns, rows, digits, as_stored=True)
-    return render("table.html", columns=columns, cells=cells, numeric=numeric, caption=caption)
+    told = {name: notes[name] for name in columns if name in notes} if notes else {}
+    return render("table.html", columns=columns, cells=cells, numeric=numeric, caption=caption, notes=told)
 
 
 # ------------------------------------------------------------------------------------------------ parts

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnpo.data.adapters import Columns
-from attnpo.data.base import PairSet, pairs_from_rows, read_table, row_range
+from attnpo.data.base import PairSet, pairs_from_rows, row_range
+from attnpo.data.tables import read_table
 from attnpo.schema import PreferencePair, UserError
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class UnseenPairs:
         where = f"data.path={self.path} ({self.split})"
         self.columns.check(table.column_names, where)
         rows = row_range(self.rows, len(table), "data.rows")
-        pairs = pairs_from_rows(table.select(rows), self.columns, first=rows.start)
+        pairs = pairs_from_rows(table.select(rows), self.columns, rows)
         if not pairs.pairs:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. Look "

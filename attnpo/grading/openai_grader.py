@@ -14,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
+from attnpo.console import install_line
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.schema import UserError, check_choice, check_least
 from attnpo.text.chat import ChatFormat
@@ -96,7 +97,7 @@ class OpenAIGrader:
         if find_spec("openai") is None or find_spec("httpx2") is None:
             raise UserError(
                 "grader=openai needs the packages openai (3 or later) and httpx2; they come with the extra `eval`: "
-                "pip install -e '.[eval]'"
+                f"{install_line('eval')}"
             )
         if self.address == SERVICE and not os.environ.get(self.key_variable):
             raise UserError(

@@ -121,6 +121,28 @@ def parts_agree(model: PreTrainedModel) -> bool:
     return gap <= bound
 
 
+@torch.no_grad()
+def first_position(model: PreTrainedModel) -> int:
+    """The position of a text's first token: 0, or the one after the padding id, as RoBERTa's kind has it.
+
+    Found by trying four tokens. Raises ``UserError`` for a model that counts in another way.
+    """
+    backbone, padding = backbone_of(model), getattr(model.config.get_text_config(), "pad_token_id", None)
+    start = padding + 1 if isinstance(padding, int) else 0
+    ids = torch.arange(start, start + PROBE_LENGTH, device=model.device)[None] % vocabulary(model)
+    with eval_mode(model):
+        own = final_hidden(backbone, ids)
+        for first in dict.fromkeys((0, start)):
+            positions = torch.arange(first, first + PROBE_LENGTH, device=ids.device)[None]
+            ours = final_hidden(backbone, ids, position_ids=positions)
+            if not float((ours - own).abs().max()) > probe_bound(own):  # NaN, of a broken model, is told elsewhere
+                return first
+    raise UserError(
+        f"{_kind(model)} counts the positions of its tokens neither from 0 nor from the one after its padding id, so "
+        "prompts and responses cannot be laid out as it would; take another model"
+    )
+
+
 def probe_bound(expected: Tensor) -> float:
     """How far numbers of a probe may lie from ``expected`` by rounding alone."""
     tolerance = PROBE_TOLERANCE.get(expected.dtype, PROBE_TOLERANCE_LOW_PRECISION)
@@ -186,3 +208,8 @@ def require_causal_lm(model: nn.Module) -> PreTrainedModel:
 
 def _kind(model: nn.Module) -> str:
     return type(model).__name__
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """The same model in eval mode with every gradient switched off."""
+    return model.eval().requires_grad_(False)

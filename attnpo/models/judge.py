@@ -72,8 +72,14 @@ class CausalJudge:
 
     @property
     def num_layers(self) -> int:
-        """Depth of the model; layers are counted 1..num_layers."""
-        return int(self.model.config.get_text_config().num_hidden_layers)
+        """Depth of the model; layers are counted 1..num_layers. UserError where its config states none."""
+        depth = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
+        if not isinstance(depth, int):
+            raise UserError(
+                f"judge: the config of {type(self.model).__name__} states no num_hidden_layers, so its layers have no "
+                "numbers; name another model as judge.path"
+            )
+        return depth
 
     def read(
         self,

@@ -226,7 +226,11 @@ def model_heads(path: str | Path, revision: str | None = None) -> int:
 
     Raises ``UserError`` when there is none to read, and when layers differ in it.
     """
-    config = text_config(path, revision)
+    return heads_of(text_config(path, revision), path)
+
+
+def heads_of(config: PretrainedConfig, path: str | Path) -> int:
+    """The same from a config of the text part; ``path`` names the model in errors."""
     counts = per_layer(config, "num_attention_heads_per_layer") or per_layer(config, "num_attention_heads")
     if len(set(counts)) > 1:
         raise UserError(

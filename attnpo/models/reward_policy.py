@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.models.backbone import eval_mode, final_hidden, probe_bound
+from attnpo.models.backbone import eval_mode, final_hidden, first_position, probe_bound
 from attnpo.models.logps import Head
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -29,6 +29,7 @@ class RewardPolicy(ScoredLM):
         nn.Module.__init__(self)
         self.model = model
         _require_plain(model, _head(model))
+        self._first = first_position(model)
 
     def head(self) -> Head:
         """UserError: there is no vocabulary to compare."""
@@ -51,7 +52,10 @@ class RewardPolicy(ScoredLM):
             asked = ", ".join(more) or "packed rows"
             raise UserError(f"a reward model gives rewards of padded rows and nothing else, asked for {asked}")
         states = final_hidden(
-            self.model.base_model, inputs.input_ids, attention_mask=None, position_ids=inputs.position_ids
+            self.model.base_model,
+            inputs.input_ids,
+            attention_mask=None,
+            position_ids=inputs.position_ids + self._first,
         ).flatten(0, 1)
         rows = torch.arange(len(response_mask), device=response_mask.device)
         last = response_mask.sum(-1) - 1

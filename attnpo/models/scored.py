@@ -11,7 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from attnpo.models.backbone import final_hidden, find_parts, is_materialised, parts_agree, require_causal_lm
+from attnpo.models.backbone import (
+    final_hidden,
+    find_parts,
+    first_position,
+    is_materialised,
+    parts_agree,
+    require_causal_lm,
+)
 from attnpo.models.logps import (
     STATISTICS,
     Head,
@@ -32,14 +39,22 @@ class ScoredLM(nn.Module):
 
     ``chunk`` is the number of tokens sent through the vocabulary head at once; it bounds memory and changes no
     number. At construction (or at the first forward of a sharded or meta model) four tokens are run to see that
-    backbone and head give the model's own logits; if not, the whole model is called and its logits are used.
+    backbone and head give the model's own logits (if not, the whole model is called and its logits are used) and from
+    where it counts positions.
     """
 
     def __init__(self, model: nn.Module, *, chunk: int = 1024) -> None:
         super().__init__()
         self.model = require_causal_lm(model)
         self.chunk = chunk
-        self._split: bool | None = parts_agree(self.model) if is_materialised(model) else None
+        self._split: bool | None = None
+        self._first = 0
+        if is_materialised(model):
+            self._try()
+
+    def _try(self) -> None:
+        """Finds out once how logits follow from the parts and where positions begin."""
+        self._split, self._first = parts_agree(self.model), first_position(self.model)
 
     def head(self) -> Head:
         """The vocabulary head, to be given to another model's ``other``.
@@ -76,7 +91,7 @@ class ScoredLM(nn.Module):
         labels, index = response_ids[keep], inputs.predict_index[keep]
         second = None if other is None else (other[0][keep], other[1])
         if self._split is None:
-            self._split = parts_agree(self.model)
+            self._try()
         parts = find_parts(self.model) if self._split else None
         if parts is None:
             hidden, values = self._from_logits(inputs, index, labels, vocab, joint, second, "hidden" in requests)
@@ -102,7 +117,8 @@ class ScoredLM(nn.Module):
         one the attention kernel takes its causal path instead of a batch x T x T mask. A row of segments keeps its mask
         of ones: without any, transformers would cut the row itself where positions restart.
         """
-        mask, positions = inputs.attention_mask, {"position_ids": inputs.position_ids}
+        mask, places = inputs.attention_mask, inputs.position_ids
+        positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
             attend_in_segments(self.model)
             plan = Plan.of(inputs.segments, inputs.input_ids.shape[1])

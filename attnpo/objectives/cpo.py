@@ -33,8 +33,17 @@ def cpo_loss(
     """The CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.
 
     ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p (nats); ``nll`` is ``terms.chosen_nll``, None for
-    no such term. Rewards are ``beta S(p)``. Source: Xu et
-    al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16 ``cpo_trainer.py``.
+    no such term. Rewards are ``beta S(p)``. Source: Xu et al. 2024, Eq. 5 (arXiv 2401.08417); TRL 1.16
+    ``cpo_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import Sft, chosen_nll, cpo_loss
+        >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> cpo_loss(policy, weights, mask, lengths, beta=0.1, nll=chosen_nll(policy, mask, Sft.MEAN)).losses
+        tensor([1.3849])
     """
     chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask, lengths))
     preference = margin_loss(chosen - rejected, loss_type, label_smoothing)

@@ -40,6 +40,14 @@ def dpo_loss(
     d is the log-ratio of a token in nats, S its sum over the response. Rewards are ``beta S(d)``. ``loss_type`` and
     ``label_smoothing`` say what the margin costs (``margin_loss``), ``clip_ratio`` bounds d (``clipped``). Source:
     Rafailov et al. 2023, Eq. 7 (arXiv 2305.18290); eric-mitchell/direct-preference-optimization, ``trainers.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import dpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask = torch.ones(2, 2, dtype=torch.bool)  # rows: chosen, rejected
+        >>> dpo_loss(policy, reference, mask, beta=0.1).losses
+        tensor([0.6539])
     """
     ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * reduce(ratios, None, mask, Reduction.SUM))

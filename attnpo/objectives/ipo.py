@@ -40,6 +40,14 @@ def ipo_loss(
     distribution. With ``lengths`` it is a sum, ``|y| sum_t a_t d_t``. Rewards are ``beta A(d)``. ``beta`` is the tau of
     the source: Azar et al. 2024, Eq. 17 (arXiv 2310.12036), which sums; TRL 1.16 ``DPOTrainer`` takes the mean and says
     that the authors confirmed it.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import ipo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> ipo_loss(policy, reference, weights, mask, None, beta=0.1).losses
+        tensor([19.3600])
     """
     ratios = log_ratios(policy_logps, reference_logps, mask)
     chosen, rejected = split_pairs(weighted_sum(ratios, weights, mask, lengths))

@@ -52,6 +52,16 @@ def kto_loss(
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats); rewards are ``b S(d)``, b is ``beta``. ``z = max(0,
     mismatched_mean)``, without gradient, from the mean of the unweighted S(d) over the step's mismatched rows; it is
     the extra ``kl``. Source: Ethayarajh et al. 2024, section 4 (arXiv 2402.01306); TRL 1.16 ``kto_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import kto_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> mean = torch.tensor(0.2)  # of log-ratios summed over prompts with others' responses
+        >>> kto_loss(policy, reference, weights, mask, lengths, mean, beta=0.1).losses
+        tensor([0.4850])
     """
     rewards = beta * weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
     z = mismatched_mean.to(rewards.dtype).clamp(min=0).detach()

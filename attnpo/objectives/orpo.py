@@ -22,6 +22,14 @@ def orpo_loss(
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution; ``nll`` is ``terms.chosen_nll``, None for no such term. Rewards are ``lam A(p)``. Source: Hong et al.
     2024, Eq. 6 (arXiv 2403.07691); TRL 1.16 ``orpo_trainer.py``, where lam is called beta.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import Sft, chosen_nll, orpo_loss
+        >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> orpo_loss(policy, weights, mask, lam=0.1, nll=chosen_nll(policy, mask, Sft.MEAN)).losses
+        tensor([0.7792])
     """
     means = weighted_sum(policy_logps, weights, mask)
     chosen, rejected = split_pairs(log_odds(means))

@@ -24,6 +24,14 @@ def otpo_loss(
     d is the log-ratio of a token in nats, w (``weights``) the mass that each token keeps in the transport between the
     pair's responses (``weights.optimal_transport``). Rewards are ``beta sum_t w_t d_t``. Source: Li et al. 2025;
     Mimasss2/OTPO, ``scripts/otpo_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import otpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> otpo_loss(policy, reference, 2 * weights, mask, beta=0.1).losses
+        tensor([0.6349])
     """
     return twdpo_loss(policy_logps, reference_logps, weights, mask, None, beta, label_smoothing)
 

@@ -24,6 +24,15 @@ def rdpo_loss(
 
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d (nats), n counts the tokens in ``mask``, so that alpha is in nats
     per token. Rewards are ``beta S(d)``. Source: Park et al. 2024, Eq. 9 (arXiv 2403.19159); there is no public code.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import rdpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> rdpo_loss(policy, reference, weights, mask, lengths, beta=0.1, alpha=0.05).losses
+        tensor([0.6349])
     """
     ratios = log_ratios(policy_logps, reference_logps, mask)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))

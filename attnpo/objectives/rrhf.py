@@ -25,6 +25,14 @@ def rrhf_loss(
     distribution, n the tokens in ``mask``, k the length penalty, so that ``s = S(p) / n^k``; ``nll`` is
     ``terms.chosen_nll``, None for no such term. Source: Yuan et al. 2023, Eq. 2-4 (arXiv 2304.05302), in the pairwise
     form of the SimPO study.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import Sft, chosen_nll, rrhf_loss
+        >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> rrhf_loss(policy, weights, mask, length_penalty=1.0, nll=chosen_nll(policy, mask, Sft.SUM)).losses
+        tensor([1.5000])
     """
     scores = weighted_sum(policy_logps, weights, mask)
     chosen, rejected = split_pairs(scores * mask.sum(-1).to(scores.dtype) ** (1.0 - length_penalty))

@@ -35,6 +35,14 @@ def simpo_loss(
     ``A(p) = sum_t a_t p_t`` is the mean of the policy's log-probabilities p (nats), a (``weights``) 1/n or another
     distribution; ``gamma`` is the target margin itself. Rewards are ``beta A(p)``. Source: Meng et al. 2024, Eq. 6
     (arXiv 2405.14734); princeton-nlp/SimPO, ``scripts/simpo_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import simpo_loss
+        >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> simpo_loss(policy, weights, mask, beta=2.0, gamma=1.0).losses
+        tensor([0.5981])
     """
     chosen, rejected = split_pairs(beta * weighted_sum(policy_logps, weights, mask))
     preference = margin_loss(chosen - rejected - gamma, loss_type, label_smoothing)

@@ -25,6 +25,15 @@ def slic_hf_loss(
     ``S(p) = |y| sum_t a_t p_t`` sums the policy's log-probabilities p, in nats as delta is; ``nll`` is
     ``terms.chosen_nll``, None for no such term. Rewards are ``S(p)``. Source: Zhao et al. 2023, Eq. 1 (arXiv
     2305.10425).
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import slic_hf_loss
+        >>> policy = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]])  # rows: chosen, rejected
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> slic_hf_loss(policy, weights, mask, lengths, delta=2.0).losses
+        tensor([0.8000])
     """
     chosen, rejected = split_pairs(weighted_sum(policy_logps, weights, mask, lengths))
     losses, extras = with_sft(F.relu(delta - chosen + rejected), nll, sft_coef)

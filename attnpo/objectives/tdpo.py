@@ -57,6 +57,16 @@ def tdpo1_loss(
     ``S(d) = |y| sum_t a_t d_t`` sums the log-ratios d, ``K = sum_t KL(ref || policy)`` the unweighted ``position_kl``,
     all in nats; both K pass gradient and are extras. Rewards are ``beta (S(d) + K)``. Source: Zeng et al. 2024 (arXiv
     2404.11999); Vance0124/Token-level-Direct-Preference-Optimization, ``trainers.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import tdpo1_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> kl = torch.tensor([[0.2, 0.1], [0.3, 0.1]])  # token_kl(...)
+        >>> tdpo1_loss(policy, reference, weights, mask, lengths, kl, beta=0.1).losses
+        tensor([0.6397])
     """
     sums = weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
     kl = reduce(position_kl, None, mask, Reduction.SUM)
@@ -77,6 +87,16 @@ def tdpo2_loss(
     """The TDPO2 loss of each pair: ``-log sigmoid(beta [S(d_w) - S(d_l) - alpha (K_l - sg(K_w))])``.
 
     As ``tdpo1_loss``, but sg stops the gradient of the chosen side's K, and alpha scales the difference.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import tdpo2_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> kl = torch.tensor([[0.2, 0.1], [0.3, 0.1]])  # token_kl(...)
+        >>> tdpo2_loss(policy, reference, weights, mask, lengths, kl, beta=0.1, alpha=0.5).losses
+        tensor([0.6373])
     """
     sums = weighted_sum(log_ratios(policy_logps, reference_logps, mask), weights, mask, lengths)
     kl = reduce(position_kl, None, mask, Reduction.SUM)

@@ -72,6 +72,15 @@ def tidpo_loss(
     ``position_kl`` there is no K (the weighted DPO form of the paper), without ``triplet`` (``triplet_term``) no last
     term. Extras: the unweighted rewards ``beta S(d)``, K, and the triplet before gamma_triplet with 1 for a pair that
     has none. Source: latent-lm/TIDPO.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import tidpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> kl = torch.tensor([[0.2, 0.1], [0.3, 0.1]])  # token_kl(...)
+        >>> tidpo_loss(policy, reference, 2 * weights, mask, kl, None, beta=0.1, alpha=0.5, gamma_triplet=0.0).losses
+        tensor([0.6373])
     """
     ratios = log_ratios(policy_logps, reference_logps, mask)
     weighted = weighted_sum(ratios, weights, mask)

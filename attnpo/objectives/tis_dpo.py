@@ -38,6 +38,14 @@ def tis_dpo_loss(
     ``sum_t w_t KL_t`` with ``position_kl`` the KL from policy to reference at each position; without it there is no
     such term, as by default in the code. Rewards are ``beta S``, with the term ``beta (S - K)``; the extras hold K and
     the unweighted rewards. Source: exlaw/TIS-DPO, ``trainers.py``. Both sides' K pass gradient.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import tis_dpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> tis_dpo_loss(policy, reference, 2 * weights, mask, None, None, beta=0.1).losses
+        tensor([0.6349])
     """
     ratios = log_ratios(policy_logps, reference_logps, mask)
     rewards = beta * weighted_sum(ratios, weights, mask, lengths)

@@ -55,6 +55,15 @@ def twdpo_loss(
     ``clip_ratio`` bounds d (``clipped``).
     Rewards are ``beta |y| sum_t a_t d_t``; the extras hold the unweighted ones, ``beta S(d)``. Source: paper Eq. twdpo,
     without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import twdpo_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> lengths = mask.sum(-1).float()
+        >>> twdpo_loss(policy, reference, weights, mask, lengths, beta=0.1).losses
+        tensor([0.6349])
     """
     ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))

@@ -13,13 +13,13 @@ from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, cell_texts, format_cell
-from attnpo.files import SEAL, changed, is_sealed, sealed
-from attnpo.runs.folders import STUDY_FILES, TABLES
+from attnpo.files import SEAL, changed, clean, is_sealed, sealed
+from attnpo.runs.folders import CONFIG, STUDY_FILES, TABLES
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
-from attnpo.studies.study import BETA, LR, short
+from attnpo.studies.study import BETA, LR, Arm, Point, short
 
-RESULT, CONFIG, ANALYSES = "result.json", "config.yaml", "analyses"
+RESULT, ANALYSES = "result.json", "analyses"
 KEYS = ("world", "arm")
 RUNS = ("run",)
 HEADLINES = ("reward", "val accuracy")
@@ -80,7 +80,7 @@ def read_study(folder: Path) -> StudyFolder:
     problem = changed(folder, only=expected) if is_sealed(folder) else None
     if problem is not None:
         raise UserError(f"{folder}: {problem}; run the study's command again, which reuses its finished points")
-    points = {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
+    points = point_folders(folder)
     results = [place / RESULT for place, damage in points.items() if damage is None]
     finished = (folder / TABLES).is_file()
     if finished:
@@ -104,9 +104,45 @@ def read_study(folder: Path) -> StudyFolder:
     return StudyFolder(folder, folder.resolve().name, tuple(tables), tuple(notes), tuple(runs), setting, finished)
 
 
+def point_folders(folder: Path) -> dict[Path, str | None]:
+    """The folders of a study's finished points, each with what is damaged there, None where nothing is."""
+    return {path.parent: damage_of(path.parent) for path in sorted(folder.glob(f"points/*/{RESULT}"))}
+
+
 def is_older(folder: Path) -> bool:
     """Whether a study was finished by a version that kept its tables in Markdown alone."""
     return not (folder / TABLES).exists() and (folder / "table.md").is_file() and TABLES not in sealed(folder)
+
+
+@dataclass(frozen=True)
+class FinishedPoint:
+    """A point of a finished study: what it is, its result, and its folder."""
+
+    point: Point
+    result: RunResult
+    folder: Path
+
+
+def finished_points(study: StudyFolder, label: str | None = None) -> list[FinishedPoint]:
+    """The points that a study's tables stand on, by its results.csv; damaged ones are left out.
+
+    ``label``: those of one arm, by ``Arm.label``.
+    """
+    found = []
+    for row in study.runs:
+        arm = Arm(str(row["arm"]), (), world="" if row.get("world") is None else str(row["world"]))
+        if label is not None and arm.label != label:
+            continue
+        named = [arm.world, arm.name] if arm.world else [arm.name]
+        values = {key: value for key, value in row.items() if "." in key and "/" not in key and value is not None}
+        stem = clean("-".join([*named, *(f"{short(key)}={value}" for key, value in values.items())]))
+        for path in sorted(study.path.glob(f"points/{stem}-seed{row['seed']}-????????/{RESULT}")):
+            result = RunResult.read(path.read_text(encoding="utf-8")) if damage_of(path.parent) is None else None
+            if result is not None and result.seconds["all"] == row["seconds"] and result.steps == row["steps"]:
+                point = Point(arm, tuple(f"{key}={value}" for key, value in values.items()), result.seed)
+                found.append(FinishedPoint(point, result, path.parent))
+                break
+    return found
 
 
 def printed_tables(path: Path) -> tuple[list[KeyedTable], list[str]]:
@@ -223,17 +259,22 @@ def unchecked(folders: Sequence[Path]) -> list[str]:
     return [f"{unsealed[0].resolve().name}: it has no {SEAL}, so its files are not checked{more}"] if unsealed else []
 
 
-def run_row(folder: Path) -> dict[str, Cell]:
-    """One row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
+def read_result(folder: Path) -> RunResult:
+    """The result of the finished run in a folder. UserError when there is none, or it cannot be read."""
     path = folder / RESULT
     if not path.is_file():
         raise nothing(folder, f"a finished run ({RESULT})")
     if (damage := damage_of(folder)) is not None:
         raise UserError(f"{folder}: {damage}; run it again (resume=auto makes its result anew from its last step)")
     try:
-        result = RunResult.read(path.read_text(encoding="utf-8"))
+        return RunResult.read(path.read_text(encoding="utf-8"))
     except ValueError as problem:
         raise UserError(f"{path}: expected the result of a run, but it cannot be read ({problem})") from problem
+
+
+def run_row(folder: Path) -> dict[str, Cell]:
+    """One row for the finished run in a folder. UserError when there is none, or its result cannot be read."""
+    result = read_result(folder)
     row: dict[str, Cell] = {
         "run": folder.resolve().name,
         **settings_in(folder / CONFIG),

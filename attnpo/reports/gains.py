@@ -17,14 +17,14 @@ from attnpo.analysis.faithfulness import score_of
 from attnpo.analysis.prediction import Case
 from attnpo.files import Json, clean, read_record
 from attnpo.objectives.twdpo import TwDPO
-from attnpo.reports.finished import ANALYSES, RESULT, StudyFolder, damage_of
+from attnpo.reports.finished import ANALYSES, StudyFolder, finished_points
 from attnpo.runs.identity import LATER
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.studies.faithfulness import ROLLOUT
 from attnpo.studies.frontier import at_kl
 from attnpo.studies.selection import gather, has_truth
-from attnpo.studies.study import BETA, LR, Arm, Point, short
+from attnpo.studies.study import BETA, LR, Point
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
 from attnpo.weights.sources.uniform import Uniform
@@ -75,7 +75,7 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
         raise UserError(f"{path}: expected the configs of the study's arms; run the study's command again")
     measured, notes = analyses_in(study.path)
     for label, control in comparisons(arms):
-        mine, other = runs_of(study, label), runs_of(study, control)
+        mine, other = ([(one.point, one.result) for one in finished_points(study, arm)] for arm in (label, control))
         for seed in sorted({point.seed for point, _ in mine}):
             one, control_one = ([run for run in runs if run[0].seed == seed] for runs in (mine, other))
             reason, gain = gain_at(one, control_one, level)
@@ -129,25 +129,6 @@ def _plain(value: object) -> object:
 
 def _path(of: type) -> str:
     return f"{of.__module__}.{of.__qualname__}"
-
-
-def runs_of(study: StudyFolder, label: str) -> list[tuple[Point, RunResult]]:
-    """The finished points of an arm that the study's tables stand on, by its results.csv; damaged ones are left out."""
-    found = []
-    for row in study.runs:
-        arm = Arm(str(row["arm"]), (), world="" if row.get("world") is None else str(row["world"]))
-        if arm.label != label:
-            continue
-        named = [arm.world, arm.name] if arm.world else [arm.name]
-        values = {key: value for key, value in row.items() if "." in key and "/" not in key and value is not None}
-        stem = clean("-".join([*named, *(f"{short(key)}={value}" for key, value in values.items())]))
-        for path in sorted(study.path.glob(f"points/{stem}-seed{row['seed']}-????????/{RESULT}")):
-            result = RunResult.read(path.read_text(encoding="utf-8")) if damage_of(path.parent) is None else None
-            if result is not None and result.seconds["all"] == row["seconds"] and result.steps == row["steps"]:
-                point = Point(arm, tuple(f"{key}={value}" for key, value in values.items()), result.seed)
-                found.append((point, result))
-                break
-    return found
 
 
 def gain_at(

@@ -32,6 +32,10 @@ def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
         from attnpo.reports.weight_report import weight_report
 
         weight_report(cfg, folder)
+        if cfg.explorer:
+            from attnpo.reports.weight_explorer import weight_explorer
+
+            weight_explorer(cfg, folder)
     elif kind == GAINS:
         from attnpo.reports.gains_report import gains_report
 

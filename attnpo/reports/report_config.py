@@ -41,6 +41,8 @@ class ReportConfig(FitConfig):
     min_count: int = 100
     top: int = 10
     heat_maps: int = 2
+    explorer: int = 0
+    against: str | None = None
     level: float = 1.0
 
     def __post_init__(self) -> None:
@@ -52,8 +54,8 @@ class ReportConfig(FitConfig):
         twice = [layer for layer in dict.fromkeys(self.layers) if list(self.layers).count(layer) > 1]
         if not isinstance(self.layers, str) and twice:
             raise UserError(f"layers: expected each layer once, got {twice[0]} more than once")
-        if self.min_count < 1 or self.top < 1 or self.heat_maps < 0:
-            raise UserError("min_count and top must be at least 1, heat_maps at least 0")
+        if self.min_count < 1 or self.top < 1 or self.heat_maps < 0 or self.explorer < 0:
+            raise UserError("min_count and top must be at least 1, heat_maps and explorer at least 0")
         if not self.level > 0:
             raise UserError(f"level: expected a KL above 0, got {self.level}")
         for path in files(self.printed):
@@ -67,7 +69,8 @@ class ReportConfig(FitConfig):
         kind = kind_of(self.what)
         of_gains = {"level": "report gains reads it"}
         if kind == WEIGHTS:
-            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **of_gains}
+            alone = {} if self.explorer else {"against": "explorer=0 draws no explorer"}
+            return {**super().unread(), **dict.fromkeys(TRAINING, "a report trains nothing"), **of_gains, **alone}
         why = {"printed": f"report {kind} compares with no paper", **of_gains}
         names = [item.name for item in fields(self) if item.init and item.name not in (*OF_FOLDERS, *READ[kind])]
         return {name: why.get(name, "finished folders are read as they are") for name in names}

@@ -29,7 +29,6 @@ from attnpo.data.base import PairSet
 from attnpo.data.prepare import EncodedSet, ExampleSet, fit_transforms, prepare_examples
 from attnpo.data.rules import AlignRules
 from attnpo.display.heat import HeatRow
-from attnpo.display.heat_figure import heatmap_figure
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.output import terminal
 from attnpo.display.page import Fragment, KeyValues, Preformatted, Section
@@ -41,8 +40,8 @@ from attnpo.reports.output import publish
 from attnpo.reports.report_config import ReportConfig, files, mark_of
 from attnpo.runs.auto_layer import at_layers, settle_layer
 from attnpo.runs.context import RunContext, make_context, run_judge
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.inputs import Inputs, encode, read_pairs
-from attnpo.runs.report import heat_rows
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import SIDES, UserError
 from attnpo.weights.base import WeightSource
@@ -117,6 +116,8 @@ def weight_report(cfg: ReportConfig, folder: Path) -> None:
     publish(f"Token weights: {model}", shown, notes, folder, "weights", mark_of(cfg), [*sections, *about], by="side")
     for one in measured:
         if one.heat:
+            from attnpo.display.heat_figure import heatmap_figure  # matplotlib: not for a report without figures
+
             path = heatmap_figure(one.heat[0], folder / f"heat-{clean(one.label)}.png")
             terminal().print(f"  {path}", highlight=False, markup=False)
 

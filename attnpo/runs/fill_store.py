@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def fill_store(cfg: RunConfig) -> None:
     """Puts this process's share of captured weights and reference log-probabilities into the store."""
     context = make_context(cfg)
-    log_memory(context)
+    log_memory(context, training=False)
     cfg = context.cfg
     encoded = encode(context, read_pairs(context))
     for split, found in encoded.items():

@@ -8,13 +8,18 @@ import time
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from attnpo.config import cache_root
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from attnpo.config import cache_root, typed
 from attnpo.console import world_size
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
 
 STAMP = "ATTNPO_STAMP"
 TABLES = "tables.json"  # what ``report`` reads of a finished study
+CONFIG = "config.yaml"  # of a run folder
 FIXED = "predictions.json"  # what was predicted of a study before its points ran
 STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finished study has beside its page
 
@@ -37,6 +42,27 @@ def run_folder(cfg: RunConfig) -> Path:
     except OSError as problem:  # a name that is too long, a folder that may not be looked into
         raise _unusable(folder, problem) from problem
     return folder
+
+
+def saved_config(folder: Path, said: str) -> RunConfig:
+    """The typed configuration of the run in ``folder``, which the user named by ``said``, such as "run=outputs/RUN".
+
+    Raises:
+        UserError: there is no run, or its configuration cannot be read.
+    """
+    path = folder.expanduser() / CONFIG
+    if not path.is_file():
+        raise UserError(f"{said}: no run lies there ({CONFIG} is missing); give the folder of a run")
+    try:
+        found = OmegaConf.load(path)
+    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        raise UserError(f"{path} is no configuration: {error}; give the folder of a run") from error
+    if not isinstance(found, DictConfig):
+        raise UserError(f"{path} is no configuration: it holds a list; give the folder of a run")
+    try:
+        return typed(found, RunConfig)
+    except UserError as error:
+        raise UserError(f"{path} is no configuration of this version: {error}") from error
 
 
 def make_folder(folder: Path) -> None:

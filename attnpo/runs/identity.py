@@ -52,18 +52,23 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 LATER = {
     **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
-    **{"data.exchanged": False, "model.reward": False},
+    **{"data.exchanged": False, "data.val_share": None, "model.reward": False},
+    **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
+    **{"data.columns.content": "content"},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
-    *("fit.py", "weigh.py", "generate.py", "report.py", "verify.py", "conformance", "display", "reports", "theory"),
+    *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "verify.py"),
+    *("conformance", "display", "inspection", "reports", "theory", "losses.py", "weigher.py", "runs/ending.py"),
     *("evaluate.py", "evaluation", "grading", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
-    *("studies/cost_table.py", "studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
+    *("studies/column_notes.py", "studies/ending.py", "studies/study_figures.py", "studies/study_page.py"),
+    *("studies/yardstick.py", "studies/cost_table.py", "studies/benchmarks.py"),
+    *("studies/benchmark_scores.py", "studies/benchmark_table.py"),
 )
 
 

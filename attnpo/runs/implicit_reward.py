@@ -4,22 +4,17 @@ import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
-from attnpo.config import MISSING, typed
+from attnpo.config import MISSING
 from attnpo.evaluation.base import Measured, Subject
 from attnpo.evaluation.implicit_reward import GAIN, WEIGHTED, ImplicitReward
 from attnpo.evaluation.pair_set import KEY
+from attnpo.runs.folders import saved_config
 from attnpo.runs.identity import inputs_of
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
 from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
-
-CONFIG = "config.yaml"  # of a run folder
 
 
 @dataclass(frozen=True)
@@ -73,19 +68,7 @@ class WeightedImplicitReward(ImplicitReward):
     def _config(self) -> RunConfig:
         if self.run == MISSING:
             raise UserError(f"{KEY}run: required; give {KEY}run=outputs/RUN, the run whose token weights are taken")
-        path = Path(self.run).expanduser() / CONFIG
-        if not path.is_file():
-            raise UserError(f"{KEY}run={self.run}: no run lies there ({CONFIG} is missing); give the folder of a run")
-        try:
-            found = OmegaConf.load(path)
-        except (OmegaConfBaseException, YAMLError, OSError) as error:
-            raise UserError(f"{path} is no configuration: {error}; give the folder of a run") from error
-        if not isinstance(found, DictConfig):
-            raise UserError(f"{path} is no configuration: it holds a list; give the folder of a run")
-        try:
-            return typed(found, RunConfig)
-        except UserError as error:
-            raise UserError(f"{path} is no configuration of this version: {error}") from error
+        return saved_config(Path(self.run), f"{KEY}run={self.run}")
 
 
 def replace_lengths(measure: WeightedImplicitReward, cfg: RunConfig) -> WeightedImplicitReward:

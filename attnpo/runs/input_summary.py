@@ -8,16 +8,16 @@ import torch
 
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.data.collate import TrainingExample
-from attnpo.data.datamodule import require_room
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.sampler import steps_in
+from attnpo.data.token_budget import require_room
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE
 from attnpo.runs.weighing import SPLITS, Weighed
 from attnpo.schema import SIDES, UserError
-from attnpo.training.trainer import total_steps
+from attnpo.training.settings import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.verdicts import judge_lines, judge_warning

@@ -40,8 +40,8 @@ class Planned(Root):
     reference: str
 
 
-def log_memory(context: RunContext) -> None:
-    """Logs what training and the judge pass need, and whether the device holds it if there is one.
+def log_memory(context: RunContext, *, training: bool = True) -> None:
+    """Logs what training, if there is any, and the judge pass need, and whether the device holds it if there is one.
 
     Raises UserError when hardware asks for a GPU and there is none.
     """
@@ -51,20 +51,24 @@ def log_memory(context: RunContext) -> None:
             f"trainer.accelerator={cfg.trainer.accelerator}, but no CUDA device is visible: leave hardware= out, or "
             "set trainer.accelerator=auto, to run on the CPU; or check CUDA_VISIBLE_DEVICES and the driver"
         )
-    config = load_config(spec.path, spec.revision)
     capacity = capacity_of(cfg)
-    with _estimating(spec.path):
-        found = training_estimate(cfg, config)
-        others = {}
-        if capacity is not None and not found.fits(capacity):
-            others = dict(alternatives(cfg, config))
-        log_once(found.lines(capacity, others))
+    if training:
+        _log_training(cfg, load_config(spec.path, spec.revision), capacity)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
         tokens = max(judge.settings.token_budget, judge.settings.max_length)
         config = load_config(judge.path, judge.revision)
         with _estimating(judge.path):
             log_once(estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens).lines(capacity))
+
+
+def _log_training(cfg: RunConfig, config: PretrainedConfig, capacity: int | None) -> None:
+    with _estimating(cfg.model.path):
+        found = training_estimate(cfg, config)
+        others = {}
+        if capacity is not None and not found.fits(capacity):
+            others = dict(alternatives(cfg, config))
+        log_once(found.lines(capacity, others))
 
 
 @contextmanager

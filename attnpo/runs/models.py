@@ -5,9 +5,8 @@ A stored reference is per-token float32 log-probabilities, so that no second mod
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +15,7 @@ from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.machine import device_of
+from attnpo.models.backbone import frozen
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
@@ -25,8 +25,6 @@ from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError
-from attnpo.training.module import frozen
-from attnpo.training.reference_cache import KeptReference
 from attnpo.training.scoring import score_examples
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, load_logps, reference_key, store_logps
@@ -78,25 +76,6 @@ def reference_table(context: RunContext) -> Table:
     limits = rules.max_prompt_length, rules.max_length
     key = reference_key(reference_fingerprint(context), context.chat.fingerprint(), *limits, keep=rules.keep.value)
     return context.store.table(REFERENCE, key)
-
-
-def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
-    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
-    table = reference_table(context)
-    pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
-    lacking = table.missing(pair_ids, SIDES)
-    tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
-    size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
-    log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
-    if not lacking:
-        return None
-
-    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
-        if table.missing(pair_ids, SIDES):
-            return None
-        return {split: with_reference(table, made) for split, made in sets.items()}
-
-    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
 
 def autocast(cfg: RunConfig) -> torch.autocast:

@@ -14,15 +14,26 @@ from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
-from attnpo.display.heat import HeatRow, heat_row
+from attnpo.display.heat import HeatRow
 from attnpo.display.heatmap import heatmap_html
-from attnpo.display.page import Fragment, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock, report_page
+from attnpo.display.page import (
+    Beside,
+    Fragment,
+    Image,
+    KeyValues,
+    Paragraph,
+    Preformatted,
+    Section,
+    TableBlock,
+    report_page,
+)
 from attnpo.display.tables import Cell
 from attnpo.files import Json, flat, write_whole
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
 from attnpo.runs.folders import store_root
+from attnpo.runs.heat_rows import Logps, heat_rows
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
@@ -31,7 +42,6 @@ from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
-from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
 
@@ -39,31 +49,13 @@ log = logging.getLogger(__name__)
 CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
 
 
-def heat_rows(inputs: Inputs, count: int) -> list[HeatRow]:
-    """The first ``count`` training pairs with their weights, and the judge's verdicts where it was asked.
+def write_run_report(
+    inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path, policy: Logps = ()
+) -> None:
+    """Writes ``curves.png`` and ``report.html`` of one run.
 
-    None where training computes the weights.
+    ``policy``: log-probabilities of the first training pairs' tokens after training, as ``heat_rows`` takes them.
     """
-    if isinstance(inputs.weighed.source, OnlineSource):
-        return []
-    pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
-    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
-    return [
-        heat_row(
-            pairs[example.pair_id],
-            example.sides,
-            example.weights,
-            lambda token: str(tokenizer.decode([token])),
-            lengths=example.scales,
-            coverage=example.coverage,
-            rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
-        )
-        for example in inputs.examples["train"].examples[:count]
-    ]
-
-
-def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path) -> None:
-    """Writes ``curves.png`` and ``report.html`` of one run."""
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
     warning = result.judge_warning
     blocks: list[Section] = [
@@ -76,24 +68,13 @@ def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettin
             [split, *(scores.numbers[name] for name in names)] for split, scores in result.truth.items()
         ]
         blocks.append(Section("Against the truth, on held-out prompts", [TableBlock(["prompts", *names], table)]))
+    if settings.samples and (answers := sample_blocks(folder / "generations.jsonl")):
+        blocks.append(Section("Answers before and after training", answers))
     if result.drift:
         blocks.append(drift_section(result, folder))
-    blocks.append(
-        Section(
-            "Inputs",
-            [
-                KeyValues(
-                    {
-                        f"{part}: {name}": value if isinstance(value, str | float | int | None) else str(value)
-                        for part in result.inputs
-                        for name, value in flat(result.split(part), " ")
-                    }
-                )
-            ],
-        )
-    )
-    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps)):
-        blocks.append(Section("Token weights of the first pairs", [Fragment(heatmap_html(shown, page=False))]))
+    blocks.append(inputs_section(result))
+    if settings.heat_maps and (shown := heat_rows(inputs, settings.heat_maps, policy)):
+        blocks.append(Section("Token weights of the first pairs", [Paragraph(HOVER), _heat(shown)]))
     example = next(iter(inputs.examples["train"].examples), None)
     if example is not None:
         blocks.append(Section("Row 0 as it is trained", [Preformatted("\n".join(row_lines(inputs, example)))]))
@@ -108,6 +89,51 @@ def write_run_report(inputs: Inputs, result: RunResult, settings: CallbackSettin
     )
     write_whole(folder / REPORT, report_page(folder.name, blocks))
     log.info("report: %s", folder / REPORT)
+
+
+HOVER = (
+    "A token's weight relative to uniform, its id, place and log-probabilities appear over it. As trained: after all "
+    "post-processing, on training tokens; a layer and round: as the judge gave it, on its own tokens."
+)
+
+
+def _heat(rows: Sequence[HeatRow]) -> Fragment:
+    return Fragment(heatmap_html(rows, page=False))
+
+
+def sample_blocks(path: Path) -> list[Beside]:
+    """The sampled answers of policy and reference, side by side; none where the run has written none."""
+    if not path.is_file():
+        return []
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [
+        Beside(
+            "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]),
+            {"before (reference)": row["reference"], "after (policy)": row["policy"]},
+        )
+        for row in rows
+    ]
+
+
+def inputs_section(result: RunResult) -> Section:
+    """What became of the inputs: a column per split, and below it what is of no split."""
+    every = {
+        part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
+    }
+    names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {})))
+    rows: list[list[Cell]] = [[name, *(_plain(every.get(split, {}).get(name)) for split in SPLITS)] for name in names]
+    rest = {
+        f"{part}: {name}": _plain(value) for part in every if part not in SPLITS for name, value in every[part].items()
+    }
+    table = [TableBlock(["entry", *(SPLIT_WORDS[split] for split in SPLITS)], rows)] if rows else []
+    return Section("Inputs", [*table, *([KeyValues(rest)] if rest else [])])
+
+
+SPLIT_WORDS = {"train": "training", "val": "validation"}
+
+
+def _plain(value: object) -> Cell:
+    return value if isinstance(value, str | float | int | None) else str(value)
 
 
 PARTS = {"answers": "sampled answers", "pairs": "validation pairs"}

@@ -10,7 +10,9 @@ from omegaconf import OmegaConf
 
 from attnpo.config import as_yaml
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
+from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
+from attnpo.runs.folders import CONFIG
 from attnpo.runs.identity import LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
@@ -18,14 +20,12 @@ from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import CHOICE, LAYER, is_auto
 from attnpo.schema import UserError, digest
 from attnpo.training.checkpoint_folders import ACCOUNT, STATE, read_account, remove, replaced, tidy, whole
-from attnpo.training.loggers import RUN_ID
-from attnpo.training.metrics_file import LOGS, METRICS, cut_metrics, take_metrics
+from attnpo.training.metrics_file import LOGS, METRICS, RUN_ID, cut_metrics, take_metrics
 
 log = logging.getLogger(__name__)
 
 
 RESULT = "result.json"
-CONFIG = "config.yaml"
 CHECKPOINTS = ("best", "last")
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html")
@@ -268,7 +268,8 @@ def check_folder(folder: Path, resume: Path | None) -> None:
 def _check_own(folder: Path) -> None:
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in names if name not in UNNAMED and not name.startswith(".")]
-    if foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG):
+    of_study = (folder / "points").is_dir()
+    if of_study or (foreign and CONFIG not in sealed(folder) and not _is_config(folder / CONFIG)):
         raise UserError(
             f"{folder} must be empty or the folder of a run (with its {CONFIG}), and holds {', '.join(foreign[:3])}"
             f"{' and more' if len(foreign) > 3 else ''}: give name= a name that is new under output="
@@ -284,7 +285,8 @@ def _is_config(path: Path) -> bool:
 
 def write_config(cfg: RunConfig, folder: Path) -> None:
     """Writes ``config.yaml``, which makes ``folder`` that of a run, as a whole or not at all, and its digest."""
-    write_whole(folder / CONFIG, as_yaml(cfg.values))
+    made_by = f"# {version_line()}\n# {machine_line(cfg.trainer, cfg.seed)}\n"
+    write_whole(folder / CONFIG, made_by + as_yaml(cfg.values))
     seal(folder, only=(CONFIG,))
 
 

@@ -3,54 +3,35 @@
 import json
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import lightning as L
-import torch
-from lightning.pytorch.loggers import Logger
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
-from attnpo.console import leads, training_began
-from attnpo.data.collate import TrainingExample
-from attnpo.data.datamodule import PreferenceDataModule
-from attnpo.data.micro_batches import COSTS
+from attnpo.console import leads
 from attnpo.data.prompts import Prompt
-from attnpo.machine import as_launched, device_of, environment, require_world, versions
-from attnpo.models.backbone import parameter_count
+from attnpo.machine import as_launched, device_of, versions
+from attnpo.models.backbone import frozen
 from attnpo.models.generate import context_length
-from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import make_context
 from attnpo.runs.drift import measure_drift
 from attnpo.runs.folders import make_folder
-from attnpo.runs.identity import numbers_of
+from attnpo.runs.for_page import PAIRS, keep_for_page
+from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import Inputs, inputs_on
 from attnpo.runs.memory_check import log_memory
-from attnpo.runs.models import (
-    compile_policy,
-    fill_reference,
-    keeper,
-    load_policy,
-    load_reference,
-    load_start,
-    reference_table,
-    with_reference,
-)
-from attnpo.runs.report import make_exporter, publish_run, write_run_report
+from attnpo.runs.models import load_start
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
     RESULT,
     check_contents,
     check_folder,
-    contents_of,
     find_resume,
     finished,
     keep_last,
@@ -60,173 +41,12 @@ from attnpo.runs.resume import (
     write_result,
 )
 from attnpo.runs.run_config import RunConfig
-from attnpo.runs.settings import require_parts
+from attnpo.runs.token_logps import first_logps
 from attnpo.schema import Message, PreferencePair, Sampling
-from attnpo.training.gather import WholePolicy
-from attnpo.training.loggers import check_tracker, open_loggers
 from attnpo.training.metrics_file import merge_metrics
-from attnpo.training.module import PreferenceModule, RowMaker, frozen
-from attnpo.training.resume_state import Continuation
-from attnpo.training.sampled_rows import AnchoredObjective, Anchors
-from attnpo.training.settings import CallbackSettings, TrainerSettings
-from attnpo.training.signals import Interruption
-from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning, total_steps
-from attnpo.weights.base import OnlineSource, online_reads
+from attnpo.training.settings import CallbackSettings, check_tracker
 
 log = logging.getLogger(__name__)
-
-
-# Logged values that say nothing of the model: counters and how fast this machine was.
-NO_RESULT = ("step", "epoch", "train/tokens_per_s", "train/pairs_per_s", "train/gpu_mem_gib")
-
-Some = TypeVar("Some", bound=L.Callback)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What training leaves behind for scoring and reports."""
-
-    policy: ScoredLM
-    reference: ScoredLM | None
-    metrics: dict[str, float]
-    steps: int
-    seconds: float
-
-
-def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
-    """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
-    cfg = inputs.context.cfg
-    settings = as_launched(cfg.trainer)
-    callbacks, objective = cfg.callbacks, cfg.objective
-    require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
-    L.seed_everything(cfg.seed, verbose=False)
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    leading = leads()  # before training: Lightning takes its variables back afterwards
-    policy = load_policy(inputs.context)
-    examples = {split: inputs.examples[split].examples for split in inputs.examples}
-    reference, kept = None, None
-    source = cfg.weights
-    reads = objective.requires | online_reads(source)
-    if "reference" in reads:
-        if cfg.reference == "first_epoch":
-            kept = keeper(inputs.context, inputs.examples)
-        if cfg.reference == "cached":
-            fill_reference(inputs.context, inputs.examples, policy)
-        if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            table = reference_table(inputs.context)
-            examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
-        else:
-            reference = load_reference(inputs.context, policy)
-    online = source if isinstance(source, OnlineSource) else None
-    models = [model for model in (policy, reference) if model is not None]
-    device = device_of(cfg.trainer.accelerator)
-    layout = padded if inputs.context.model.reward else choose(cfg.layout, models, reads, device)
-    compile_policy(inputs.context, policy, layout)
-    data = _datamodule(inputs, examples, layout, settings)
-    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
-    gathered = WholePolicy()
-    account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
-    with quiet_lightning():
-        trainer = make_trainer(
-            settings,
-            loggers,
-            [gathered, *([kept] if kept else []), *make_callbacks(callbacks, settings, folder, exporter, account)],
-            folder,
-            accumulation=1,
-            environment=environment(),
-        )
-    require_world(trainer.world_size, settings)
-    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
-    steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
-    makers = makers_of(inputs)
-    transforms = inputs.weighed.transforms
-    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms)
-    del models, reference  # the module alone holds the reference, and may let it go
-    trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
-    if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left
-        return replace(trained, policy=restored(inputs, resume), reference=None)
-    if not gathered.state:  # not sharded, or not the first process
-        return trained
-    whole = load_start(inputs.context)
-    whole.load_state_dict(gathered.state)
-    return replace(trained, policy=ScoredLM(whole), reference=None)
-
-
-def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
-    """What makes the further rows that the objective asks for with each micro-batch."""
-    context, objective = inputs.context, inputs.context.cfg.objective
-    if "group:anchor" not in objective.requires:
-        return {}
-    if not isinstance(objective, AnchoredObjective):
-        raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
-    ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
-    limit = int(context.cfg.lengths.max_length)
-    return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
-
-
-def sharded(policy: ScoredLM) -> bool:
-    """Whether the weights of a policy lie spread over processes."""
-    return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
-
-
-def restored(inputs: Inputs, resume: Path) -> ScoredLM:
-    """The whole policy of a checkpoint, without a trainer."""
-    saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    policy = load_policy(inputs.context)
-    policy.load_state_dict(
-        {name.removeprefix("policy."): value for name, value in saved.items() if name.startswith("policy.")}
-    )
-    return policy
-
-
-def _datamodule(
-    inputs: Inputs,
-    examples: Mapping[str, list[TrainingExample]],
-    layout: Layout,
-    settings: TrainerSettings,
-) -> PreferenceDataModule:
-    pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
-    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
-    return PreferenceDataModule(
-        examples["train"],
-        examples["val"],
-        layout,
-        pad_id,
-        cfg.batch,
-        cfg.seed,
-        ahead=ahead,
-        max_length=cfg.lengths.max_length,
-        cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
-        epochs=settings.max_epochs,
-        max_steps=settings.max_steps,
-    )
-
-
-def _fit(
-    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
-) -> Trained:
-    started, steps = time.perf_counter(), module.total_steps
-    log.info("training %d parameters for %d optimiser steps", parameter_count(module.policy.model), steps)
-    interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
-    with quiet_lightning(), interruption.reported(trainer, steps, last):
-        if resume is None:
-            trainer.validate(module, data, verbose=False)
-            past.first = first = _metrics(trainer)
-            log.info("before the first step: val/loss %.6f", first.get("val/loss", float("nan")))
-        training_began()
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
-    earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
-    metrics = {**earlier, **_metrics(trainer), **{f"first/{name}": value for name, value in past.first.items()}}
-    return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
-
-
-def _one(trainer: L.Trainer, kind: type[Some]) -> Some:
-    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
-
-
-def _metrics(trainer: L.Trainer) -> dict[str, float]:
-    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}
 
 
 def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
@@ -262,6 +82,11 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         prepare_folder(folder, resume)
         write_config(cfg, folder)
     log_inputs(inputs)
+    # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
+    from attnpo.runs.report import publish_run, write_run_report
+    from attnpo.runs.training import train
+    from attnpo.training.loggers import open_loggers
+
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
         if not leading:
@@ -273,7 +98,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
             keep_last(folder, resume)
         trained.policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
         attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
-        statistics, (truth, sampled) = example_statistics(inputs), score_truth(inputs, trained)
+        statistics, (truth, sampled) = example_statistics(inputs), score_truth(inputs, trained.policy)
         drift = measure_drift(inputs, trained.policy, sampled)
         if callbacks.samples:
             write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
@@ -281,14 +106,17 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift)
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+        if point:
+            keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
         if callbacks.report:
-            write_run_report(inputs, result, callbacks, folder)
+            shown = first_logps(inputs, trained.policy, callbacks.heat_maps)
+            write_run_report(inputs, result, callbacks, folder, shown)
         publish_run(loggers, inputs, result, callbacks, folder)
     write_result(cfg, part)
     return result
 
 
-def score_truth(inputs: Inputs, trained: Trained) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
+def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
     """Scores against a known truth on validation and test prompts, and the answers to the test prompts.
 
     Of each prompt the policy's answer, as if chosen, and the base's. None and no answers in settings without a truth.
@@ -296,7 +124,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> tuple[dict[str, Scores] | N
     scorer = inputs.context.cfg.truth
     if scorer is None:
         return None, []
-    policy = frozen(trained.policy.model)
+    model = frozen(policy.model)
     base, tokenizer = frozen(load_start(inputs.context)), inputs.context.tokenizer
     scores: dict[str, Scores] = {}
     sampled: list[PreferencePair] = []
@@ -305,7 +133,7 @@ def score_truth(inputs: Inputs, trained: Trained) -> tuple[dict[str, Scores] | N
         if key not in _base_answers:
             _base_answers[key] = scorer.base_answers(base, tokenizer, split=split)
         rivals = _base_answers[key]
-        score = scorer.score(policy, base, tokenizer, split=split, base_answers=rivals)
+        score = scorer.score(model, base, tokenizer, split=split, base_answers=rivals)
         rewards, of_base = (every.mean(axis=1).round(6).tolist() for every in (score.rewards, score.base_rewards))
         scores[split] = Scores(score.scalars(), rewards, of_base)
         sampled = [

@@ -1,68 +1,94 @@
-"""What a command says first: itself, where results go, the store, its configuration, versions and machine.
+"""What a command says first: itself, its model, data, weights, objective, budget, and where the results go.
 
 Only the process that leads a job speaks; a study's points log into their own files. Light: nothing heavy is loaded.
 """
 
 import logging
-import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from attnpo.files import Json, flat, folder_size, in_bytes
-from attnpo.machine import machine_line, version_line
+from attnpo.config import MISSING
+from attnpo.files import Json
+from attnpo.machine import planned_processes
 from attnpo.runs.folders import store_root
 from attnpo.runs.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
 
-def announce(command: str, cfg: RunConfig, folder: Path | None) -> None:
+def announce(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> None:
     """Logs the lines of ``opening``."""
-    for line in opening(command, cfg, folder):
+    for line in opening(command, cfg, folder, budget):
         log.info("%s", line)
 
 
-def opening(command: str, cfg: RunConfig, folder: Path | None) -> Iterator[str]:
-    """The first lines of ``command`` (fit, weigh), which writes into ``folder`` if there is one."""
-    yield shlex.join(["python", "-m", f"attnpo.{command}", *cfg.composed.overrides])
-    if folder is not None:
-        state = ", which exists" if folder.exists() else ""
-        yield f"run folder: {folder}{state}; the full configuration will be in its config.yaml"
+def opening(command: str, cfg: RunConfig, folder: Path | None, budget: str | None = None) -> Iterator[str]:
+    """Six lines on what ``command`` (fit, weigh) is about to do; it writes into ``folder`` if there is one.
+
+    ``budget`` stands in place of the configuration's: a study's, which knows its points. The whole configuration is in
+    the folder's config.yaml.
+    """
+    yield f"{command:10}{cfg.headline()}"
+    yield f"model     {_model(cfg)}"
+    yield f"data      {_data(cfg)}"
+    yield f"weights   {_weights(cfg)}"
+    yield f"objective {_objective(cfg)}"
     store = store_root(cfg)
-    yield f"store: {store} ({in_bytes(folder_size(store))})"
-    yield from config_lines(cfg.values)
-    yield version_line()
-    yield machine_line(cfg.trainer, cfg.seed)
+    if folder is None:
+        yield f"results   in the store {store}"
+    else:
+        yield f"budget    {budget or cfg.budget()}; {_device(cfg)}; results in {folder} (all settings: config.yaml)"
 
 
-# --------------------------------------------------------------------------------------------- configuration
+def _model(cfg: RunConfig) -> str:
+    lora = f", LoRA of rank {cfg.model.lora.rank}" if cfg.model.lora is not None else ""
+    reference = f"; reference {cfg.reference}" if "reference" in cfg.objective.requires else ""
+    return f"{_place(cfg, cfg.model.path)}{lora}{reference}"
 
 
-def config_lines(values: Mapping[str, Json]) -> Iterator[str]:
-    """A line per part of a resolved configuration; null, empty and named grids, which `study` has, left out."""
-    own = {key: value for key, value in values.items() if not isinstance(value, dict) and key != "_target_"}
-    yield "run: " + " ".join(_settings(own))
-    for key, value in values.items():
-        if isinstance(value, dict) and key not in ("composed", "grids") and any(_settings(value)):
-            name = str(value.get("_target_", "")).rpartition(".")[2]
-            yield f"{key}: " + " ".join(part for part in (name, *_settings(value)) if part)
+def _data(cfg: RunConfig) -> str:
+    return f"{_place(cfg, str(getattr(cfg.data, 'path', None)))}, {cfg.batch.pairs} pairs a step"
 
 
-def _settings(values: Mapping[str, Json]) -> list[str]:
-    return [
-        f"{name}={_scalar(value)}"
-        for name, value in flat(values)
-        if name.rpartition(".")[2] != "_target_" and value is not None and value not in ([], {}, "")
+def _place(cfg: RunConfig, path: str) -> str:
+    """A path or hub name; where the setting builds what lies there, its name."""
+    if path in (MISSING, "None") and cfg.prepare is not None:
+        return (
+            f"built by {cfg.composed.choices.get('prepare') or type(cfg.prepare).__name__} (once, then from the store)"
+        )
+    return path
+
+
+def _weights(cfg: RunConfig) -> str:
+    if "weights" in cfg.chosen_later():
+        return "each arm's own"
+    layer, judge = getattr(cfg.weights, "layer", None), cfg.judge.path or "the model itself"
+    parts = [
+        _name(cfg, "weights", cfg.weights),
+        *([] if layer is None else [f"layer {layer}"]),
+        *([f"judge {judge}"] if "judge" in cfg.weights.requires else []),
+        *([f"transforms {', '.join(cfg.transforms)}"] if cfg.transforms else []),
     ]
+    return ", ".join(parts)
 
 
-def _scalar(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{','.join(map(_scalar, value))}]"
-    text = str(value)
-    return repr(text) if " " in text or "\n" in text else text
+def _objective(cfg: RunConfig) -> str:
+    if "objective" in cfg.chosen_later():
+        return "each arm's own"
+    settings: dict[str, Json] = cfg.below("objective")
+    beta = f", beta {settings['beta']:g}" if isinstance(settings.get("beta"), float | int) else ""
+    return f"{_name(cfg, 'objective', cfg.objective)}{beta}, learning rate {cfg.optimizer.lr:g}{cfg.grid_note()}"
+
+
+def _name(cfg: RunConfig, group: str, component: object) -> str:
+    """The option of a group that was chosen, else the component's own name."""
+    return cfg.composed.choices.get(group) or type(component).__name__
+
+
+def _device(cfg: RunConfig) -> str:
+    processes = planned_processes(cfg.trainer)
+    device = "CPU" if cfg.trainer.accelerator == "cpu" else f"device {cfg.trainer.accelerator}"
+    return f"seed {cfg.seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
 
 
 _said: set[str] = set()

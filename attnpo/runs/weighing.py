@@ -190,13 +190,20 @@ def capture_method(context: RunContext, source: WeightSource) -> CaptureMethod |
     return CAPTURE_METHODS[wanted[0]](context)
 
 
-def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[int, int] | None = None) -> Weighed:
+def weigh(
+    context: RunContext,
+    encoded: dict[str, EncodedSet],
+    *,
+    shard: tuple[int, int] | None = None,
+    every_row: bool = False,
+) -> Weighed:
     """The run's weight source with everything it captured for the pairs of ``encoded``; computes what the store lacks.
 
     ``shard`` (rank, ranks) restricts the work to every ranks-th pair, for several workers filling one store. Without
-    it, missing rows in a job of several processes are refused: they would be computed by every process. Logs the pairs
-    that the model cannot be shown. ``weights.layer=auto`` must be settled already
-    (``settle_layer``). UserError when the model can be shown none of them, whichever process stored that.
+    it, missing rows in a job of several processes are refused: they would be computed by every process. ``every_row``
+    gives all stored rows, not only those that the source reads. Logs the pairs that the model cannot be shown.
+    ``weights.layer=auto`` must be settled already (``settle_layer``). UserError when the model can be shown none of
+    them, whichever process stored that.
     """
     require_reader(context.cfg.weights, context.cfg.objective)
     source = context.cfg.weights
@@ -221,8 +228,9 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
         log.info("%s", method.work(rows_in_words(layers)))
         return replace(method.tools(), progress=partial(log.info, "%s: %d of %d pairs", method.name))
 
+    rows = layers if every_row else source.wanted()
     captured, report = ensure_captured(
-        share, source, layers, context.store, key, tools, load_layers=source.wanted(), verdicts=method.verdict
+        share, source, layers, context.store, key, tools, load_layers=rows, verdicts=method.verdict
     )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
@@ -232,7 +240,7 @@ def weigh(context: RunContext, encoded: dict[str, EncodedSet], *, shard: tuple[i
         captured,
         report,
         method.verdicts(captured),
-        source.wanted(),
+        rows,
         method.depth,
         key,
         method.answers(share, captured),

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from attnpo.display.figures import LayerPoint, layer_curve
+from attnpo.display.look import Level, Looks
 from attnpo.display.page import Image
 from attnpo.display.tables import Cell
 from attnpo.files import clean
@@ -87,14 +88,14 @@ def _same(one: RowScore, other: RowScore) -> bool:
     return abs(one.mean - other.mean) < math.hypot(one.grading, other.grading)
 
 
-def layer_figures(outcome: Outcome, world: str) -> Iterator[Image]:
+def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:
     """A figure per benchmark of score over layer, the other rows as levels; none where arms are no layers."""
     arms = [arm for arm in outcome.arms if arm.world == world]
     of, stem = (f", world {world}", f"-{clean(world)}") if world else ("", "")
     for name, rows in outcome.benchmarks.items():
         scored = {row: score for (at, row), score in rows.items() if at == world and not score.failed}
         layers = [
-            LayerPoint(arm.layer, scored[arm.name].mean, *scored[arm.name].bounds)
+            LayerPoint(arm.layer, scored[arm.name].mean, *scored[arm.name].bounds, arm.name)
             for arm in arms
             if arm.layer is not None and arm.name in scored
         ]
@@ -105,9 +106,11 @@ def layer_figures(outcome: Outcome, world: str) -> Iterator[Image]:
         path = layer_curve(
             layers,
             outcome.folder / f"layers-{clean(name)}{stem}.png",
-            baselines={row: score.mean for row, score in scored.items() if row not in split},
+            baselines={row: Level(score.mean, *score.bounds) for row, score in scored.items() if row not in split},
             ylabel=f"{name} ({scored[next(iter(scored))].name})",
             title=title,
+            looks=looks,
+            control=outcome.study.control,
         )
         several = any(score.half_width is not None for score in scored.values())
         bars = "seeds" if several else "questions"

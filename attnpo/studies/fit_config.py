@@ -1,9 +1,8 @@
 """All keys of ``configs/fit.yaml`` as a typed root: those of a run, and those of the study built from it."""
 
-import shlex
 from dataclasses import dataclass, field
 
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.machine import launcher
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import Preparer
@@ -28,7 +27,7 @@ def require_one_process(cfg: "FitConfig") -> None:
     name, instead = launcher()
     raise UserError(
         f"study {cfg.study.name} was started with {world_size()} processes by {name}, and a study starts its own: run "
-        f"it as one process (`{instead}python -m attnpo.fit {shlex.join(cfg.composed.overrides)}`), or a single run "
+        f"it as one process (`{instead}{command_text('fit', *cfg.composed.arguments())}`), or a single run "
         f"under {name}: experiment=none"
     )
 
@@ -61,6 +60,20 @@ class FitConfig(RunConfig):
     def title(self) -> str:
         """What a folder without a name is called, before its time stamp."""
         return super().title() if self.study is None else self.study.name
+
+    def headline(self) -> str:
+        """What is about to be done: of a study what is compared, and its size."""
+        if self.study is None:
+            return super().headline()
+        return f"study {self.study.name}: {self.study.title or ', '.join(self.study.arms)}"
+
+    def budget(self) -> str:
+        """How long is trained: of a study each point."""
+        return super().budget() if self.study is None else f"{super().budget()} a point, {self.seed_count()} seeds"
+
+    def grid_note(self) -> str:
+        """The grid that a study's arms get."""
+        return "" if self.study is None else f" (each arm's grid: {self.study.grid})"
 
     def kept_folder(self) -> str | None:
         """The folder of a study that goes on with its finished points: its name and the setting's."""

@@ -20,6 +20,7 @@ from attnpo.studies.tables import NOT_EQUAL, Row
 
 HIT, MISS, OPEN = "hit", "MISS", "open"
 NO_RESULT = "no result at this KL"
+TITLE = "Predictions and outcomes"
 HEADS = ["about", "prediction", "difference", "outcome", "seeds"]
 
 
@@ -132,7 +133,7 @@ def predictions_section(outcome: Outcome) -> list[Section]:
     else:
         note += f"Of {len(rows)} predictions {counted}"
     note += ", without correction for their number"
-    return [Section("Predictions and outcomes", [TableBlock(HEADS, rows), Paragraph(note)])]
+    return [Section(TITLE, [TableBlock(HEADS, rows), Paragraph(note)])]
 
 
 def decide(found: Interval | None) -> str:

@@ -1,22 +1,20 @@
-"""A finished study printed and written: tables, figures, page, tracker and study.json."""
+"""A finished study printed and written: tables, page, tracker and study.json."""
 
 import json
 import logging
-import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from attnpo.display.figures import FrontierPoint, GainPoint, LayerPoint, frontier, gains, layer_curve
 from attnpo.display.output import markdown, print_sections, tables_json, terminal
-from attnpo.display.page import Image, Paragraph, Section, TableBlock, report_page
-from attnpo.display.tables import Cell, table_csv
-from attnpo.files import changed, clean, is_sealed, seal, write_whole
+from attnpo.display.page import Paragraph, Section, TableBlock
+from attnpo.display.tables import table_csv
+from attnpo.files import changed, is_sealed, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
-from attnpo.runs.report import REPORT, _table, numbers
+from attnpo.runs.report import _table, numbers
 from attnpo.runs.result import RunResult
-from attnpo.studies.benchmark_table import benchmark_digits, layer_figures
+from attnpo.studies.benchmark_table import benchmark_digits
 from attnpo.studies.cost_table import cost_tables
 from attnpo.studies.drift_table import drift_table
 from attnpo.studies.exports import EXPORTS
@@ -25,138 +23,15 @@ from attnpo.studies.footnotes import footnotes, warnings
 from attnpo.studies.left_models import MODEL
 from attnpo.studies.predictions import predictions_section
 from attnpo.studies.ranking import ranking_table, scores_table
-from attnpo.studies.selection import PointResults, best_by_arm, by_arm, gather, has_truth
-from attnpo.studies.study import Outcome, WorldAxis
-from attnpo.studies.tables import DIGITS, Row, at_levels, level_tables, main_table
+from attnpo.studies.selection import PointResults, gather
+from attnpo.studies.study import Outcome
+from attnpo.studies.study_page import write_study_report
+from attnpo.studies.tables import DIGITS, Row, level_tables, main_table, short_table
 from attnpo.training.loggers import TrackedRun
 
 log = logging.getLogger(__name__)
 
 SCORES = "benchmarks.csv"
-MOST, FEW = 16, 8  # arms in one figure; other arms beside the control in each of several
-
-
-def study_figures(outcome: Outcome) -> list[Image]:
-    """The study's figures, written to its folder: reward against KL, and over layers where arms are layers.
-
-    Of each world its own; of rewards none without a known truth.
-    """
-    over_layers = [image for world in outcome.worlds for image in layer_figures(outcome, world)]
-    if not has_truth(gather(outcome.points)):
-        return over_layers
-    over_worlds = [] if outcome.study.world_axis is None else [_gain_figure(outcome, outcome.study.world_axis)]
-    of_worlds = (image for world in outcome.worlds for image in _world_figures(outcome, world))
-    return [*over_worlds, *of_worlds, *over_layers]
-
-
-def _gain_figure(outcome: Outcome, axis: WorldAxis) -> Image:
-    """Every arm's difference to the control of the same world over the scale of the worlds, a panel per KL level."""
-    found = {world: at_levels(outcome, world) for world in axis.at}
-    scale = sorted(axis.at.items(), key=lambda item: item[1])
-    panels = {
-        f"at KL {level:g}": {
-            arm: [
-                GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.equal)
-                for world, place in scale
-                if (at := found[world].get((arm, level))) is not None and at.versus is not None
-            ]
-            for arm in axis.arms
-        }
-        for level in outcome.study.kl_levels
-    }
-    path = gains(
-        panels,
-        outcome.folder / "gains.png",
-        xlabel=axis.label,
-        ylabel=f"reward less that of {outcome.study.control}",
-        title=f"{outcome.study.name}: {axis.title or f'gain over {axis.label}'}",
-    )
-    return Image(
-        path,
-        f"difference of true reward to {outcome.study.control} at equal KL over {axis.label}, 95 % intervals; "
-        "hollow: not at equal KL, the path of an arm ends before it or has nothing near it",
-    )
-
-
-def _world_figures(outcome: Outcome, world: str) -> Iterator[Image]:
-    best = best_by_arm(outcome, world)
-    if not best:
-        return
-    name = f"{outcome.study.name}, {world}" if world else outcome.study.name
-    of = f", world {world}" if world else ""
-    stem = f"-{clean(world)}" if world else ""
-    base = next(iter(best.values())).truth("test", "base_reward")
-    points = [
-        FrontierPoint(
-            point.arm.name,
-            point.truth("test", "kl"),
-            point.interval.mean,
-            point.label,
-            point.interval.low,
-            point.interval.high,
-            best[point.arm.name].values == point.values,
-        )
-        for points in by_arm(outcome, world).values()
-        for point in points
-    ]
-    for place, group in enumerate(drawn_together(list(best), outcome.study.control)):
-        path = frontier(
-            [point for point in points if point.arm in group],
-            outcome.folder / f"frontier{stem}{f'-{place + 1}' if place else ''}.png",
-            limits=sorted({*outcome.study.kl_levels, outcome.study.kl_limit}),
-            base_reward=base,
-            ylabel="true reward, test prompts",
-            title=f"{name}: reward against KL",
-        )
-        yield Image(path, f"true reward on test prompts against KL to the base{of}; ringed: chosen on validation")
-    layers = [
-        LayerPoint(point.arm.layer, point.interval.mean, point.interval.low, point.interval.high)
-        for point in best.values()
-        if point.arm.layer is not None
-    ]
-    if len(layers) > 1:
-        levels = {name: point.truth("test", "reward") for name, point in best.items() if point.arm.layer is None}
-        path = layer_curve(
-            layers,
-            outcome.folder / f"layers{stem}.png",
-            baselines={**levels, "base": base},
-            ylabel="true reward, test prompts",
-            title=f"{name}: each arm at its best point",
-        )
-        yield Image(path, f"true reward by layer{of}, each at its best grid point")
-
-
-def drawn_together(arms: Sequence[str], control: str | None) -> list[list[str]]:
-    """The arms of each figure: all in one, or as many as a figure can tell apart with the control in each."""
-    if len(arms) <= MOST:
-        return [list(arms)]
-    shared = [arm for arm in arms if arm == control]
-    others = [arm for arm in arms if arm != control]
-    size = math.ceil(len(others) / math.ceil(len(others) / FEW))
-    return [[*shared, *others[start : start + size]] for start in range(0, len(others), size)]
-
-
-def write_study_report(outcome: Outcome, tables: Sequence[Section]) -> list[str]:
-    """Draws the study's figures, writes ``report.html``, and returns the figures' names, those in ``tables`` included.
-
-    The page begins with ``tables``.
-    """
-    images = study_figures(outcome)
-    runs: list[list[Cell]] = [
-        [*([world] if world else []), name, point.label, ", ".join(map(str, point.seeds))]
-        for world in outcome.worlds
-        for name, point in best_by_arm(outcome, world).items()
-    ]
-    heads = [*(["world"] if outcome.study.worlds else []), "arm", "point", "seeds"]
-    sections = [
-        *tables,
-        *([Section("Figures", images)] if images else []),
-        Section("Chosen points", [TableBlock(heads, runs)]),
-    ]
-    title = outcome.study.title or outcome.study.name
-    write_whole(outcome.folder / REPORT, report_page(title, sections))
-    drawn = [block.source for section in sections for block in section.blocks if isinstance(block, Image)]
-    return sorted({path.name for path in drawn if isinstance(path, Path) and path.parent == outcome.folder})
 
 
 def publish_study(cfg: FitConfig, outcome: "Outcome") -> None:
@@ -224,6 +99,14 @@ def analysis_sections(outcome: Outcome) -> list[Section]:
     return sections
 
 
+def show_so_far(outcome: Outcome) -> None:
+    """Prints the table of the points that a study has until now."""
+    seeds = ", ".join(str(seed) for seed in sorted({point.seed for point, _ in outcome.points}))
+    title = f"{outcome.study.name} so far: {len(outcome.points)} points, seeds {seeds}"
+    print_sections(terminal(), [Section(title, [short_table(outcome)])])
+    sys.stdout.flush()
+
+
 def finish_study(outcome: Outcome) -> None:
     """Prints the study's tables and writes table.md, tables.json, results.csv, study.json, figures and report.html."""
     folder = outcome.folder
@@ -237,7 +120,9 @@ def finish_study(outcome: Outcome) -> None:
     ]
     sections = [arms, *tables, *analysis_sections(outcome)]
     console = terminal()
-    print_sections(console, [replace(arms, title=outcome.study.title or outcome.study.name), *sections[1:]])
+    title = outcome.study.title or outcome.study.name
+    shown = [short_table(outcome) if isinstance(block, TableBlock) else block for block in arms.blocks]
+    print_sections(console, [Section(title, shown), *sections[1:]])
     write_whole(folder / "table.md", markdown(sections))
     write_whole(folder / TABLES, tables_json(sections))
     write_whole(folder / "results.csv", all_points(gather(outcome.points)))

@@ -1,13 +1,15 @@
 """Runs a study: every base judged once, points run (two at a time on a laptop), finished ones reused, all collected."""
 
+import itertools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnpo.live import heartbeat
 from attnpo.runs.folders import make_folder
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
@@ -16,18 +18,19 @@ from attnpo.studies.arms import (
     Composed,
     arm_config,
     check_distinct,
-    check_user,
     counted,
     point_config,
     point_folder,
 )
-from attnpo.studies.bases import Basis, compose_arms, keep_costs, make_basis
+from attnpo.studies.bases import Basis, keep_costs, make_basis
 from attnpo.studies.benchmarks import check_benchmarks, measure_benchmarks, tell_costs
 from attnpo.studies.exports import exporting
-from attnpo.studies.fit_config import FitConfig, require_one_process
+from attnpo.studies.fit_config import FitConfig
+from attnpo.studies.live import Pace, watching
+from attnpo.studies.plan import Plan, plan_study, require_built
 from attnpo.studies.predictions import check_predicted, fix
 from attnpo.studies.scorer_names import scorers_of
-from attnpo.studies.scorers import compose_scorers
+from attnpo.studies.selection import label_of
 from attnpo.studies.study import (
     ONLY,
     Arm,
@@ -46,59 +49,119 @@ from attnpo.studies.workers import execute, on_gpu
 log = logging.getLogger(__name__)
 
 
-def run_study(cfg: FitConfig, folder: Path) -> Outcome:
+@dataclass
+class _Progress:
+    """What a study has come to: bases and lost worlds of the seeds so far, results and errors of their points."""
+
+    bases: dict[WorldSeed, Basis] = field(default_factory=dict)
+    missing: dict[WorldSeed, Exception] = field(default_factory=dict)
+    done: list[tuple[Point, RunResult]] = field(default_factory=list)
+    failed: list[tuple[Point, str]] = field(default_factory=list)
+    folders: dict[Point, Path] = field(default_factory=dict)
+
+
+Show = Callable[[Outcome], None]
+
+
+def run_study(cfg: FitConfig, folder: Path, show: Show = lambda outcome: None, plan: Plan | None = None) -> Outcome:
     """All points of ``cfg.study``; results stay in ``folder``, so that a repeated command runs only what is missing.
 
-    A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing else.
+    Seed after seed, base and points: ``show`` gets what there is after each seed but the last, and when a signal ends
+    the study. A point, an arm, a seed, a world or an analysis that fails is named in the outcome and stops nothing
+    else.
 
     Raises:
-        UserError: started under several processes, an override that spoils the study, or every point failed.
+        UserError: as ``plan_study``, or every point failed.
     """
-    require_one_process(cfg)
-    study = cfg.study
-    if study is None:
-        raise UserError("there is no study to run (experiment=none)")
-    check_user(cfg, study)
-    if cfg.resume is not None:
-        raise UserError(
-            f"study {study.name}: resume={cfg.resume} is for single runs; finished points are reused anyway"
-        )
-    check_benchmarks(cfg)
+    plan = plan_study(cfg) if plan is None else plan
+    study, composed = plan.study, plan.composed
     began = time.perf_counter()
     make_folder(folder)
-    seeds = [cfg.seed + i for i in range(cfg.seed_count())]
-    composed = compose_arms(cfg, study)
-    for place, arm in composed.items():
-        _check(study, place, arm)
-    whole = [place for place in composed if not study.layers or place[1] != study.layer_arm]
-    named = [Arm(name, (), None, world, study.grid_of(name)) for world, name in whole]
-    check_distinct(study, named, {place: composed[place].config for place in whole})
-    scorers = compose_scorers(cfg, study)
-    bases, missing = make_bases(cfg, study, seeds, composed, folder, scorers)
-    arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, bases, world)]
-    own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
-    check_distinct(study, arms, {place: made.config for place, made in own.items()}, _depths(study, arms, bases))
-    record = _record(study, own, bases, scorers)
-    check_predicted(study, arms)
-    said = fix(study, folder)
-    log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
-    if study.benchmarks:
-        check_benchmarks(cfg, next(basis.model for basis in bases.values()))
-        tell_costs(cfg, study, arms, bases, folder)
-    points = make_points(study, arms, seeds)
-    done, errors = _run_points(cfg, study, points, own, bases, missing, folder)
-    if not done:
-        raise UserError(
-            f"study {study.name}: all {len(points)} points failed; the first with: {next(iter(errors.values()))}"
+    so_far, pace = _Progress(), plan.pace(cfg)
+    said: list[str] = []
+    outcome: Outcome | None = None
+
+    def arms_now() -> tuple[list[Arm], dict[tuple[str, str], Composed]]:
+        arms = [arm for world in study.worlds or [ONLY] for arm in _arms(cfg, study, so_far.bases, world)]
+        own = {(arm.world, arm.name): _composed(cfg, study, arm, composed) for arm in arms}
+        check_distinct(
+            study, arms, {place: made.config for place, made in own.items()}, _depths(study, arms, so_far.bases)
         )
-    outcome = Outcome(
+        return arms, own
+
+    def outcome_now() -> Outcome:
+        arms, own = arms_now()
+        record = _record(study, own, so_far.bases, plan.scorers)
+        return _outcome(study, arms, so_far, record, folder, time.perf_counter() - began, said)
+
+    try:
+        for place, seed in enumerate(plan.seeds):
+            before = time.perf_counter()
+            bases, missing = make_bases(cfg, study, [seed], composed, folder, plan.scorers)
+            pace.prepared(time.perf_counter() - before)
+            found = so_far.bases | bases
+            so_far.bases = {
+                at: found[at] for at in itertools.product(study.worlds or [ONLY], plan.seeds) if at in found
+            }
+            so_far.missing |= missing
+            if not bases:
+                if place == len(plan.seeds) - 1 and not so_far.bases:
+                    raise next(iter(so_far.missing.values()))
+                continue
+            arms, own = arms_now()
+            if outcome is None:
+                check_predicted(study, arms)
+                said += fix(study, folder)
+                record = _record(study, own, so_far.bases, plan.scorers)
+                log.info("study %s: grid, arms and world fixed, digest %s", study.name, digest(record)[:16])
+                if study.benchmarks:
+                    check_benchmarks(cfg, next(basis.model for basis in so_far.bases.values()))
+                    tell_costs(cfg, study, arms, so_far.bases, folder)
+            points = make_points(study, arms, [seed])
+            pace.points = pace.over + len(points) * (len(plan.seeds) - place)
+            _run_points(cfg, study, points, own, so_far, folder, pace)
+            outcome = outcome_now()
+            if so_far.done and place < len(plan.seeds) - 1:
+                show(outcome)
+    except KeyboardInterrupt:
+        if so_far.done:
+            show(outcome_now())
+        raise
+    arms, own = arms_now()
+    so_far.failed += [
+        (point, f"not run: {error_text(so_far.missing[point.arm.world, point.seed])}")
+        for point in make_points(study, arms, plan.seeds)
+        if all((world, point.seed) in so_far.missing for world in study.worlds or [ONLY])
+    ]
+    order = {point.label: i for i, point in enumerate(make_points(study, arms, plan.seeds))}
+    so_far.failed.sort(key=lambda item: order.get(item[0].label, len(order)))
+    if not so_far.done:
+        raise UserError(f"study {study.name}: all {len(order)} points failed; the first with: {so_far.failed[0][1]}")
+    outcome = outcome_now()
+    if not study.benchmarks:
+        return outcome
+    return replace(measure_benchmarks(cfg, outcome, own, so_far.bases), seconds=time.perf_counter() - began)
+
+
+def _outcome(
+    study: Study,
+    arms: list[Arm],
+    so_far: _Progress,
+    record: dict[str, object],
+    folder: Path,
+    seconds: float,
+    said: Sequence[str],
+) -> Outcome:
+    """What a study has come to, as a finished one is told."""
+    bases = so_far.bases
+    return Outcome(
         study,
         arms,
-        [(points[i], done[i]) for i in sorted(done)],
-        [(points[i], errors[i]) for i in sorted(errors)],
+        [*so_far.done],
+        [*so_far.failed],
         record,
         folder,
-        time.perf_counter() - began,
+        seconds,
         {
             name: {place: basis.measured[name] for place, basis in bases.items() if name in basis.measured}
             for name in study.analyses
@@ -117,10 +180,8 @@ def run_study(cfg: FitConfig, folder: Path) -> Outcome:
             for basis in bases.values()
             for name, error in basis.scorers.lost.items()
         ],
+        folders=so_far.folders,
     )
-    if not study.benchmarks:
-        return outcome
-    return replace(measure_benchmarks(cfg, outcome, own, bases), seconds=time.perf_counter() - began)
 
 
 def make_bases(
@@ -130,24 +191,22 @@ def make_bases(
     composed: Mapping[tuple[str, str], Composed],
     folder: Path,
     scorers: Mapping[tuple[str, str], Composed],
-) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, str]]:
-    """What the points of every world and seed stand on, and the errors of those that cannot be had.
-
-    Raises the first of these errors when there is none that can.
-    """
+) -> tuple[dict[WorldSeed, Basis], dict[WorldSeed, Exception]]:
+    """What the points of every world and seed stand on, and the errors of those that cannot be had."""
     bases: dict[WorldSeed, Basis] = {}
     errors: dict[WorldSeed, Exception] = {}
     for world in study.worlds or [ONLY]:
         for seed in seeds:
+            label = Basis(world, seed).label
             try:
-                bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
+                with heartbeat(f"{label}: base, pairs and judge pass"):
+                    bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 errors[world, seed] = error
-                log.error("%s cannot be prepared: %s", Basis(world, seed).label, last_line(error_text(error)))
-    if not bases:
-        raise next(iter(errors.values()))
-    keep_costs(folder, bases)
-    return bases, {place: error_text(error) for place, error in errors.items()}
+                log.error("%s cannot be prepared: %s", label, last_line(error_text(error)))
+    if bases:
+        keep_costs(folder, bases)
+    return bases, errors
 
 
 def _arms(cfg: FitConfig, study: Study, bases: Mapping[WorldSeed, Basis], world: str) -> list[Arm]:
@@ -169,16 +228,8 @@ def _composed(cfg: FitConfig, study: Study, arm: Arm, composed: Mapping[tuple[st
     if arm.layer is None:
         return composed[arm.world, arm.name]
     made = arm_config(cfg, study, arm.overrides, arm.world)
-    _check(study, (arm.world, arm.name), made)
+    require_built(study, (arm.world, arm.name), made)
     return made
-
-
-def _check(study: Study, arm: tuple[str, str], made: Composed) -> None:
-    """Raises UserError naming the arm whose config cannot be built."""
-    try:
-        _ = made.config
-    except UserError as error:
-        raise UserError(f"study {study.name}, arm {': '.join(filter(None, arm))}: {error}") from error
 
 
 def _record(
@@ -212,24 +263,29 @@ def _run_points(
     study: Study,
     points: Sequence[Point],
     own: Mapping[tuple[str, str], Composed],
-    bases: Mapping[WorldSeed, Basis],
-    missing: Mapping[WorldSeed, str],
+    so_far: _Progress,
     folder: Path,
-) -> tuple[dict[int, RunResult], dict[int, str]]:
-    """Results and errors of the points by their place among them; those without a base or weights are not run."""
+    pace: "Pace",
+) -> None:
+    """Adds results and errors of the points in their order; those without a base or weights are not run.
+
+    A signal leaves what has ended until then.
+    """
+    bases = so_far.bases
     done: dict[int, RunResult] = {}
     errors: dict[int, str] = {}
     jobs: dict[int, tuple[list[str], Path]] = {}
     configs: list[FitConfig] = []
     for i, point in enumerate(points):
         place = (point.arm.world, point.seed)
-        lost = _lost(study, point, bases, missing)
+        lost = _lost(study, point, bases, so_far.missing)
         if lost is not None:
             errors[i] = f"not run: {lost}"
             continue
         arm = own[point.arm.world, point.arm.name]
         made = exporting(study, point, point_config(arm, point, bases[place].scorer_paths))
         at = point_folder(folder, point, made.config, bases[place].facts_of(study, point.arm))
+        so_far.folders[point] = at
         before = finished(at)
         if before is not None:
             done[i] = before
@@ -238,25 +294,37 @@ def _run_points(
             configs.append(made.config)
     if done:
         log.info("%d of %d points are finished already and reused", len(done), len(points))
+    pace.skip(len(points) - len(jobs))
     places = list(jobs)
     alone = on_gpu(configs)
-    for job, result, error in execute(list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone):
-        i = places[job]
-        count = len(done) + len(errors) + 1
-        if result is not None:
-            done[i] = result
-            log.info("point %d/%d %s: %s", count, len(points), points[i].label, headline(result))
-        else:
-            errors[i] = error or ""
-            log.error("point %d/%d %s failed: %s", count, len(points), points[i].label, last_line(errors[i]))
-    return done, errors
+    at_work = [points[i] for i in places]
+    labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
+    try:
+        with watching(labels, [at for _, at in jobs.values()], pace) as ended:
+            for job, result, error in execute(
+                list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone
+            ):
+                i = places[job]
+                ended(job)
+                count = f"point {pace.over}/{pace.points} {points[i].label}"
+                if result is not None:
+                    done[i] = result
+                    log.info("%s: %s; %s", count, headline(result), pace.left())
+                else:
+                    errors[i] = error or ""
+                    log.error("%s failed: %s", count, last_line(errors[i]))
+    finally:
+        so_far.done += [(points[i], done[i]) for i in sorted(done)]
+        so_far.failed += [(points[i], errors[i]) for i in sorted(errors)]
 
 
-def _lost(study: Study, point: Point, bases: Mapping[WorldSeed, Basis], missing: Mapping[WorldSeed, str]) -> str | None:
+def _lost(
+    study: Study, point: Point, bases: Mapping[WorldSeed, Basis], missing: Mapping[WorldSeed, Exception]
+) -> str | None:
     """Why a point cannot be run, if it cannot."""
     place = (point.arm.world, point.seed)
     if place in missing:
-        return missing[place]
+        return error_text(missing[place])
     name = point.arm.name if point.arm.layer is None else study.layer_arm
     return bases[place].lost.get(name)
 

@@ -368,7 +368,8 @@ class Outcome:
     ``measured``: results of the study's analyses by their names, world and seed; ``unmeasured``: what failed of them.
     ``costs``: what was spent once per world and seed. ``warnings``: what is wrong with what the points stand on.
     ``benchmarks``: scores of the table's rows by benchmark, then by world and name of the row. ``reads``: what an arm's
-    weights ask of models, by world, seed and arm; ``scorers``: those that were trained, by their names.
+    weights ask of models, by world, seed and arm; ``scorers``: those that were trained, by their names. ``folders``:
+    where each run lies.
     """
 
     study: Study
@@ -386,6 +387,7 @@ class Outcome:
     reads: dict[tuple[str, int, str], Reads] = field(default_factory=dict)
     scorers: dict[WorldSeed, dict[str, ScorerRun]] = field(default_factory=dict)
     lost_scorers: list[str] = field(default_factory=list)
+    folders: dict[Point, Path] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from attnpo.analysis.intervals import Interval
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import Cell
 from attnpo.studies.benchmark_scores import BASE_ROW
-from attnpo.studies.benchmark_table import benchmark_cells
+from attnpo.studies.benchmark_table import benchmark_cells, benchmark_digits
 from attnpo.studies.frontier import CHORD, ENDS, FAR, AtKL, at_kl, difference
 from attnpo.studies.selection import (
     PointResults,
@@ -39,6 +40,32 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
     known, uneven = has_truth(gather(outcome.points)), uneven_training(outcome)
     rows = [row for world in outcome.worlds for row in _world_rows(outcome, world, uneven, known)]
     return columns_of(rows), rows
+
+
+SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy", "val margin")
+NARROW = 16  # columns of an arm's name in a terminal
+
+
+def short_table(outcome: Outcome) -> TableBlock:
+    """The main table as it fits a terminal of 80 columns; benchmarks stay, the rest is on the page and in the CSV.
+
+    What marks a point (above the KL limit, fewer seeds, failed) has a column of its own where it is needed.
+    """
+    columns, rows = main_table(outcome)
+    control = f"minus {outcome.study.control}"
+    benchmarks = benchmark_digits(outcome)
+    kept = [name for name in columns if name in SHORT or name == control or name in benchmarks]
+    made: list[Row] = []
+    for row in rows:
+        short = {name: row.get(name) for name in kept}
+        short["arm"] = "\n".join(wrap(str(row["arm"]), NARROW)) or str(row["arm"])
+        reward, interval = row.get("reward"), row.get("95 %")
+        if isinstance(reward, float) and interval:
+            short["reward"] = f"{reward:.3f} {interval}"
+        point = str(row.get("point") or "")
+        mark = point[point.index("(") :] if "(" in point else point if point.isupper() or point[:6] == "FAILED" else ""
+        made.append({**short, **({"note": mark} if mark else {})})
+    return TableBlock(columns_of(made), made, digits={**DIGITS, **benchmarks})
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:

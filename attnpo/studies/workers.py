@@ -14,6 +14,7 @@ import torch
 
 from attnpo.config import load
 from attnpo.console import end_with_parent
+from attnpo.live import behind, noting_in
 from attnpo.runs.identity import source_digest
 from attnpo.runs.inputs import forget, remembering
 from attnpo.runs.result import RunResult
@@ -133,7 +134,7 @@ def run_point(
         if store is not None:
             cfg = cfg.with_value("store", store)
         cfg = cfg.with_value("resume", "auto")  # the folder is named by all that moves a number
-        with remembering():
+        with remembering(), noting_in(folder), behind():
             return run(cfg, folder, point=True), None
     except KeyboardInterrupt as stop:
         if threads is not None:

@@ -174,7 +174,7 @@ def question_text(prompt: Sequence[Message]) -> str:
 
 
 class JudgePrompts:
-    """Builds both rounds of a pair under fixed rules.
+    """Builds both rounds of a pair under fixed rules; ``template`` is the wording in place of the rules' file.
 
     A prompt too long in either round is cut the same way in both, so that both rounds see the same text. ``counts`` has
     "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
@@ -184,9 +184,9 @@ class JudgePrompts:
     fit into ``rules.max_length`` even without texts.
     """
 
-    def __init__(self, rules: JudgeRules, chat: ChatFormat) -> None:
+    def __init__(self, rules: JudgeRules, chat: ChatFormat, template: JudgeTemplate | None = None) -> None:
         self.rules, self.chat = rules, chat
-        self.template = JudgeTemplate.from_file(rules.template_file)
+        self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
         self.counts: Counter[str] = Counter()
         self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
         self._parts: dict[str, tuple[list[int], list[Range]]] = {}

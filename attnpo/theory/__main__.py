@@ -5,30 +5,44 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnpo.theory.figures import theory_figure
-from attnpo.theory.study import run_study
-from attnpo.theory.tables import report_markdown, report_text
-from attnpo.theory.tightness_figure import tightness_figure
+from attnpo.console import as_called, guarded, hear_signals, reporting
+
+EXAMPLE = """\
+example:
+  python -m attnpo.theory outputs/theory"""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables and draws the figures into the folder named (``outputs/theory`` by default); returns 0."""
     parser = argparse.ArgumentParser(
-        prog="python -m attnpo.theory",
+        prog=as_called("python -m attnpo.theory"),
         description="Check the paper's theory on policies small enough to enumerate: what holds, fails, says nothing.",
+        epilog=as_called(EXAMPLE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", nargs="?", type=Path, default=Path("outputs/theory"), help="where the figures go")
     parser.add_argument(
         "--markdown", action="store_true", help="print the tables as Markdown, as docs/theory.md has them"
     )
     chosen = parser.parse_args(arguments)
+    with reporting(bars=False):
+        return guarded(lambda: _study(chosen.folder, markdown=chosen.markdown))
+
+
+def _study(folder: Path, *, markdown: bool) -> int:
+    from attnpo.theory.figures import theory_figure
+    from attnpo.theory.study import run_study
+    from attnpo.theory.tables import report_markdown, report_text
+    from attnpo.theory.tightness_figure import tightness_figure
+
     study = run_study()
-    first = theory_figure(study, chosen.folder / "theory.png")
-    second = tightness_figure(study, chosen.folder / "tightness.png")
-    report = report_markdown(study) if chosen.markdown else report_text(study)
+    first = theory_figure(study, folder / "theory.png")
+    second = tightness_figure(study, folder / "tightness.png")
+    report = report_markdown(study) if markdown else report_text(study)
     sys.stdout.write(f"{report}\n\nfigures: {first} {second}\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    hear_signals()
+    sys.exit(main())

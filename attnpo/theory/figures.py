@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnpo.display.figures import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, INK, MARKERS, SOFT, legend, new_figure, panel, save
 from attnpo.theory.claims import FreedomPath, LemmaRow, PolicyRow
 from attnpo.theory.spread import Reads
 from attnpo.theory.study import Study

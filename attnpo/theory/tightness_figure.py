@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from attnpo.display.figures import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
+from attnpo.display.look import COLOURS, MARKERS, SOFT, legend, new_figure, panel, save
 from attnpo.theory.study import Study
 from attnpo.theory.tightness import TightnessRow
 

@@ -1,13 +1,15 @@
-"""Decides when to validate and when training ends, counted in optimiser steps; logs plain progress lines."""
+"""Decides when to validate and when training ends, counted in optimiser steps; shows how far it is."""
 
 import logging
 import sys
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 
+from attnpo.live import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
 from attnpo.schema import PreferenceBatch
 from attnpo.training.nonfinite import check_validation, check_weights
 from attnpo.training.signals import step_ended
@@ -15,15 +17,28 @@ from attnpo.training.signals import step_ended
 log = logging.getLogger(__name__)
 
 
-class PlainProgress(L.Callback):
-    """Eight log lines over the run: for output that is a file, where a progress bar is noise."""
+class Progress(L.Callback):
+    """Shows the step, the loss and the time left: a row on a terminal, log lines elsewhere, a note in a study's point.
 
-    def __init__(self) -> None:
-        self._start, self._first = 0.0, 0
+    ``label`` names the row. At least eight log lines over the run, and one for every ``EVERY`` seconds.
+    """
+
+    EVERY = 30.0
+
+    def __init__(self, label: str = "training") -> None:
+        self.label = label
+        self._start, self._first, self._said, self._noted = 0.0, 0, 0.0, 0.0
+        self._row = Row(label, 0, 0)
+        self._drawing = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Starts the clock."""
+        """Starts the clock and the display."""
         self._start, self._first = time.perf_counter(), trainer.global_step
+        self._said = self._start
+        self._row = Row(self.label, trainer.global_step, int(trainer.estimated_stepping_batches))
+        note(self._row)
+        if not is_noted():
+            self._drawing.enter_context(display(lambda: [self._row]))
 
     def on_train_batch_end(
         self,
@@ -33,14 +48,32 @@ class PlainProgress(L.Callback):
         batch: PreferenceBatch,
         batch_idx: int,
     ) -> None:
-        """Logs the line when it is due."""
-        step, total = trainer.global_step, int(trainer.estimated_stepping_batches)
-        every = max(1, total // 8)
-        if not step_ended(trainer, batch_idx) or (step % every and step != total):
+        """Renews the row; logs the line when it is due."""
+        if not step_ended(trainer, batch_idx):
             return
-        pace = (time.perf_counter() - self._start) / max(1, step - self._first)
+        step, total, now = trainer.global_step, self._row.total, time.perf_counter()
+        pace = (now - self._start) / max(1, step - self._first)
         loss = float(trainer.callback_metrics.get("train/loss", float("nan")))
-        log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
+        self._row = Row(self.label, step, total, loss, pace * (total - step))
+        if is_noted() and now - self._noted > WRITTEN_EVERY:
+            self._noted = now
+            note(self._row)
+        due = step % max(1, total // 8) == 0 or step == total or now - self._said > self.EVERY
+        if due and (is_noted() or not on_terminal()):
+            self._said = now
+            log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Takes the display away."""
+        self._drawing.close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Takes the display away."""
+        self._drawing.close()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Takes the display away."""
+        self._drawing.close()
 
 
 class StepValidation(L.Callback):

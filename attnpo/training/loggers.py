@@ -19,12 +19,11 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from attnpo.files import write_whole
 from attnpo.schema import UserError
-from attnpo.training.metrics_file import LOGS
-from attnpo.training.settings import LoggerSettings, WandbSettings
+from attnpo.training.metrics_file import LOGS, RUN_ID
+from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
 
 log = logging.getLogger(__name__)
 
-RUN_ID = "wandb.json"
 STEP = "trainer/global_step"  # the name Lightning's users have in their dashboards
 EXIT_CODES = {"success": 0, "failed": 1, "interrupted": 130}
 
@@ -103,19 +102,6 @@ def kept_id(folder: Path) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"id": new_id}) + "\n")
     return new_id
-
-
-def check_tracker(settings: LoggerSettings) -> None:
-    """Raises UserError when a W&B run is asked for without the package wandb. Call it before the long work."""
-    if settings.wandb is None:
-        return
-    try:
-        import wandb  # noqa: F401
-    except ImportError as problem:
-        raise UserError(
-            f"logger=wandb needs the package wandb, which cannot be imported ({problem}): pip install wandb, or set "
-            "logger=csv"
-        ) from problem
 
 
 def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> list[Logger]:

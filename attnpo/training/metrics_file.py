@@ -13,6 +13,7 @@ from attnpo.files import write_whole
 
 METRICS = "metrics.csv"
 LOGS = "logs"
+RUN_ID = "wandb.json"
 
 Row = dict[str, float]
 

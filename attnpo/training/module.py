@@ -11,30 +11,31 @@ import lightning as L
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from attnpo.models.backbone import frozen
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.logps import gathered
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
-from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
+from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checks import check_ready, check_saved, frozen_names, keep_trained
 from attnpo.training.fsdp import shard
 from attnpo.training.gather import from_all_ranks
-from attnpo.training.metrics import PairMeans, pair_values, read_tokens
+from attnpo.training.metrics import PairMeans
 from attnpo.training.nonfinite import (
     Scored,
-    detached,
     message,
     named,
     nonfinite_pairs,
     save_step,
 )
+from attnpo.training.online_weights import weighed
 from attnpo.training.optimizer import Optimizer
+from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
-from attnpo.weights.pipeline import transformed_batch
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
@@ -42,35 +43,6 @@ log = logging.getLogger(__name__)
 
 RowMaker = Callable[[ScoredLM, PreferenceBatch, int], RowGroup]
 """A row group for a batch, from the policy as it stands and the number of optimiser steps taken."""
-
-
-def weighed(
-    batch: PreferenceBatch,
-    source: OnlineSource,
-    policy: TokenStats,
-    reference: TokenStats | None,
-    transforms: Sequence[WeightTransform] = (),
-) -> PreferenceBatch:
-    """The batch with the weights that an online source gives its main rows, and its pairs if it weighs these too.
-
-    ``transforms`` change the weights of the rows. Pair weights are logged as ``weights/pair``, and the share of pairs
-    that it made void as ``weights/void``.
-    """
-    with torch.no_grad():
-        given = source.weights(detached(policy), None if reference is None else detached(reference), batch)
-    weights, pair = given if isinstance(given, tuple) else (given, None)
-    if transforms:
-        weights = transformed_batch(transforms, weights, batch)
-    if pair is not None:
-        pair = pair.to(batch.pair_weight.dtype)
-        told = {"weights/pair": pair, "weights/void": (pair == 0).to(pair.dtype)}
-        batch = replace(batch, pair_weight=batch.pair_weight * pair, pair_values={**batch.pair_values, **told})
-    rows = replace(
-        batch.main,
-        token_weights={**batch.main.token_weights, "reward": weights},
-        factors=source.kind is Kind.FACTOR,
-    )
-    return replace(batch, groups={**batch.groups, "main": rows})
 
 
 class PreferenceModule(L.LightningModule):
@@ -358,8 +330,3 @@ class PreferenceModule(L.LightningModule):
         optimizer = recipe.make(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def frozen(model: nn.Module) -> nn.Module:
-    """The same model in eval mode with every gradient switched off."""
-    return model.eval().requires_grad_(False)

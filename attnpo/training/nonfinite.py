@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from attnpo.schema import InputGradient, ModelInputs, ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
 from attnpo.training.checkpoint_folders import newest
 from attnpo.training.gather import from_all_ranks
+from attnpo.training.online_weights import detached
 
 SHOWN = 8  # pairs named in a message; all of them are in the file
 
@@ -214,18 +215,6 @@ def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
 def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, "pairs"]:
     chosen, rejected = finite.all(-1).chunk(2)
     return chosen & rejected
-
-
-def detached(stats: TokenStats) -> TokenStats:
-    """The same statistics without their graph."""
-    return replace(
-        stats,
-        logps=stats.logps.detach(),
-        hidden=None if stats.hidden is None else stats.hidden.detach(),
-        vocab={name: value.detach() for name, value in stats.vocab.items()},
-        joint={name: value.detach() for name, value in stats.joint.items()},
-        groups={name: detached(value) for name, value in stats.groups.items()},
-    )
 
 
 def _kept(stats: TokenStats) -> TokenStats:

@@ -171,3 +171,21 @@ class CallbackSettings:
     def direction(self) -> str:
         """ "min" or "max": which value of ``monitor`` is the best."""
         return self.mode or direction(self.monitor) or "min"
+
+
+def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
+    """Optimiser steps of the whole run."""
+    return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
+
+
+def check_tracker(settings: LoggerSettings) -> None:
+    """Raises UserError when a W&B run is asked for without the package wandb. Call it before the long work."""
+    if settings.wandb is None:
+        return
+    try:
+        import wandb  # noqa: F401
+    except ImportError as problem:
+        raise UserError(
+            f"logger=wandb needs the package wandb, which cannot be imported ({problem}): pip install wandb, or set "
+            "logger=csv"
+        ) from problem

@@ -1,7 +1,6 @@
 """Lightning's Trainer from the run's settings: checkpoints, validation counted in optimiser steps."""
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ import torch
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.accelerators import CUDAAccelerator
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from attnpo.training.callbacks import FinalValidation, PlainProgress, StepValidation
+from attnpo.training.callbacks import FinalValidation, Progress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
 from attnpo.training.export import Exporter
 from attnpo.training.resume_state import Continuation
@@ -31,11 +30,6 @@ HARMLESS = (
     "accumulate the metric across devices",  # PairMeans has summed over them already
     "LeafSpec",
 )
-
-
-def total_steps(settings: TrainerSettings, steps_per_epoch: int) -> int:
-    """Optimiser steps of the whole run."""
-    return settings.max_steps if settings.max_steps >= 0 else settings.max_epochs * steps_per_epoch
 
 
 def make_callbacks(
@@ -55,7 +49,7 @@ def make_callbacks(
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
         callbacks.append(BestCheckpoint(folder / "best", exporter, settings.monitor, settings.direction, account))
     if trainer.progress:
-        callbacks.append(RichProgressBar() if sys.stderr.isatty() else PlainProgress())
+        callbacks.append(Progress(folder.name))
     return callbacks
 
 
@@ -134,7 +128,7 @@ def make_trainer(
         log_every_n_steps=settings.log_every_n_steps,
         use_distributed_sampler=False,
         enable_checkpointing=False,  # CheckpointFolder's are callbacks of their own
-        enable_progress_bar=any(isinstance(callback, RichProgressBar) for callback in callbacks),
+        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
         logger=loggers,

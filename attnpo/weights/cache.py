@@ -161,7 +161,8 @@ class Table:
     def _load(self, shard: _Shard, columns: list[str]) -> pa.Table:
         path = self.folder / f"{shard.name}.parquet"
         try:
-            return pq.read_table(path, columns=columns)
+            with pq.ParquetFile(path) as stored:  # read_table would import pyarrow's datasets and pandas
+                return stored.read(columns=columns)
         except (OSError, pa.ArrowException) as error:
             del self._shards[shard.name]
             raise UserError(

@@ -299,18 +299,25 @@ def _fill(
             for start in range(0, len(group), size):
                 chunk = group[start : start + size]
                 began = time.perf_counter()
-                readable, built, unreadable = _readable(chunk, tools)
-                captured = source.capture(readable, built, absent) if readable else []
+                captured = capture_now(chunk, source, absent, tools)
                 seconds = time.perf_counter() - began
                 if written is not None:
                     written.result()
                 # Compressed and written while the next chunk is read by the judge; one chunk waits at most.
-                written = writer.submit(store_captured, table, [*captured, *unreadable], absent, seconds)
+                written = writer.submit(store_captured, table, captured, absent, seconds)
                 done += len(chunk)
                 if tools.progress is not None:
                     tools.progress(done, len(pairs))
         if written is not None:
             written.result()
+
+
+def capture_now(
+    pairs: Sequence[PreferencePair], source: WeightSource, rows: tuple[Row, ...], tools: Tools
+) -> list[PairWeights]:
+    """Raw weights of ``rows`` for each pair, read by the model and stored by no one; the unreadable pairs come last."""
+    readable, built, unreadable = _readable(pairs, tools)
+    return [*(source.capture(readable, built, rows) if readable else []), *unreadable]
 
 
 @dataclass(frozen=True)

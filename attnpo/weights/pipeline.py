@@ -161,6 +161,23 @@ def finished_weights(
     return finished
 
 
+def raw_weights(
+    source: WeightSource,
+    captured: PairWeights,
+    encoded: Mapping[str, EncodedResponse],
+    align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
+    *,
+    layers: tuple[Row, ...] = (),
+) -> dict[str, Float[Tensor, "_"]]:
+    """By side, what was captured: the mean over its rounds on the training tokens, before any post-processing."""
+    found = {}
+    for side in SIDES:
+        rows, _ = _same_tokens([item.side(side) for item in source.select(captured, layers).rounds])
+        mean = average_rounds([row.weights[0] for row in rows])
+        found[side] = _align(rows[0], mean, encoded[side], align_method).weights
+    return found
+
+
 def weight_rows(finished: Mapping[str, Finished], pair_id: str) -> dict[str, WeightRow]:
     """What a transform sees of a pair."""
     seen = {side: finished[side].changeable for side in SIDES}

@@ -110,6 +110,8 @@ _CONVENTIONS = [
               st.dictionaries(st.text(max_size=4), _JUNK, max_size=1)),
     st.builds(lambda row, key: {**row, key: None},
               st.builds(_conversations, _HISTORY, _PLAIN, _TEXT), st.sampled_from(["chosen", "rejected", "prompt"])),
+    st.builds(lambda h, c, r: {name: str(turns) for name, turns in _conversations(h, c, r).items()},
+              _HISTORY, _PLAIN, _PLAIN),
     st.builds(lambda h, g, c, r: {"chosen": [*h, _said(c)], "rejected": [*g, _said(r)]},
               _HISTORY, _HISTORY, _PLAIN, _TEXT),
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Data files that are empty, broken, of another kind, or have other columns."""
 
+import csv
 import gzip
+import io
 import json
 import shutil
 import zlib
@@ -117,6 +119,26 @@ def test_files_that_are_read_in_full(attempts: Attempts, record: Record, case: s
     assert f"{TRAIN + surrogate} rows read, {TRAIN} kept, {int(surrogate)} dropped" in message
     if not surrogate:
         record(case, message.partition("(train): ")[2], "nothing")
+
+
+def test_a_sheet_with_an_empty_and_a_ragged_row(attempts: Attempts, record: Record) -> None:
+    """The same pairs as texts in CSV: read and judged; one cell empty, the row is counted; one too many, refused."""
+    held = io.StringIO()
+    sheet = csv.writer(held)
+    sheet.writerow(["prompt", "chosen", "rejected"])
+    sheet.writerows(
+        [row["prompt"], row["chosen"][-1]["content"], row["rejected"][-1]["content"]] for row in attempts.rows
+    )
+    sheet.writerow(["p", "", "b"])
+    message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).noted(
+        "(train)", "rows read,"
+    )
+    assert message.endswith(f"{TRAIN + 1} rows read, {TRAIN} kept, 1 dropped; value is missing: 1 (row {TRAIN})")
+    record("CSV with an empty cell", message.partition("(train): ")[2], "1 pair, counted")
+    sheet.writerow(["p", "a", "b", "c"])
+    message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).refused()
+    assert f"train.csv, the row that ends in line {TRAIN + 3} has 4 cells and the first line names 3 columns" in message
+    record("CSV with a row too long", message, NOT_STARTED)
 
 
 def test_rows_whose_columns_change_their_type(attempts: Attempts, record: Record) -> None:

@@ -215,6 +215,7 @@ PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.HISTORIES, {"chosen": [USER, said("a")], "rejected": [*DIALOGUE, said("b")]}),
     (Reason.HISTORIES, {"chosen": LABELLED + " Red", "rejected": LABELLED.replace("Hello", "Hey") + " Two"}),
     (Reason.PROMPT, {"prompt": "Name a fish.", "chosen": [USER, said("a")], "rejected": [USER, said("b")]}),
+    (Reason.WRITTEN, {"prompt": "p", "chosen": str([said("a")]), "rejected": json.dumps([said("b")])}),
     (Reason.NO_PROMPT, {"chosen": [said("a")], "rejected": [said("b")]}),
     (Reason.NO_PROMPT, {"prompt": [SYSTEM], "chosen": [said("a")], "rejected": [said("b")]}),
     (Reason.NO_PROMPT, {"chosen": "Red", "rejected": "Two"}),
@@ -264,6 +265,17 @@ def test_mapped_columns_and_extra() -> None:
     with pytest.raises(RowProblem, match="malformed"):  # two system messages
         turns = {"prompt": [SYSTEM, USER], "chosen": "Red", "rejected": "Two", "system": "Be kind."}
         row_to_pair(turns, Columns(system="system"))
+
+
+def test_an_input_column_continues_the_prompt() -> None:
+    columns = Columns(prompt="instruction", input="input")
+    row = {"instruction": "Translate.", "input": "rouge", "chosen": "red", "rejected": "two"}
+    assert row_to_pair(row, columns).prompt == (asked("Translate.\nrouge"),)
+    for blank in ("", " ", None):
+        assert row_to_pair({**row, "input": blank}, columns).prompt == (asked("Translate."),)
+    assert row_to_pair(row, columns).extra == {}
+    with pytest.raises(RowProblem, match=Reason.MALFORMED.value):
+        row_to_pair({**row, "instruction": [USER]}, columns)
 
 
 def test_prompt_column_none_ignores_a_prompt() -> None:
@@ -455,7 +467,7 @@ def test_parquet_shards_equal_json(folder: Path, nested: str) -> None:
 
 def test_single_file_needs_a_share_for_validation(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(folder / "train.jsonl")
-    with pytest.raises(UserError, match=r"data\.val_rows"):
+    with pytest.raises(UserError, match=r"set data\.val_share .*data\.val_rows"):
         PairSource(path).load("val")
     source = PairSource(path, train_rows="0:80%", val_rows="80%:")
     assert prompts(source.load("train")) + prompts(source.load("val")) == [f"train {i}" for i in range(10)]
@@ -476,9 +488,9 @@ def test_errors_name_what_is_there(folder: Path) -> None:
         PairSource(str(folder)).load("train")
     with pytest.raises(UserError, match="cannot be read as parquet"):
         PairSource(str(folder / "train.parquet")).load("train")
-    (folder / "pairs.csv").write_text("a,b\n")
-    with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.csv"):
-        PairSource(str(folder / "pairs.csv")).load("train")
+    (folder / "pairs.xlsx").write_text("a,b\n")
+    with pytest.raises(UserError, match=r"expected a file ending in .*got pairs\.xlsx"):
+        PairSource(str(folder / "pairs.xlsx")).load("train")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from attnpo.data.collate import TrainingExample
-from attnpo.data.datamodule import PreferenceDataModule, cost_of
+from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS, PACKED, PADDED, RowCost
 from attnpo.data.rules import BatchPlan
+from attnpo.data.token_budget import cost_of
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError
 from tests.training.tiny import make_examples

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attnpo.data.collate import TrainingExample, collate
+from attnpo.models.backbone import frozen
 from attnpo.models.layouts import padded
 from attnpo.models.logps import Head, token_statistics
 from attnpo.models.scored import ScoredLM
@@ -19,7 +20,7 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.tdpo import TDPO1, TDPO2
 from attnpo.schema import EncodedResponse, PreferenceBatch
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 
 VOCAB, HIDDEN, CHUNK, LENGTHS = 131072, 8, 48, (90, 70)

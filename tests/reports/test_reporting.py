@@ -1,13 +1,16 @@
 """The tables of ``report``: weights of a tiny world against loops of their own, studies and runs read back."""
 
+import base64
 import csv
 import json
 import math
 import shutil
+import zlib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from attnpo.config import compose, typed
@@ -21,10 +24,12 @@ from attnpo.reports.folder_report import figures
 from attnpo.reports.report import report
 from attnpo.reports.report_config import ReportConfig
 from attnpo.runs.inputs import make_inputs
+from attnpo.runs.models import reference_table
 from attnpo.schema import SIDES, UserError
 from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
 from attnpo.studies.tables import DIGITS, main_table
+from attnpo.weights.capture import store_logps
 from tests.runs.worlds import World, build_world, judge_loads
 
 
@@ -189,9 +194,41 @@ def test_the_page_shows_tables_and_heat_maps(world: World, tmp_path: Path) -> No
         assert (tmp_path / "r" / f"heat-attention_L{layer}.png").read_bytes().startswith(PNG[:8])
 
 
+def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Path) -> None:
+    """Layers and rounds of attention against loops of their own, rollout beside it; the judge order in the note."""
+    inputs = make_inputs(world.config("reference=cached", "weights.layer=2"))
+    table = reference_table(inputs.context)
+    first = inputs.examples["train"].examples[0]
+    logps = [torch.full((len(side.response_ids),), -0.5) for side in first.sides]
+    store_logps(table, {first.pair_id: (logps[0], logps[1])})
+    weights_of(world, tmp_path, "layers=[1,2]", "explorer=5", "against=rollout")
+    page = (tmp_path / "r" / "explorer.html").read_text(encoding="utf-8")
+    told = json.loads(packed_in(page, "texts"))
+    assert [pair["id"] for pair in told["pairs"]] == [one.pair_id for one in inputs.examples["train"].examples[:5]]
+    assert "round 1: chosen is A" in told["pairs"][0]["note"]
+    names = [(view["source"], view["layer"], view["round"]) for view in told["views"]]
+    rounds = ("combined", "round 1", "round 2")
+    layers = [("attention", "L1"), ("attention", "L2"), ("rollout", "")]
+    assert sorted(names) == sorted((*layer, one) for layer in layers for one in rounds)
+    view = told["views"][names.index(("attention", "L2", "combined"))]
+    codes = packed_in(page, f"weights-{names.index(('attention', 'L2', 'combined'))}")
+    for place, (weight, code) in enumerate(zip(first.weights[0].tolist(), codes, strict=False)):
+        shown = 2 ** (view["low"] + (code - 1) * view["step"]) / first.lengths[0] if code else 0.0
+        assert shown == pytest.approx(weight, rel=view["error"] + 1e-6), place
+    assert told["logps"][0]["name"] == "reference"
+    assert packed_in(page, "logps-0")[:2] != b"\xff\xff", "the first pair's log-probs are stored"
+
+
+def packed_in(page: str, name: str) -> bytes:
+    """What the explorer holds under a name, unpacked."""
+    packed = page.partition(f'id="data-{name}">')[2].partition("<")[0]
+    return zlib.decompress(base64.b64decode(packed))
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["explorer=-1"], "explorer at least 0"),
         (["layers=[3]"], "layers: expected a whole number from 1 to 2"),
         (["layers=[1]", "weights=rollout"], "weights=rollout has no layer to choose"),
         (["objective=dpo", "weights=attention"], "reads no token weights"),

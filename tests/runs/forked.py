@@ -65,7 +65,7 @@ def trace(board: Board) -> None:
     """Makes every run of this process keep ``board``."""
     import lightning as L
 
-    from attnpo.runs import run
+    from attnpo.runs import training
     from attnpo.training import checkpoints
 
     class Trace(L.Callback):
@@ -98,7 +98,7 @@ def trace(board: Board) -> None:
         def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
             board.write(moment=AFTER, ended=time.monotonic())
 
-    make_callbacks, save = run.make_callbacks, checkpoints.CheckpointFolder.save
+    make_callbacks, save = training.make_callbacks, checkpoints.CheckpointFolder.save
 
     def traced(*arguments: Any, **named: Any) -> list[Any]:
         return [*make_callbacks(*arguments, **named), Trace()]
@@ -111,7 +111,7 @@ def trace(board: Board) -> None:
         save(self, *arguments, **named)
         board.write(moment=before)
 
-    run.make_callbacks = traced
+    training.make_callbacks = traced
     checkpoints.CheckpointFolder.save = traced_save  # type: ignore[method-assign]
 
 

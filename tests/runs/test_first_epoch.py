@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.runs import run as run_module
+from attnpo.runs import training
 from attnpo.runs.context import make_context
 from attnpo.runs.inputs import inputs_on
 from attnpo.runs.models import load_reference, reference_table
@@ -43,7 +43,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.append("reference")
         return load_reference(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(run_module, "load_reference", counted)
+    monkeypatch.setattr(training, "load_reference", counted)
     return seen
 
 
@@ -80,14 +80,14 @@ def test_the_second_epoch_reads_what_the_first_has_stored(
 
 def test_the_second_epoch_runs_no_reference(fresh: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    ask: Callable[..., object] = run_module.PreferenceModule._reference_stats
+    ask: Callable[..., object] = training.PreferenceModule._reference_stats
 
     def counted(self: object, group: object, requests: object) -> object:
         if self.reference is not None:  # type: ignore[attr-defined]
             rows.append(group.response_ids.shape[0])  # type: ignore[attr-defined]
         return ask(self, group, requests)
 
-    monkeypatch.setattr(run_module.PreferenceModule, "_reference_stats", counted)
+    monkeypatch.setattr(training.PreferenceModule, "_reference_stats", counted)
     run(fresh.config(*QUICK[:-2], "trainer.validate_every=epoch", QUICK[-1], "reference=first_epoch"), tmp_path / "run")
     # Validation before the first step and after the first epoch, and the first epoch itself; two rows a pair.
     assert sum(rows) == 2 * (VAL + TRAIN + VAL)
@@ -110,9 +110,9 @@ def test_the_reference_is_gone_in_the_second_epoch(
         alive.append((self.trainer.current_epoch, loaded[0]() is not None))  # type: ignore[attr-defined]
         return train(self, batch, index)
 
-    train: Callable[..., object] = run_module.PreferenceModule.training_step
-    monkeypatch.setattr(run_module, "load_reference", load)
-    monkeypatch.setattr(run_module.PreferenceModule, "training_step", step)
+    train: Callable[..., object] = training.PreferenceModule.training_step
+    monkeypatch.setattr(training, "load_reference", load)
+    monkeypatch.setattr(training.PreferenceModule, "training_step", step)
     run(fresh.config(*QUICK, "reference=first_epoch"), tmp_path / "run")
     assert set(alive) == {(0, True), (1, False)}
 

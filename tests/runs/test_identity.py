@@ -49,7 +49,7 @@ def test_every_module_that_can_run_a_point_counts_and_no_other(package: Path) ->
     runs_a_point = {
         *(
             "runs/run.py",
-            "runs/models.py",
+            "runs/training.py",
             "runs/inputs.py",
             "runs/judges.py",
             "runs/models.py",
@@ -78,15 +78,20 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
         ("runs/other_pairs.py", "evaluation/implicit_reward.py"),  # the type of what it weighs for a benchmark
+        ("runs/for_page.py", "display/heat.py"),
+        ("runs/for_page.py", "display/heat_record.py"),
+        ("runs/heat_rows.py", "display/heat.py"),
         ("runs/report.py", "display/drift_figure.py"),
         ("runs/report.py", "display/figures.py"),
         ("runs/report.py", "display/heat.py"),
         ("runs/report.py", "display/heatmap.py"),
         ("runs/report.py", "display/page.py"),
         ("runs/report.py", "display/tables.py"),
+        ("studies/plan.py", "studies/benchmarks.py"),  # refuses what could not be measured
         ("studies/runner.py", "studies/benchmarks.py"),  # measures what the points have left
         ("studies/runner.py", "studies/exports.py"),  # sets callbacks, which count as any key does
         ("studies/runner.py", "studies/predictions.py"),  # keeps what was predicted, before any point runs
+        ("studies/runner.py", "studies/selection.py"),  # a point in words, for the log
         ("studies/study.py", "display/page.py"),
         ("studies/study.py", "studies/benchmark_scores.py"),  # what may be asked for
     }

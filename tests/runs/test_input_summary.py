@@ -18,7 +18,7 @@ from attnpo.runs.context import log_store, make_context
 from attnpo.runs.folders import store_root
 from attnpo.runs.input_summary import example_statistics, log_inputs, token_percentiles
 from attnpo.runs.inputs import make_inputs
-from attnpo.runs.startup import announce, config_lines, log_once, opening
+from attnpo.runs.startup import announce, log_once, opening
 from attnpo.schema import UserError
 from attnpo.weights.cache import Store
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
@@ -42,36 +42,27 @@ def nothing_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 # ------------------------------------------------------------------------------------------------ before anything loads
 
 
-def test_the_opening_names_command_folder_store_and_every_part(world: World, tmp_path: Path) -> None:
-    store = tmp_path / "store"
-    (store / "weights").mkdir(parents=True)
-    (store / "weights" / "shard").write_bytes(bytes(3 * 2**20))
-    given = world.overrides(f"store={store}", "name='two words'")
+def test_the_opening_says_in_six_lines_what_is_about_to_be_done(world: World, tmp_path: Path) -> None:
+    given = world.overrides(f"store={tmp_path}", "transform=shuffled")
     lines = list(opening("fit", load("fit", given), tmp_path / "run"))
-    assert lines[0].startswith("python -m attnpo.fit setting=real_smoke judge=testbed model.path=")
-    assert lines[0].endswith("""'name='"'"'two words'"'"''""") or "two words" in lines[0]
-    assert lines[1] == f"run folder: {tmp_path / 'run'}; the full configuration will be in its config.yaml"
-    assert lines[2] == f"store: {store} (3.0 MiB)"
-    parts = {line.partition(":")[0]: line for line in lines[3:]}
-    assert parts["objective"] == (
-        "objective: TwDPO beta=0.1 length_scale=true length_from=source label_smoothing=0.0 loss_type=sigmoid "
-        "sft_coef=0.0 sft=mean anchor=0.0 anchor_on=all"
-    )
-    assert "postprocess.sink_tokens=1" in parts["weights"] and "labels=[A,B]" in parts["judge"]
-    assert parts["run"].startswith("run: name='two words' output=outputs ") and "seed=0" in parts["run"]
-    assert parts["devices"] == "devices: cpu; processes 1; CPU threads per process 1; seed 0"
-    assert all("\n" not in line for line in lines)
-    (tmp_path / "run").mkdir()
-    assert "which exists" in list(opening("fit", load("fit", given), tmp_path / "run"))[1]
-    assert not any("run folder" in line for line in opening("weigh", load("weigh", given), None))
+    assert lines == [
+        "fit       one run, setting real_smoke",
+        f"model     {world.model}; reference live",
+        f"data      {world.data}, 4 pairs a step",
+        "weights   attention, layer last, judge the model itself, transforms shuffled",
+        "objective twdpo, beta 0.1, learning rate 0.0001",
+        f"budget    1 epoch; seed 0, CPU; results in {tmp_path / 'run'} (all settings: config.yaml)",
+    ]
+    weigh = list(opening("weigh", load("weigh", given), None))
+    assert weigh[0].startswith("weigh ") and weigh[5] == f"results   in the store {tmp_path}"
 
 
-def test_every_value_that_is_set_is_in_the_configuration_lines() -> None:
-    values = load("fit").values
-    text = "\n".join(config_lines(values))
-    assert "prepare: Testbed seed=0" in text and "base.judge_gate=0.85" in text and "grid: lr=[2.5e-05,5e-05]" in text
-    assert "null" not in text and "None" not in text and "composed" not in text
-    assert len(text.splitlines()) < len(values)
+def test_a_study_is_announced_by_what_it_compares() -> None:
+    cfg = load("fit", ["experiment=layer_sweep", "seeds=2"])
+    lines = list(opening("fit", cfg, Path("out"), "as planned"))
+    assert len(lines) == 6 and lines[0].startswith("fit       study layer_sweep: One layer of judge attention")
+    assert lines[3] == "weights   each arm's own" and "each arm's grid: lr [2.5e-05, 5e-05]" in lines[4]
+    assert lines[1].startswith("model     built by testbed") and lines[5].startswith("budget    as planned; ")
 
 
 def test_versions_are_those_installed_and_the_checkouts_commit() -> None:

@@ -19,12 +19,13 @@ from attnpo.runs.context import RunContext, make_context, reference_fingerprint
 from attnpo.runs.fill_store import fill_store
 from attnpo.runs.models import load_policy, load_reference, load_start
 from attnpo.runs.result import RunResult
-from attnpo.runs.run import Trained, run, train
+from attnpo.runs.run import run
+from attnpo.runs.training import Trained, train
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
 from tests.runs.worlds import World, build_world
 
-run_room = importlib.import_module("attnpo.runs.run")
+training_room = importlib.import_module("attnpo.runs.training")
 policies_room = importlib.import_module("attnpo.runs.models")
 LORA = ("model=lora", "model.lora.rank=4", "optimizer.lr=1e-2", "weights=uniform", "callbacks=none")
 
@@ -157,7 +158,7 @@ def test_an_objective_without_a_reference_holds_none(
         loaded.append(load_start(context))
         return loaded[-1]
 
-    monkeypatch.setattr(run_room, "train", watched)
+    monkeypatch.setattr(training_room, "train", watched)
     monkeypatch.setattr(policies_room, "load_start", counted)
     run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
     assert (found[0].reference is None) == (objective != "dpo")

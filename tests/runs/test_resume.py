@@ -16,7 +16,7 @@ from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
 from attnpo.schema import UserError
 from attnpo.training.checkpoint_folders import STATE, read_account
-from attnpo.training.signals import Interrupted
+from attnpo.training.interrupted import Interrupted
 from tests.runs.worlds import World, build_world
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")

@@ -173,7 +173,10 @@ def test_a_signal_within_a_step_saves_and_ends(runs: Runs, unbroken: float, name
     assert read_account(folder / "last")["step"] == 7
     assert (folder / "last" / "model.safetensors").is_file()
     last = runs.said(name).splitlines()[-1]
-    assert last == (f"stopped by {name} at step 7 of 12, saved {folder / 'last'}; go on with name={name} resume=auto")
+    assert last.startswith(
+        f"stopped by {name} at step 7 of 12, saved {folder / 'last'}; go on with python -m attnpo.fit "
+    )
+    assert last.endswith(f" name={name} resume=auto")
     assert runs.start(name, "resume=auto")["status"] == 0, runs.said(name)[-3000:]
     assert_same_end(runs, name)
 
@@ -209,7 +212,8 @@ def test_a_signal_after_the_last_step_is_not_forgotten(runs: Runs, unbroken: flo
     folder = runs.output / run
     assert done["status"] == 128 + number, runs.said(run)[-3000:]
     last = runs.said(run).splitlines()[-1]
-    assert last == f"stopped by {name} at step 12 of 12, saved {folder / 'last'}; go on with name={run} resume=auto"
+    assert last.startswith(f"stopped by {name} at step 12 of 12, saved {folder / 'last'}; go on with python -m ")
+    assert last.endswith(f" name={run} resume=auto")
     assert "Traceback" not in runs.said(run) and not (folder / "result.json").exists()
     if place == "final save" and name == "SIGTERM":
         assert runs.start(run, "resume=auto")["status"] == 0, runs.said(run)[-3000:]

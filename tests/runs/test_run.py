@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -65,6 +66,10 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
     example = json.loads((folder / "generations.jsonl").read_text().splitlines()[0])
     assert set(example) == {"prompt", "policy", "reference"}
     assert "Token weights of the first pairs" in page and page.count("background") > 20
+    assert "Answers before and after training" in page and "after (policy)" in page
+    assert 'data-rounds="1"' in page and "log-prob: policy -" in page, "a layer and round to switch to, and facts"
+    assert re.search(r'<th [^>]*class="num"[^>]*>validation</th>', page) is not None, "inputs, a column per split"
+    assert (folder / "curves.svg").is_file()
     assert len((folder / "generations.jsonl").read_text().splitlines()) == 2
     config = OmegaConf.load(folder / "config.yaml")
     assert config.objective.beta == 0.1 and "???" not in (folder / "config.yaml").read_text()

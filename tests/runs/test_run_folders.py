@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnpo.fit import main
-from attnpo.runs import run as run_module
+from attnpo.runs import report
 from attnpo.runs.folders import make_folder, run_folder
 from attnpo.runs.resume import clear, find_resume, refuse_taken
 from attnpo.runs.run import run
@@ -159,7 +159,7 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_run_report", killed)
+        patch.setattr(report, "write_run_report", killed)
         with pytest.raises(KeyboardInterrupt):
             run(cfg, folder)
     assert read_account(folder / "last")["step"] == 3 and not (folder / "result.json").exists()

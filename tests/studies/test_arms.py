@@ -175,7 +175,7 @@ def test_a_study_with_equal_arms_ends_before_anything_is_computed(tmp_path: Path
     cfg = world.config("experiment=twins", config_dir=tmp_path / "configs")
     with pytest.raises(UserError, match="its arms uniform and same again would be the same runs"):
         run_study(cfg, tmp_path / "out")
-    assert not world.store.exists() and not list((tmp_path / "out").iterdir())
+    assert not world.store.exists() and not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------------------ points

@@ -14,9 +14,10 @@ from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.runs.result import RunResult
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.studies.frontier import difference
-from attnpo.studies.report import all_points, analysis_sections, drawn_together, keep_record, write_study_report
+from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
 from attnpo.studies.selection import PointResults, best_by_arm, best_point, gather, interval_text, verdict
 from attnpo.studies.study import Arm, Cost, Grid, Outcome, Point, Study
+from attnpo.studies.study_figures import drawn_together
 from attnpo.studies.tables import level_tables, main_table
 from tests.runs.probe import Probe
 
@@ -466,7 +467,7 @@ def test_a_studys_figures_are_those_of_its_page(tmp_path: Path) -> None:
     for path in (tmp_path / "probe.png", tmp_path / "points" / "curves.png"):
         training_curves([{"step": 0.0, "train/loss": 0.7}], path, "x")
     images = [Image(tmp_path / "probe.png"), Image(tmp_path / "points" / "curves.png")]
-    assert write_study_report(outcome, [Section("probe", images)]) == ["probe.png"]
+    assert write_study_report(outcome, [Section("probe", images)]) == ["probe.png", "probe.svg"]
 
 
 def test_what_was_spent_once_for_all_arms_is_told() -> None:

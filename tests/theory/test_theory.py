@@ -218,7 +218,7 @@ def test_the_figures_and_the_command(
 ) -> None:
     assert theory_figure(study, tmp_path / "a.png").stat().st_size > 20_000
     assert tightness_figure(study, tmp_path / "b.png").stat().st_size > 20_000
-    monkeypatch.setattr("attnpo.theory.__main__.run_study", lambda: study)
+    monkeypatch.setattr("attnpo.theory.study.run_study", lambda: study)
     assert main([str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "theory.png").is_file()
     assert (tmp_path / "out" / "tightness.png").is_file()

@@ -27,8 +27,8 @@ from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
 from attnpo.training.resume_state import Continuation
-from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.trainer import make_trainer, quiet_lightning, total_steps
+from attnpo.training.settings import LoggerSettings, TrainerSettings, total_steps
+from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.stored import epoch_order, spoil, stored_data, stored_reference
 from tests.training.tiny import make_data, make_examples, make_module
 

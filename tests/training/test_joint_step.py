@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.rules import BatchPlan
+from attnpo.models.backbone import frozen
 from attnpo.models.layouts import padded
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
@@ -25,7 +26,7 @@ from attnpo.objectives.terms import AnchorOn
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
 from attnpo.training.fsdp import shard
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from tests.training.tiny import VOCAB, make_data, make_examples
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from attnpo.config import check
 from attnpo.data.collate import collate
 from attnpo.data.rules import BatchPlan
+from attnpo.models.backbone import frozen
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
@@ -22,7 +23,7 @@ from attnpo.objectives.twdpo import TwDPO
 from attnpo.runs.run import run
 from attnpo.schema import Kind, ObjectiveOutput, PreferenceBatch, TokenStats, UserError
 from attnpo.training.metrics_file import read_metrics
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.sources.transport import Transport

@@ -23,11 +23,12 @@ from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.checkpoints import LastCheckpoint
 from attnpo.training.export import Exporter
+from attnpo.training.interrupted import Interrupted
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics, read_metrics
 from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import LoggerSettings, TrainerSettings
-from attnpo.training.signals import Interrupted, Interruption
+from attnpo.training.signals import Interruption
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.training.processes import in_two_processes
 from tests.training.tiny import make_data, make_examples, make_module

@@ -12,13 +12,14 @@ from torch import Tensor
 from attnpo.data.collate import collate
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
+from attnpo.models.backbone import frozen
 from attnpo.models.generate import Request, uniforms_of
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.layouts import packed, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.tidpo import TIDPO
 from attnpo.schema import PreferenceBatch, Sampling, UserError
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors, _draw, prompts_of
 from attnpo.weights.sources.gradient import Gradient

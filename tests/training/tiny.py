@@ -6,12 +6,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
+from attnpo.models.backbone import frozen
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import EncodedResponse
-from attnpo.training.module import PreferenceModule, frozen
+from attnpo.training.module import PreferenceModule
 from attnpo.training.optimizer import Optimizer
 
 VOCAB = 40

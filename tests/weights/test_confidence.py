@@ -11,8 +11,8 @@ from attnpo.config import groups
 from attnpo.conformance.records import built
 from attnpo.runs.settings import require_reader
 from attnpo.schema import Kind, PreferenceBatch, PreferencePair, TokenStats, UserError
-from attnpo.training.metrics import pair_values
-from attnpo.training.module import weighed
+from attnpo.training.online_weights import weighed
+from attnpo.training.pair_values import pair_values
 from attnpo.weights.base import NativeSource, OnlineSource, PairWeigher, is_neutral, online_reads
 from attnpo.weights.sources.confidence import Confidence, Entropy, Selective, above_quantile, below_mean, highest
 from attnpo.weights.sources.pair_strength import MWPO, WPO, PairColumn

@@ -14,7 +14,8 @@ from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.otpo import OTPO
 from attnpo.schema import SIDES, EncodedResponse, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
-from attnpo.training.module import PreferenceModule, weighed
+from attnpo.training.module import PreferenceModule
+from attnpo.training.online_weights import weighed
 from attnpo.training.optimizer import Optimizer
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, WeightSource, is_neutral, online_reads
 from attnpo.weights.pipeline import FOR_FACTORS, TrainingWeights, check_transforms, training_weights

@@ -1,0 +1,82 @@
+"""``attnpo COMMAND ...``, and the same as ``python -m attnpo COMMAND ...``: finds a command and becomes it.
+
+A command runs as ``python -m attnpo.COMMAND`` does, so exit statuses, signals and further processes are the same.
+"""
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from attnpo.console import CALLED, as_called, leads
+
+COMMANDS = {
+    "fit": "train one run, or all runs of a study",
+    "weigh": "compute token weights ahead of training, in any number of processes",
+    "show": "look at pairs: tokens, weights and log-probs of both answers",
+    "generate": "let a model answer prompts",
+    "pair": "rank several answers to a prompt and make preference pairs of them",
+    "evaluate": "measure a model on a benchmark, or a judge before it is used",
+    "report": "tables and figures of finished runs, studies and evaluations",
+    "verify": "recompute golden numbers on this machine",
+    "theory": "check the paper's theory on policies small enough to enumerate",
+}
+USAGE = """\
+usage: python -m attnpo COMMAND [...]
+
+Token-weighted preference optimisation of causal language models.
+
+commands:
+{commands}
+
+Type this first; it trains a small model here, without a network or a GPU:
+  python -m attnpo.fit
+What a command takes, with examples:
+  python -m attnpo.fit --help
+"""
+
+
+def present() -> dict[str, str]:
+    """The commands of this version with a line on each; their modules are found, not imported."""
+    return {name: line for name, line in COMMANDS.items() if find_spec(f"attnpo.{name}") is not None}
+
+
+def usage() -> str:
+    """What ``attnpo`` alone prints."""
+    return as_called(USAGE.format(commands="\n".join(f"  {name:<9} {line}" for name, line in present().items())))
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit status of the command that ``words`` begin with: 0, 2 for one that there is not, else its own."""
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0
+    name, rest = words[0], list(words[1:])
+    if name not in present():
+        if leads():
+            sys.stderr.write(as_called(f"error: {_refusal(words)}\n"))
+        return 2
+    sys.argv[1:] = rest
+    # Becomes the process's main module: what starts further processes reads its name there.
+    runpy.run_module(f"attnpo.{name}", run_name="__main__", alter_sys=True)
+    return 0
+
+
+def _refusal(words: Sequence[str]) -> str:
+    from attnpo.components import did_you_mean
+
+    if "=" in words[0]:
+        return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {words[0]}`"
+    names = list(present())
+    return f"{words[0]}: no such command{did_you_mean(words[0], names)}\ncommands: {', '.join(names)}"
+
+
+def script() -> int:
+    """What the command ``attnpo`` of an installation runs."""
+    os.environ[CALLED] = "attnpo"
+    return main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,232 @@
+"""Tables of rows: files, folders with a file per split, saved data sets, the Hugging Face hub.
+
+JSON is read by ``attnpo.data.json_lines``, CSV and TSV by ``attnpo.data.delimited``, Parquet, folders that
+``save_to_disk`` wrote and the hub by the ``datasets`` library.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attnpo.components import did_you_mean
+from attnpo.data.delimited import DELIMITED, read_delimited
+from attnpo.data.json_lines import Table, read_lines
+from attnpo.hub import hub, out_of_reach
+from attnpo.schema import UserError
+
+if TYPE_CHECKING:
+    import datasets
+
+_LOG = logging.getLogger(__name__)
+
+_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".parquet", *DELIMITED)
+_SHARD = re.compile(r"-\d{5}-of-\d{5}$")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# What ``save_to_disk`` leaves in the folder of a data set, and in the folder of one with splits.
+_SAVED, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+
+
+def read_table(path: str, split: str, option: str, subset: str | None = None, revision: str | None = None) -> Table:
+    """All rows of a file, of a split of a folder, or of a dataset on the hub.
+
+    ``option`` is the config key that names the split, for errors. UserError when nothing is there or it cannot be read.
+    """
+    place = Path(path).expanduser()
+    if place.exists() and subset:
+        raise UserError(
+            f"data.subset={subset} names a part of a dataset on the hub, and data.path={path} is on this machine: set "
+            "data.subset=null and data.path to the folder or file that is meant"
+        )
+    if place.exists() and revision:
+        _LOG.warning("data.path=%s is on this machine: data.revision does nothing", path)
+    if place.is_file():
+        return _from_files([place], path)
+    if (place / _SAVED).is_file():
+        return _from_saved(place, path)
+    if (place / _SAVED_SPLITS).is_file():
+        names = _saved_splits(place, path)
+        if split not in names:
+            raise UserError(
+                f"{option}={split}: the data set saved in {place} has the splits {', '.join(names) or 'none'}"
+                f"{_near(split, names, option)}. Name one of them with {option}=NAME"
+            )
+        return _from_saved(place / split, path)
+    if place.is_dir():
+        return _from_files(_split_files(place, split, option), path)
+    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
+    return _from_hub(path, split, subset, revision)
+
+
+def is_one_table(path: str) -> bool:
+    """Whether there is one table without splits at ``path``: a file, or a data set saved without splits."""
+    place = Path(path).expanduser()
+    return place.is_file() or (place / _SAVED).is_file()
+
+
+def has_split(path: str, split: str) -> bool:
+    """Whether a split has this name; True on the hub, which only loading would tell."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        return not place.exists()
+    if (place / _SAVED_SPLITS).is_file():
+        return split in _saved_splits(place, path)
+    return split in _stems(place).values()
+
+
+def _suffix(file: Path) -> str | None:
+    """The ending of a file that can be read, None for others."""
+    return next((suffix for suffix in _SUFFIXES if file.name.endswith(suffix)), None)
+
+
+def _split_files(folder: Path, split: str, option: str) -> list[Path]:
+    """The files of one split: one file, or its shards in order."""
+    stems = _stems(folder)
+    files = [file for file, stem in stems.items() if stem == split]
+    if not files:
+        listed = ", ".join(sorted({str(file.relative_to(folder)) for file in stems})) or "none"
+        raise UserError(
+            f"{option}={split}: {folder} has no file {split}.jsonl, {split}.csv or {split}.parquet; files it has: "
+            f"{listed}{_near(split, list(stems.values()), option)}. Name one of them without its ending with "
+            f"{option}=NAME"
+        )
+    shards = [file for file in files if _SHARD.search(file.name[: -len(_suffix(file) or "")])]
+    if (len(files) > 1 and shards != files) or len({(_suffix(file), file.parent) for file in files}) > 1:
+        listed = ", ".join(str(file.relative_to(folder)) for file in files)
+        raise UserError(f"{option}={split} in {folder} could be any of {listed}; set data.path to the one you mean")
+    return files
+
+
+def _stems(folder: Path) -> dict[Path, str]:
+    """The files of a folder that can be read, also in a sub-folder ``data``, and the split that each belongs to."""
+    files = [file for place in (folder, folder / "data") if place.is_dir() for file in sorted(place.iterdir())]
+    readable = [file for file in files if file.is_file() and _suffix(file) is not None]
+    return {file: _SHARD.sub("", file.name[: -len(_suffix(file) or "")]) for file in readable}
+
+
+def _near(split: str, names: Sequence[str], option: str) -> str:
+    """A remark with the split whose name holds ``split``, is held by it, or is nearest to it."""
+    holding = next((name for name in names if name in split or split in name), None)
+    return f"; did you mean {option}={holding}?" if holding else did_you_mean(split, names, f"{option}=")
+
+
+def _neighbours(place: Path) -> str:
+    """A sentence on what does exist near a path that does not."""
+    parent = next(parent for parent in place.absolute().parents if parent.is_dir())
+    names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in parent.iterdir())
+    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+    return f"{parent} holds: {shown or 'nothing'}"
+
+
+# ------------------------------------------------------------------------------------------------ the library
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The library without progress bars and log lines (what matters in them is raised), and back afterwards."""
+    import datasets
+
+    shown, level = not datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _from_files(files: list[Path], path: str) -> Table:
+    suffix = _suffix(files[0])
+    if suffix is None:
+        raise UserError(f"data.path={path}: expected a file ending in {', '.join(_SUFFIXES)}, got {files[0].name}")
+    if suffix == ".parquet":
+        table = _from_parquet(files, path)
+    else:
+        table = read_delimited(files, path) if suffix in DELIMITED else read_lines(files, path)
+    if not len(table):
+        named = ", ".join(file.name for file in files)
+        raise UserError(f"data.path={path}: {named} is empty; expected one row per line")
+    return table
+
+
+def _from_parquet(files: list[Path], path: str) -> Table:
+    import datasets
+
+    try:
+        with _quiet():
+            table: Table = datasets.load_dataset(
+                "parquet",
+                data_files={"train": [str(file) for file in files]},
+                split="train",
+                trust_remote_code=False,
+            )
+        _check_utf8(table)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, StopIteration) as error:
+        named = ", ".join(file.name for file in files)
+        raise UserError(
+            f"data.path={path}: {named} cannot be read as parquet: {error.__cause__ or error}. Expected a table with "
+            "text that is valid Unicode"
+        ) from error
+    return table
+
+
+def _from_saved(folder: Path, path: str) -> Table:
+    """The rows of a folder that ``Dataset.save_to_disk`` wrote."""
+    import datasets
+
+    try:
+        with _quiet():
+            table = datasets.load_from_disk(str(folder))
+        if not isinstance(table, datasets.Dataset):
+            raise ValueError("it holds several splits")
+        if not len(table):
+            raise ValueError("it has no rows")
+        _check_utf8(table)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, TypeError, LookupError) as error:
+        raise UserError(
+            f"data.path={path}: {folder} cannot be read as a saved data set ({error}): expected what "
+            "save_to_disk of the library datasets writes, whole and with rows; save or copy it again"
+        ) from error
+    saved: Table = table
+    return saved
+
+
+def _saved_splits(folder: Path, path: str) -> list[str]:
+    """The names of the splits of a saved data set."""
+    file = folder / _SAVED_SPLITS
+    try:
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"data.path={path}: {file} cannot be read ({type(error).__name__}: {error}); save or copy the data again"
+        ) from error
+
+
+def _check_utf8(table: "datasets.Dataset") -> None:
+    """Raises ValueError where a text of the table is not UTF-8, which ``datasets`` itself notices only on use."""
+    for column in table.data.columns:
+        for chunk in column.chunks:
+            chunk.validate(full=True)
+
+
+def _from_hub(name: str, split: str, subset: str | None, revision: str | None) -> Table:
+    import datasets
+
+    try:
+        with _quiet(), hub():
+            table: Table = datasets.load_dataset(name, subset, split=split, revision=revision, trust_remote_code=False)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        details = "".join(f", {key} {value}" for key, value in (("subset", subset), ("revision", revision)) if value)
+        why = f"there is no complete copy in the hub's cache, and {out_of_reach()}" if out_of_reach() else str(error)
+        raise UserError(
+            f"data.path={name}: neither a file or folder here nor a dataset that could be loaded from the hub "
+            f"(split {split}{details}): {why}. To work from files, point data.path at a folder holding "
+            f"{split}.jsonl or {split}.parquet"
+        ) from error
+    return table

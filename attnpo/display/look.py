@@ -1,0 +1,192 @@
+"""The look that figures share: colours of arms, panels, legends, and files in PNG and SVG for light and dark pages."""
+
+import io
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from attnpo.display.page import svg_beside
+
+Number = float | int  # whole numbers are welcome wherever figures take numbers
+
+DPI = 150
+# Okabe and Ito's colours, which stay distinct for colour-blind readers, in an order that starts with strong contrast;
+# then others of middle lightness, so that all are seen on white and on a dark page.
+COLOURS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8E5BB5", "#A0522D", "#7F7F7F", "#A8A400",
+    "#C2185B", "#2F8F9D",
+)  # fmt: skip
+MARKERS = ("o", "^", "D", "v", "P", "X", "*", "p")
+STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours in another style
+INK, SOFT, GRID, PAPER = "#33363c", "#9aa0aa", "#dfe2e7", "#ffffff"
+# What an SVG becomes on a dark page: the same hues, lighter where they would sink into it.
+_DARK = {
+    INK: "#e6e8ec", GRID: "#363b45", PAPER: "#1c1f25", "#000000": "#e6e8ec", "#0072B2": "#4aa8e0",
+    "#8E5BB5": "#b78fdb", "#A0522D": "#d18c64", "#7F7F7F": "#a9a9a9", "#C2185B": "#f0629a", "#2F8F9D": "#4fb8c8",
+}  # fmt: skip
+Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
+
+
+def new_figure(width: Number, height: Number) -> Figure:
+    """An empty figure of ``width`` x ``height`` inches that no window shows."""
+    return Figure(figsize=(width, height), dpi=DPI, facecolor=PAPER)
+
+
+def save(figure: Figure, path: Path | str, *, adapts: bool = True) -> Path:
+    """Writes the figure as a PNG and beside it as an SVG, makes their folder first, empties it, and returns the PNG.
+
+    The SVG keeps its text as text, has no background and takes lighter lines where its reader prefers dark pages;
+    ``adapts`` False keeps it as it is, on white.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    drawing = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
+        figure.savefig(target, format="png", dpi=DPI)
+        figure.savefig(drawing, format="svg", facecolor="none" if adapts else PAPER, metadata={"Date": None})
+    svg_beside(target).write_text(adaptive(drawing.getvalue()) if adapts else drawing.getvalue(), encoding="utf-8")
+    figure.clear()
+    return target
+
+
+def adaptive(svg: str) -> str:
+    """An SVG of matplotlib's with a style that changes its colours on a dark page."""
+    rules = "".join(
+        f'[style*="{part}: {light.lower()}"]{{{part}:{dark} !important}}'
+        for light, dark in _DARK.items()
+        for part in ("fill", "stroke")
+    )
+    style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
+    opening, tag, rest = svg.partition("<defs>")
+    return f"{opening}{style}{tag}{rest}"
+
+
+# ------------------------------------------------------------------------------------------------ arms
+
+
+@dataclass(frozen=True)
+class Look:
+    """How an arm is drawn in every figure; ``note`` is put behind its name."""
+
+    colour: str
+    marker: str = "o"
+    style: str = "-"
+    filled: bool = True
+    note: str = ""
+
+    @property
+    def face(self) -> str:
+        """The colour inside of its markers."""
+        return self.colour if self.filled else PAPER
+
+    def named(self, arm: str) -> str:
+        """The arm's name for a legend or an axis."""
+        return f"{arm} ({self.note})" if self.note else arm
+
+
+Looks = Mapping[str, Look]
+
+
+def looks_of(
+    arms: Iterable[str],
+    control: str | None = None,
+    *,
+    altered: Collection[str] = (),
+    told: Collection[str] = (),
+) -> dict[str, Look]:
+    """A look for each arm that depends on the list of arms alone, so that it is the same in every figure of a study.
+
+    The ``control`` that others are compared with is black (white on a dark page), dashed and square; arms in
+    ``altered``, whose weights a transform has changed, have hollow markers; those in ``told``, which know the truth,
+    dotted lines. Colours repeat, with another line and marker, after the twelfth of the others.
+    """
+    looks: dict[str, Look] = {}
+    number = 0
+    for arm in dict.fromkeys(arms):
+        if arm == control:
+            looks[arm] = Look(INK, "s", "--", note="control")
+            continue
+        turn, place = divmod(number, len(COLOURS))
+        style = ":" if arm in told else STYLES[turn % 3]
+        marker = MARKERS[(number + turn) % len(MARKERS)]
+        note = "knows the truth" if arm in told else "altered" if arm in altered else ""
+        looks[arm] = Look(COLOURS[place], marker, style, arm not in altered, note)
+        number += 1
+    return looks
+
+
+@dataclass(frozen=True)
+class Level:
+    """A score with the ends of its interval where there is one."""
+
+    score: Number
+    low: Number = math.nan
+    high: Number = math.nan
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is an interval."""
+        return math.isfinite(self.low) and math.isfinite(self.high)
+
+
+def level_of(value: "Level | Number") -> Level:
+    """A number as a level without an interval."""
+    return value if isinstance(value, Level) else Level(value)
+
+
+def fitting(values: Sequence[Number], ends: Sequence[Number] = (), margin: float = 0.06) -> tuple[float, float]:
+    """The limits of an axis that shows ``values``, and ``ends`` of intervals as far as one span beyond them.
+
+    Of eight values and more those are left out that lie three times the distance between the quartiles, and a fifth of
+    the largest value, beyond them: such a value would press all others together and is drawn at the edge instead.
+    """
+    finite = sorted(float(value) for value in values if math.isfinite(value))
+    if not finite:
+        return 0.0, 1.0
+    if len(finite) >= 8:
+        low, high = finite[len(finite) // 4], finite[-1 - len(finite) // 4]
+        reach = 3 * (high - low) + 0.2 * max(abs(low), abs(high)) + 1e-9
+        finite = [value for value in finite if low - reach <= value <= high + reach]
+    span = finite[-1] - finite[0] or max(abs(finite[0]), 1e-3) * 0.2
+    reached = [float(end) for end in ends if math.isfinite(end)]
+    low = max(min([finite[0], *reached]), finite[0] - span)
+    high = min(max([finite[-1], *reached]), finite[-1] + span)
+    room = margin * (high - low) if high > low else span
+    return low - room, high + room
+
+
+# ------------------------------------------------------------------------------------------------ parts of a figure
+
+
+def panel(axes: Axes, title: str, xlabel: str = "", ylabel: str = "") -> Axes:
+    """Gives ``axes`` titles, a light grid and two spines, and returns them."""
+    axes.set_facecolor("none")
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel(xlabel, fontsize=9, color=INK, parse_math=False)
+    axes.set_ylabel(ylabel, fontsize=9, color=INK, parse_math=False)
+    axes.grid(True, color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors=INK, length=3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(SOFT)
+    return axes
+
+
+def legend(
+    axes: Axes, loc: Corner = "best", *, bbox_to_anchor: tuple[float, float] | None = None, ncols: int = 1
+) -> None:
+    """Names the labelled lines of ``axes``, if there are any, as plain text."""
+    if axes.get_legend_handles_labels()[0]:
+        drawn = axes.legend(
+            loc=loc, bbox_to_anchor=bbox_to_anchor, ncols=ncols, fontsize=8, frameon=False, labelcolor=INK
+        )
+        for text in drawn.get_texts():
+            text.set_parse_math(False)

@@ -1,0 +1,1 @@
+"""One pair, token by token."""

@@ -1,0 +1,38 @@
+"""A run's training pairs as rows of a heat map."""
+
+from collections.abc import Sequence
+
+from attnpo.display.heat import HeatRow, heat_row
+from attnpo.runs.inputs import Inputs
+from attnpo.weights.base import OnlineSource
+
+Logps = Sequence[tuple[Sequence[float], Sequence[float]]]  # of pairs, chosen and rejected, a number per token
+
+
+def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
+    """The first ``count`` training pairs with their weights, and the judge's rounds and verdicts where it was asked.
+
+    None where training computes the weights. ``policy``: log-probabilities of these pairs' tokens after training.
+    """
+    if isinstance(inputs.weighed.source, OnlineSource):
+        return []
+    pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
+    tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
+    return [
+        heat_row(
+            pairs[example.pair_id],
+            example.sides,
+            example.weights,
+            lambda token: str(tokenizer.decode([token])),
+            lengths=example.scales,
+            coverage=example.coverage,
+            rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
+            layers=[str(layer) for layer in inputs.weighed.layers] if inputs.weighed.depth else (),
+            logps=[
+                (policy[place][side] if policy else None, None if known is None else known[side].tolist())
+                for side in range(2)
+            ],
+        )
+        for place, example in enumerate(inputs.examples["train"].examples[:count])
+        for known in [example.reference_logps]
+    ]

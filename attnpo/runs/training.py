@@ -1,0 +1,225 @@
+"""The training of one run: the policy, its reference, the batches and Lightning around them."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import Logger
+from torch.distributed.tensor import DTensor
+
+from attnpo.console import leads, training_began
+from attnpo.data.collate import TrainingExample
+from attnpo.data.datamodule import PreferenceDataModule
+from attnpo.data.micro_batches import COSTS
+from attnpo.data.prepare import ExampleSet
+from attnpo.machine import as_launched, device_of, environment, require_world
+from attnpo.models.backbone import parameter_count
+from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
+from attnpo.models.scored import ScoredLM
+from attnpo.runs.context import RunContext, log_store
+from attnpo.runs.identity import numbers_of
+from attnpo.runs.inputs import Inputs
+from attnpo.runs.models import (
+    BYTES_PER_TOKEN,
+    compile_policy,
+    fill_reference,
+    load_policy,
+    load_reference,
+    load_start,
+    reference_table,
+    with_reference,
+)
+from attnpo.runs.report import make_exporter
+from attnpo.runs.resume import contents_of
+from attnpo.runs.settings import require_parts
+from attnpo.schema import SIDES
+from attnpo.training.gather import WholePolicy
+from attnpo.training.module import PreferenceModule, RowMaker
+from attnpo.training.reference_cache import KeptReference
+from attnpo.training.resume_state import Continuation
+from attnpo.training.sampled_rows import AnchoredObjective, Anchors
+from attnpo.training.settings import TrainerSettings, total_steps
+from attnpo.training.signals import Interruption
+from attnpo.training.trainer import make_callbacks, make_trainer, quiet_lightning
+from attnpo.weights.base import OnlineSource, online_reads
+from attnpo.weights.capture import store_logps
+
+log = logging.getLogger(__name__)
+
+
+# Logged values that say nothing of the model: counters and how fast this machine was.
+NO_RESULT = ("step", "epoch", "train/tokens_per_s", "train/pairs_per_s", "train/gpu_mem_gib")
+
+Some = TypeVar("Some", bound=L.Callback)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training leaves behind for scoring and reports."""
+
+    policy: ScoredLM
+    reference: ScoredLM | None
+    metrics: dict[str, float]
+    steps: int
+    seconds: float
+
+
+def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
+    """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
+    cfg = inputs.context.cfg
+    settings = as_launched(cfg.trainer)
+    callbacks, objective = cfg.callbacks, cfg.objective
+    require_parts(cfg.reference, inputs.context.model, cfg.optimizer)
+    L.seed_everything(cfg.seed, verbose=False)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    leading = leads()  # before training: Lightning takes its variables back afterwards
+    policy = load_policy(inputs.context)
+    examples = {split: inputs.examples[split].examples for split in inputs.examples}
+    reference, kept = None, None
+    source = cfg.weights
+    reads = objective.requires | online_reads(source)
+    if "reference" in reads:
+        if cfg.reference == "first_epoch":
+            kept = keeper(inputs.context, inputs.examples)
+        if cfg.reference == "cached":
+            fill_reference(inputs.context, inputs.examples, policy)
+        if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
+            table = reference_table(inputs.context)
+            examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
+        else:
+            reference = load_reference(inputs.context, policy)
+    online = source if isinstance(source, OnlineSource) else None
+    models = [model for model in (policy, reference) if model is not None]
+    device = device_of(cfg.trainer.accelerator)
+    layout = padded if inputs.context.model.reward else choose(cfg.layout, models, reads, device)
+    compile_policy(inputs.context, policy, layout)
+    data = _datamodule(inputs, examples, layout, settings)
+    exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
+    gathered = WholePolicy()
+    account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
+    with quiet_lightning():
+        trainer = make_trainer(
+            settings,
+            loggers,
+            [gathered, *([kept] if kept else []), *make_callbacks(callbacks, settings, folder, exporter, account)],
+            folder,
+            accumulation=1,
+            environment=environment(),
+        )
+    require_world(trainer.world_size, settings)
+    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
+    makers = makers_of(inputs)
+    transforms = inputs.weighed.transforms
+    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms)
+    del models, reference  # the module alone holds the reference, and may let it go
+    trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left
+        return replace(trained, policy=restored(inputs, resume), reference=None)
+    if not gathered.state:  # not sharded, or not the first process
+        return trained
+    whole = load_start(inputs.context)
+    whole.load_state_dict(gathered.state)
+    return replace(trained, policy=ScoredLM(whole), reference=None)
+
+
+def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
+    """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
+    table = reference_table(context)
+    pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
+    lacking = table.missing(pair_ids, SIDES)
+    tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
+    size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
+    log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
+    if not lacking:
+        return None
+
+    def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
+        if table.missing(pair_ids, SIDES):
+            return None
+        return {split: with_reference(table, made) for split, made in sets.items()}
+
+    return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
+
+
+def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
+    """What makes the further rows that the objective asks for with each micro-batch."""
+    context, objective = inputs.context, inputs.context.cfg.objective
+    if "group:anchor" not in objective.requires:
+        return {}
+    if not isinstance(objective, AnchoredObjective):
+        raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
+    ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
+    limit = int(context.cfg.lengths.max_length)
+    return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
+
+
+def sharded(policy: ScoredLM) -> bool:
+    """Whether the weights of a policy lie spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
+
+
+def restored(inputs: Inputs, resume: Path) -> ScoredLM:
+    """The whole policy of a checkpoint, without a trainer."""
+    saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    policy = load_policy(inputs.context)
+    policy.load_state_dict(
+        {name.removeprefix("policy."): value for name, value in saved.items() if name.startswith("policy.")}
+    )
+    return policy
+
+
+def _datamodule(
+    inputs: Inputs,
+    examples: Mapping[str, list[TrainingExample]],
+    layout: Layout,
+    settings: TrainerSettings,
+) -> PreferenceDataModule:
+    pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
+    ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
+    return PreferenceDataModule(
+        examples["train"],
+        examples["val"],
+        layout,
+        pad_id,
+        cfg.batch,
+        cfg.seed,
+        ahead=ahead,
+        max_length=cfg.lengths.max_length,
+        cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
+        epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+    )
+
+
+def _fit(
+    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
+) -> Trained:
+    started, steps = time.perf_counter(), module.total_steps
+    log.info("training %d parameters for %d optimiser steps", parameter_count(module.policy.model), steps)
+    interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
+    with quiet_lightning(), interruption.reported(trainer, steps, last):
+        if resume is None:
+            trainer.validate(module, data, verbose=False)
+            past.first = first = _metrics(trainer)
+            log.info("before the first step: val/loss %.6f", first.get("val/loss", float("nan")))
+        training_began()
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+    earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
+    metrics = {**earlier, **_metrics(trainer), **{f"first/{name}": value for name, value in past.first.items()}}
+    return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
+
+
+def _one(trainer: L.Trainer, kind: type[Some]) -> Some:
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))  # type: ignore[attr-defined]
+
+
+def _metrics(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items() if name not in NO_RESULT}

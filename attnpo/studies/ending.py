@@ -1,0 +1,74 @@
+"""The last words of a study: what came out, a tie said as a tie, and what to do next as commands that can be pasted."""
+
+import math
+from collections.abc import Iterator
+
+from attnpo.console import command_text
+from attnpo.studies.arms import key_of
+from attnpo.studies.fit_config import FitConfig
+from attnpo.studies.frontier import difference
+from attnpo.studies.selection import all_seeds, best_by_arm, difference_text, gather, has_truth, verdict
+from attnpo.studies.study import Outcome
+
+GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
+
+
+def ending(cfg: FitConfig, outcome: Outcome) -> Iterator[str]:
+    """What came out of a study, then three commands, each on a line of its own."""
+    yield "came out:"
+    for world in outcome.worlds:
+        for text in came_out(outcome, world):
+            yield f"  {f'{world}: ' if world else ''}{text}"
+    yield "next, each as it can be pasted:"
+    for text in next_commands(cfg, outcome):
+        yield f"  {text}"
+
+
+def came_out(outcome: Outcome, world: str) -> Iterator[str]:
+    """A world's arms against the control, in words: by intervals where a truth is known, else without a claim."""
+    best, control = best_by_arm(outcome, world), outcome.study.control
+    if not best:
+        yield "no arm has results"
+        return
+    if not has_truth(gather(outcome.points)):
+        shares = {name: point.metric("val/rewards/accuracies") for name, point in best.items()}
+        said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
+        yield f"chosen above rejected in the validation pairs: {said or 'not measured'}; no interval, so no claim"
+        return
+    other = best.get(control or "")
+    if control is None or other is None:
+        top = max(best.values(), key=lambda point: point.interval.mean)
+        yield f"highest reward {top.interval.mean:.3f}: {top.arm.name}; no control to compare it with, so no claim"
+        return
+    found: dict[str, list[str]] = {name: [] for name in GROUPS}
+    for name, point in best.items():
+        versus = None if point is other else difference(point, other)
+        if versus is not None:
+            found[verdict(versus)].append(f"{name} {difference_text(versus)}")
+    for name, words in GROUPS.items():
+        if found[name]:
+            yield f"{words} {control} (difference of reward, 95 %): {'; '.join(found[name])}"
+    if not any(found.values()):
+        yield f"no arm stands beside {control}: nothing is compared"
+    elif sum(map(len, found.values())) > 1:
+        yield "each arm at its best point; not corrected for the number of arms"
+    if len(all_seeds(outcome)) == 1:
+        yield "one seed: the intervals hold for the prompts, not for the noise of training"
+
+
+def next_commands(cfg: FitConfig, outcome: Outcome) -> list[str]:
+    """The study as a table, the same with more seeds, and another study on the same setting."""
+    seeds = len(all_seeds(outcome))
+    more = 5 if seeds < 5 else seeds + 5
+    other = "controls" if outcome.study.name != "controls" else "layer_sweep"
+    folder = cfg.composed.config_dir
+    rest = [] if folder is None else ["--config-dir", str(folder)]
+    places = ("experiment", "name", "seeds", "study", "grid", "grids")
+    kept = [item for item in cfg.composed.overrides if key_of(item).partition(".")[0] not in places]
+    return [
+        command_text("report", str(outcome.folder)),
+        command_text(
+            "fit", *[item for item in cfg.composed.overrides if key_of(item) != "seeds"], f"seeds={more}", *rest
+        ),
+        command_text("fit", f"experiment={other}", *kept, "seeds=1", *rest),
+    ]

@@ -1,0 +1,354 @@
+"""``Weigher``: the token weights of pairs of one's own, from Python, by the very steps that training takes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from attnpo.config_files import read_template
+from attnpo.data.adapters import Columns, RowProblem, adapt
+from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples
+from attnpo.data.rules import AlignRules, LengthRules
+from attnpo.display.heat import heat_row
+from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
+from attnpo.machine import device_of
+from attnpo.models.backbone import require_causal_lm
+from attnpo.models.described import describe, require_exact
+from attnpo.models.judge import CausalJudge, kernel_for
+from attnpo.models.loading import heads_of, load_model, load_tokenizer
+from attnpo.runs.settings import Judge
+from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
+from attnpo.text.chat import ChatFormat
+from attnpo.text.judge_template import PLACEHOLDERS, Assembly, JudgePrompts, JudgeTemplate
+from attnpo.weights.base import OnlineSource, Tools, WeightSource
+from attnpo.weights.capture import capture_now, rows_to_store
+from attnpo.weights.layers import Depth, Row
+from attnpo.weights.postprocess import Postprocess
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.rollout import Rollout
+
+Chat = Sequence[Mapping[str, str]]
+"""Messages in the Hugging Face convention."""
+Turns = str | Chat
+PairRow = Mapping[str, object]
+
+TEMPLATE = "judge/pairwise.txt"
+SOURCES = ("attention", "rollout")
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One pair's training ids and raw rows; ``rows`` names the rows."""
+
+    pair: PreferencePair
+    encoded: Mapping[str, EncodedResponse]
+    raw: PairWeights | None
+    rows: tuple[Row, ...]
+
+
+class Weigher:
+    """Weighs the tokens of preference pairs by the attention of a judge model, as training with it would.
+
+    The defaults are those of the command line with ``weights=attention judge=pairwise``.
+
+    >>> from attnpo import Weigher
+    >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
+    >>> weighed = weigher("write a review of the film", "the film was great .", "the film was awful .")
+    >>> weighed
+    WeighedPair(..., chosen 6 tokens, rejected 6 tokens, layer 2)
+    >>> weighed.chosen.tokens[:4]
+    ('the', ' film', ' was', ' great')
+    >>> [verdict.chosen_is_a for verdict in weighed.verdicts]
+    [True, False]
+    >>> weighed.at(layer=1).chosen.weights.shape
+    torch.Size([6])
+
+    Many pairs are read together, faster than one by one. They come as three lists, or as rows in any convention that
+    the command line reads; a table of them has one row per token.
+
+    >>> rows = [{"prompt": "write a review of the film", "chosen": "the film was great .", "rejected": "awful ."}]
+    >>> weigher(rows).to_frame()[["side", "token", "relative"]].shape
+    (9, 3)
+
+    Args:
+        model: a folder, a hub name, or a loaded causal language model, which stays where it is unless ``device`` says
+            otherwise.
+        tokenizer: of the model; None reads it from the same place. A loaded model needs it, loaded or by its place.
+        layer: 1-based number, "last", a fraction of the depth such as "1/2".
+        source: "attention", "rollout", or a weight source of ``attnpo.weights.sources`` that reads a judge or the texts
+            alone, whose own settings hold then (heads, several layers, order of averaging, ...).
+        sink_tokens: so many first tokens get 1/|y|, against the attention sink (paper: 1); 0 keeps their attention.
+        both_orders: average over both orders of the answers (paper); False keeps the order with the chosen one first.
+        template: the judge's wording: a file (also one of ``configs/``), or the text itself with {question},
+            {answer_a} and {answer_b}.
+        chat: whether the wording is one user message of the chat template, or the whole prompt.
+        labels: the letters that the wording asks for.
+        assembly: "text" tokenises the rendered prompt (paper), "ids" splices the training-side ids.
+        max_length: tokens of a judge prompt from which it is cut; ``max_response_length`` tokens a response keeps then.
+        verdict: whether verdicts are read as well, which runs all layers.
+        token_budget: the most tokens of one forward.
+        chat_template: Jinja text or a file of it, for a tokenizer without one.
+        lengths: the length rules of training (2048 tokens, prompts 1800).
+        revision: of the hub.
+        dtype: number format of a model that is loaded here.
+        device: where the model runs; None takes a GPU where there is one for a model that is loaded here.
+
+    Raises:
+        UserError: for what cannot be loaded, read or combined.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
+        layer: int | str = "last",
+        *,
+        source: WeightSource | str = "attention",
+        sink_tokens: int = 1,
+        both_orders: bool = True,
+        template: str | Path = TEMPLATE,
+        chat: bool = True,
+        labels: tuple[str, str] = ("A", "B"),
+        assembly: str = "text",
+        max_length: int = 2048,
+        max_response_length: int = 768,
+        verdict: bool = True,
+        token_budget: int = 16384,
+        chat_template: str | None = None,
+        lengths: LengthRules | None = None,
+        revision: str | None = None,
+        dtype: str = "float32",
+        device: str | torch.device | None = None,
+    ) -> None:
+        check_choice("assembly", assembly, [one.value for one in Assembly])
+        wording = str(template) if any("{" + name + "}" in str(template) for name in PLACEHOLDERS) else None
+        settings = Judge(
+            template_file=TEMPLATE if wording is not None else str(template),
+            assembly=Assembly(assembly),
+            max_length=max_length,
+            max_response_length=max_response_length,
+            labels=labels,
+            chat=chat,
+            dtype=dtype,
+            verdict=verdict,
+            token_budget=token_budget,
+        )
+        chosen_source = _source(source, layer, sink_tokens)
+        self.both_orders = both_orders
+        self.lengths = LengthRules() if lengths is None else lengths
+        self.tokenizer = _tokenizer(model, tokenizer, revision)
+        self.chat = ChatFormat(self.tokenizer, read_template(chat_template))
+        self.prompts = JudgePrompts(settings.rules(), self.chat, None if wording is None else JudgeTemplate(wording))
+        loaded = _model(model, dtype, revision, device)
+        found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with
+        config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
+        require_exact(config, name, "max_length", max_length)
+        if not found.layers:
+            raise UserError(f"no layer of {found.name} has softmax attention that can be read; give another model")
+        judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found.attention))
+        self.depth = Depth(judge.num_layers, found.layers)
+        self.source = chosen_source.resolve(self.depth)
+        self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
+        self._tools = Tools(judge=judge, prompts=self.prompts, verdict=verdict)
+
+    # ------------------------------------------------------------------------------------------ calling
+
+    @overload
+    def __call__(self, prompt: str, chosen: Turns, rejected: Turns) -> WeighedPair: ...
+    @overload
+    def __call__(self, prompt: PairRow) -> WeighedPair: ...
+    @overload
+    def __call__(self, prompt: Iterable[PairRow]) -> WeighedPairs: ...
+    @overload
+    def __call__(
+        self, prompt: Iterable[object], chosen: Iterable[object], rejected: Iterable[object]
+    ) -> WeighedPair | WeighedPairs: ...
+    def __call__(
+        self,
+        prompt: str | PairRow | Iterable[object],
+        chosen: Iterable[object] | None = None,
+        rejected: Iterable[object] | None = None,
+    ) -> WeighedPair | WeighedPairs:
+        """The weights of one pair, or of many in their order.
+
+        Args:
+            prompt: a text or chat messages; a list of these for many pairs. Given alone: a row, or many, with the
+                columns ``prompt``, ``chosen`` and ``rejected`` in one of the Hugging Face conventions.
+            chosen: the better answer, as text or messages; a list for many.
+            rejected: the other answer; likewise.
+
+        Raises:
+            UserError: for a pair that cannot be weighed, with its place in the list and the reason.
+        """
+        if (chosen is None) != (rejected is None):
+            raise UserError(
+                "expected a prompt with chosen and rejected, or rows that have all three, got only one response: call "
+                "weigher(prompt, chosen, rejected) or weigher(rows)"
+            )
+        if chosen is None or rejected is None:
+            if isinstance(prompt, Mapping):
+                return self._weigh([_from_row(prompt, "the row")])[0]
+            return self._weigh([_from_row(row, f"row {place}") for place, row in enumerate(_rows(prompt))])
+        if isinstance(prompt, str) or _is_chat(prompt := list(prompt)):
+            return self._weigh([_from_texts(prompt, chosen, rejected, "the pair")])[0]
+        columns = [list(prompt), list(chosen), list(rejected)]
+        counts = [len(column) for column in columns]
+        if isinstance(chosen, str) or isinstance(rejected, str) or len(set(counts)) > 1:
+            raise UserError(
+                f"many prompts need as many chosen and rejected responses: expected lists of {counts[0]}, got "
+                f"{_kind(chosen, counts[1])} and {_kind(rejected, counts[2])}"
+            )
+        rows = enumerate(zip(*columns, strict=True))
+        return self._weigh([_from_texts(row[0], row[1], row[2], f"pair {place}") for place, row in rows])
+
+    # ------------------------------------------------------------------------------------------ weighing
+
+    def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
+        several = len(pairs) > 1
+        encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
+        unique = list({pair.pair_id: pair for pair in pairs}.values())
+        raw: dict[str, PairWeights] = {}
+        if self._rows and unique:
+            raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._tools)}
+        captured = [
+            _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
+            for pair, sides in zip(pairs, encoded, strict=True)
+        ]
+        return WeighedPairs([self._finished(item, None, None) for item in captured])
+
+    def _encoded(self, pair: PreferencePair, where: str) -> dict[str, EncodedResponse]:
+        tally = Tally()
+        encoded = encode_pair(pair, self.chat, self.lengths, tally)
+        if encoded is None:
+            story = next(iter(tally.words.values()), "; ".join(tally.counts)).removeprefix(f"pair {pair.pair_id}: ")
+            raise UserError(f"{where} cannot be trained on: {story}; change its texts, lengths or chat_template")
+        return encoded
+
+    def _finished(self, item: _Captured, layer: int | str | None, chosen_round: int | None) -> WeighedPair:
+        """The pair at ``layer`` and by one round; None of either is the weigher's own choice."""
+        source = self.source
+        if layer is not None:
+            if not isinstance(source, Attention):
+                raise UserError(f"at(layer={layer!r}): {type(source).__name__} reads no single layer")
+            source = replace(source, layer=layer, layers=()).resolve(self.depth)
+        raw = item.raw
+        if raw is not None and raw.rounds:
+            raw = replace(raw, rounds=self._rounds(raw, chosen_round))
+        kept = EncodedSet([item.pair], [dict(item.encoded)], Tally(), 1)
+        captured = {} if raw is None else {item.pair.pair_id: raw}
+        made = prepare_examples(kept, source, captured, AlignRules(), item.rows)
+        if not made.examples:
+            raise UserError(f"pair {item.pair.pair_id}: {'; '.join(made.tally.counts)}; change its texts or template")
+        example = made.examples[0]
+        read = source.layer if isinstance(source, Attention) and not source.layers else None
+        heat = heat_row(
+            item.pair,
+            example.sides,
+            example.weights,
+            lambda token: str(self.tokenizer.decode([token])),
+            lengths=example.scales,
+            coverage=example.coverage,
+            rounds=raw.rounds if raw is not None else (),
+            note=type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}"),
+        )
+        ids = [(side.response_ids, side.offsets) for side in example.sides]
+        chosen, rejected = weighed_responses(heat, item.pair, ids, example.weights)
+        number = read if isinstance(read, int) else None
+        again = partial(self._finished, item)
+        return WeighedPair(item.pair, chosen, rejected, heat.verdicts, number, heat, raw, again)
+
+    def _rounds(self, raw: PairWeights, chosen_round: int | None) -> tuple[Round, ...]:
+        if chosen_round is None:
+            return raw.rounds if self.both_orders else raw.rounds[:1]
+        if not 1 <= chosen_round <= len(raw.rounds):
+            raise UserError(
+                f"at(round={chosen_round}): expected 1 (chosen is answer A) to {len(raw.rounds)} of the judge's rounds"
+            )
+        return raw.rounds[chosen_round - 1 : chosen_round]
+
+
+# ------------------------------------------------------------------------------------------------ what is given
+
+
+def _source(source: WeightSource | str, layer: int | str, sink_tokens: int) -> WeightSource:
+    if isinstance(source, str):
+        check_choice("source", source, SOURCES)
+        rule = Postprocess(sink_tokens=sink_tokens)
+        return Rollout(postprocess=rule) if source == "rollout" else Attention(layer=layer, postprocess=rule)
+    name = type(source).__name__
+    if isinstance(source, OnlineSource) or not source.requires <= {"judge"}:
+        needs = "a training step" if isinstance(source, OnlineSource) else " and ".join(sorted(source.requires))
+        raise UserError(
+            f"source {name} needs {needs}, which a Weigher has not: use it in a run (python -m attnpo.weigh), or give "
+            f"one of {', '.join(SOURCES)}"
+        )
+    if layer != "last" or sink_tokens != 1:
+        raise UserError(f"source {name} has settings of its own: give layer and sink_tokens to it, not to the Weigher")
+    return source
+
+
+def _tokenizer(
+    model: str | Path | nn.Module, tokenizer: PreTrainedTokenizerBase | str | Path | None, revision: str | None
+) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        if isinstance(model, nn.Module):
+            raise UserError(
+                "Weigher: a loaded model needs its tokenizer: expected Weigher(model, tokenizer), got no tokenizer"
+            )
+        return load_tokenizer(model, revision)
+    return load_tokenizer(tokenizer, revision) if isinstance(tokenizer, str | Path) else tokenizer
+
+
+def _model(
+    model: str | Path | nn.Module, dtype: str, revision: str | None, device: str | torch.device | None
+) -> PreTrainedModel:
+    if isinstance(model, str | Path):
+        loaded = load_model(model, dtype=dtype, revision=revision)
+        device = device_of("auto") if device is None else device
+    else:
+        loaded = require_causal_lm(model)
+    if device is not None:
+        loaded.to(torch.device(device))  # type: ignore[arg-type]
+    return loaded
+
+
+def _rows(rows: str | Iterable[object]) -> Iterable[Mapping[str, object]]:
+    for place, row in enumerate(rows):
+        if isinstance(rows, str) or not isinstance(row, Mapping):
+            got = "one text" if isinstance(rows, str) else f"{type(row).__name__} at place {place}"
+            raise UserError(
+                f"expected rows with chosen and rejected, got {got}: call weigher(prompt, chosen, rejected), or give "
+                "mappings"
+            )
+        yield row
+
+
+def _from_row(row: Mapping[str, object], where: str) -> PreferencePair:
+    """The pair of a row, as the data of a run is read."""
+    try:
+        return adapt(row, Columns()).pair
+    except RowProblem as problem:
+        raise UserError(
+            f"{where}: {problem.reason.value}; expected a prompt with a chosen and a rejected response, as texts or as "
+            "messages with role and content"
+        ) from problem
+
+
+def _from_texts(prompt: object, chosen: object, rejected: object, where: str) -> PreferencePair:
+    """The pair of three texts as they are; where messages are among them, as a row of such is read."""
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        return PreferencePair.make([Message(role="user", content=prompt)], chosen, rejected)
+    return _from_row({"prompt": prompt, "chosen": chosen, "rejected": rejected}, where)
+
+
+def _is_chat(value: Sequence[object]) -> bool:
+    return len(value) > 0 and all(isinstance(item, Mapping) for item in value)
+
+
+def _kind(value: object, count: int) -> str:
+    return "one text" if isinstance(value, str) else str(count)

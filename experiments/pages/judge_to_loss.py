@@ -1,0 +1,291 @@
+"""The numbers and the picture of docs/judge_prompts.md: one pair on its way from the judge's prompt to the loss.
+
+    python -m experiments.pages.judge_to_loss
+    python -m experiments.pages.judge_to_loss --folder F KEY=VALUE ...
+
+writes docs/judge_to_loss.json, its picture (.svg) and the page's block; or into F, with overrides of attnpo.fit.
+
+The pair is the shortest of the first 64 validation pairs. So that log-ratios are not all 0, the policy takes ten
+optimiser steps on this pair alone. About ten seconds on a laptop once the testbed is prepared.
+"""
+
+import argparse
+import copy
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+
+import torch
+
+from attnpo.config import load
+from attnpo.console import reporting
+from attnpo.data.collate import TrainingExample, collate
+from attnpo.files import Json, write_whole
+from attnpo.machine import device_of
+from attnpo.models.layouts import padded
+from attnpo.models.loading import load_model
+from attnpo.models.scored import ScoredLM
+from attnpo.objectives.base import log_ratios
+from attnpo.objectives.twdpo import twdpo_loss
+from attnpo.runs.context import run_judge
+from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.schema import SIDES, PreferencePair
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+NAME = "judge_to_loss"
+STEPS = 10
+PAIRS = 64
+Record = Mapping[str, Json]
+
+# ------------------------------------------------------------------------------------------------ the numbers
+
+
+def record_of(overrides: Sequence[str]) -> Record:
+    """Everything the page shows of one pair, rounded to six digits."""
+    asked = ["experiment=none", "weights=attention", f"data.train_rows={PAIRS}", f"data.val_rows={PAIRS}"]
+    inputs = make_inputs(load("fit", [*asked, *overrides]))
+    pairs = {pair.pair_id: pair for pair in inputs.pairs["val"].pairs}
+    example = min(inputs.examples["val"].examples, key=lambda one: sum(len(side.response_ids) for side in one.sides))
+    pair = pairs[example.pair_id]
+    torch.manual_seed(0)
+    return {
+        "command": " ".join([f"python -m experiments.pages.{NAME}", *overrides]),
+        "question": pair.prompt[-1]["content"],
+        "layer": inputs.weighed.source.wanted()[0],
+        "layers": int(inputs.weighed.depth),
+        "prompts": _prompts(inputs, pair),
+        **_trained(inputs, example, pair),
+    }
+
+
+def _prompts(inputs: Inputs, pair: PreferencePair) -> list[Json]:
+    """Text, verdict and share of attention on the responses of both rounds."""
+    judge = run_judge(inputs.context)
+    captured = inputs.weighed.source.select(inputs.weighed.captured[pair.pair_id], inputs.weighed.layers)
+    shown: list[Json] = []
+    for prompt, heard in zip(judge.prompts.build(pair), captured.rounds, strict=True):
+        logits = heard.verdict_logits
+        on_responses = sum(float(heard.side(side).weights[0].sum()) for side in SIDES)
+        shown.append(
+            {
+                "text": judge.tokenizer.decode(prompt.input_ids),
+                "chosen_is": judge.settings.labels[0 if prompt.chosen_is_a else 1],
+                "says_a": None if logits is None else _short(torch.softmax(logits.double(), 0)[0]),
+                "on_responses": _short(on_responses),
+            }
+        )
+    return shown
+
+
+def _trained(inputs: Inputs, example: TrainingExample, pair: PreferencePair) -> dict[str, Json]:
+    """Tokens, rows, weights and log-ratios of both responses, and the loss before and after the steps."""
+    cfg, context = inputs.context.cfg, inputs.context
+    spec = context.model
+    loaded = load_model(spec.path, dtype="float32", revision=spec.revision).to(device_of("cpu"))  # type: ignore[arg-type]
+    reference, policy = ScoredLM(loaded).eval(), ScoredLM(copy.deepcopy(loaded)).eval()
+    pad = context.tokenizer.pad_token_id or 0
+    batch = collate([replace(example, reference_logps=None)], padded, pad, 1)
+    rows = batch.main
+    objective, beta = cfg.objective, float(getattr(cfg.objective, "beta"))  # noqa: B009
+    with torch.no_grad():
+        held = reference(rows.inputs, rows.response_ids, rows.response_mask)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.optimizer.lr, weight_decay=0.0)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        objective(policy(rows.inputs, rows.response_ids, rows.response_mask), held, batch).losses.sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        now = policy(rows.inputs, rows.response_ids, rows.response_mask)
+        ratios = log_ratios(now.logps, held.logps, rows.response_mask)
+        after = objective(now, held, batch)
+        flat = torch.where(rows.response_mask, 1 / rows.response_mask.sum(-1, keepdim=True), 0.0)
+        counts = rows.response_mask.sum(-1).float()
+        plain = twdpo_loss(now.logps, held.logps, flat, rows.response_mask, counts, beta)
+    captured = inputs.weighed.source.select(inputs.weighed.captured[pair.pair_id], inputs.weighed.layers)
+    sides: dict[str, Json] = {}
+    for place, side in enumerate(SIDES):
+        encoded, count = example.sides[place], int(rows.response_mask[place].sum())
+        text = pair.response(side)
+        sides[side] = {
+            "text": text,
+            "tokens": [text[start:end] or "(end)" for start, end in encoded.offsets],
+            "rounds": [_numbers(heard.side(side).weights[0]) for heard in captured.rounds],
+            "weights": _numbers(example.weights[place]),
+            "length": example.lengths[place],
+            "coverage": _short(example.coverage[place]),
+            "ratios": _numbers(ratios[place, :count]),
+        }
+    return {
+        "beta": beta,
+        "steps": STEPS,
+        "lr": cfg.optimizer.lr,
+        **sides,
+        "rewards": [_short(after.chosen_rewards[0]), _short(after.rejected_rewards[0])],
+        "plain_rewards": [_short(plain.chosen_rewards[0]), _short(plain.rejected_rewards[0])],
+        "loss_before": _short(math.log(2)),
+        "loss": _short(after.losses[0]),
+        "plain_loss": _short(plain.losses[0]),
+    }
+
+
+def _short(value: float | torch.Tensor) -> float:
+    return round(float(value), 6)
+
+
+def _numbers(row: torch.Tensor) -> list[Json]:
+    return [_short(value) for value in row]
+
+
+# ------------------------------------------------------------------------------------------------ the page's block
+
+
+def block(record: Record) -> str:
+    """What the page has between its two marks: the prompt as it was given, and the sums as they come out."""
+    first, second = record["prompts"]
+    rewards, plain = record["rewards"], record["plain_rewards"]
+    sums = [sum(record[side]["weights"]) for side in SIDES]
+    verdicts = [f"{name} {shown['says_a']:.2f}" for name, shown in (("order 1", first), ("order 2", second))]
+    return "\n".join(
+        [
+            f"The pair is the shortest of the first {PAIRS} validation pairs. The judge, which is the model before",
+            f"training, reads this in order 1 (the chosen answer is {first['chosen_is']}):",
+            "```text",
+            first["text"].strip(),
+            "```",
+            f"Its probability of A against B: {', '.join(verdicts)}. A judge that saw the better answer would",
+            "be above 0.5 in order 1 and below it in order 2. Of its attention in layer "
+            f"{record['layer']} of {record['layers']},",
+            f"{first['on_responses']:.0%} and {second['on_responses']:.0%} lie on the two answers.",
+            "",
+            f"![From attention to the loss of one pair]({NAME}.svg)",
+            "",
+            f"After {record['steps']} steps on this pair alone (learning rate {record['lr']:g}, "
+            f"beta {record['beta']:g}):",
+            "",
+            "| | reward of chosen | reward of rejected | margin | loss |",
+            "|---|---:|---:|---:|---:|",
+            _row("weighted by attention", rewards, record["loss"]),
+            _row("the same log-probabilities, all tokens alike (DPO)", plain, record["plain_loss"]),
+            f"| before the first step | 0 | 0 | 0 | {record['loss_before']:.4f} |",
+            "",
+            f"The weights sum to {sums[0]:.3f} and {sums[1]:.3f}; coverage, the share of tokens that found a partner,",
+            f"is {record['chosen']['coverage']:.3f} and {record['rejected']['coverage']:.3f}.",
+        ]
+    )
+
+
+def _row(name: str, rewards: Sequence[float], loss: float) -> str:
+    return f"| {name} | {rewards[0]:.4f} | {rewards[1]:.4f} | {rewards[0] - rewards[1]:.4f} | {loss:.4f} |"
+
+
+def placed(page: str, text: str) -> str:
+    """The page with ``text`` between its marks."""
+    return re.sub(
+        r"(<!-- made -->\n).*?(<!-- /made -->)", lambda marks: f"{marks[1]}{text}\n{marks[2]}", page, flags=re.S
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the picture
+
+CELL, LINE, LABEL, PER_LINE = 68, 22, 150, 10
+STYLE = """
+  text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328 }
+  .note { font-family: system-ui, sans-serif } .head { font: 600 14px system-ui, sans-serif }
+  .page { fill: #ffffff } .w { fill: #0969da } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #4493f8 } .up { fill: #3fb950 } .down { fill: #f85149 }
+    .grid { stroke: #3d444d }
+  }
+"""
+
+
+def svg(record: Record) -> str:
+    """The picture: for each response its tokens, both rounds' attention, the weight, the log-ratio; then the loss."""
+    parts: list[str] = []
+    y = 26
+    for side in SIDES:
+        y = _side(parts, record, side, y) + 18
+    first, second = record["rewards"]
+    for words in (
+        f"reward of a response = beta |y| \u03a3 a d:  chosen {first:+.4f}, rejected {second:+.4f}",
+        f"loss = -log sigmoid({first:+.4f} - ({second:+.4f})) = {record['loss']:.4f}; "
+        f"with all tokens alike (DPO): {record['plain_loss']:.4f}",
+    ):
+        parts.append(f'<text x="16" y="{y}">{escape(words)}</text>')
+        y += LINE
+    width = LABEL + PER_LINE * CELL + 24
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" role="img">\n'
+        f"<title>From the judge's attention to the loss of one pair</title>\n<style>{STYLE}</style>\n"
+        f'<rect class="page" width="{width}" height="{y}"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _side(parts: list[str], record: Record, side: str, y: int) -> int:
+    """Draws one response from height ``y`` and returns the height below it."""
+    shown = record[side]
+    letters = " and ".join(
+        f"{'A' if (prompt['chosen_is'] == 'A') == (side == 'chosen') else 'B'} in order {place}"
+        for place, prompt in enumerate(record["prompts"], 1)
+    )
+    parts.append(f'<text class="head" x="16" y="{y}">{side} response (answer {letters})</text>')
+    y += LINE + 4
+    lines = [
+        ("attention, order 1", shown["rounds"][0], "w", "{:.4f}"),
+        ("attention, order 2", shown["rounds"][1], "w", "{:.4f}"),
+        ("weight a", shown["weights"], "w", "{:.3f}"),
+        ("log-ratio d", shown["ratios"], "d", "{:+.3f}"),
+    ]
+    for start in range(0, len(shown["tokens"]), PER_LINE):
+        for place, token in enumerate(shown["tokens"][start : start + PER_LINE]):
+            cut = token.strip() if len(token.strip()) <= 9 else token.strip()[:8] + "\u2026"
+            parts.append(
+                f'<text x="{LABEL + place * CELL + CELL / 2}" y="{y}" text-anchor="middle">{escape(cut)}</text>'
+            )
+        for name, values, colour, form in lines:
+            y += LINE
+            parts.append(f'<text class="note" x="16" y="{y}">{name}</text>')
+            largest = max(map(abs, values)) or 1.0
+            for place, value in enumerate(values[start : start + PER_LINE]):
+                parts.append(_cell(LABEL + place * CELL, y, value, largest, colour, form))
+        y += LINE + 12
+        x = LABEL + PER_LINE * CELL
+        parts.append(f'<line class="grid" x1="16" y1="{y - 24}" x2="{x}" y2="{y - 24}"/>')
+    return y
+
+
+def _cell(x: int, y: int, value: float, largest: float, colour: str, form: str) -> str:
+    kind = colour if colour == "w" else "up" if value > 0 else "down"
+    strength = 0.75 * abs(value) / largest
+    return (
+        f'<rect class="{kind}" x="{x + 1}" y="{y - 15}" width="{CELL - 2}" height="{LINE - 2}" '
+        f'fill-opacity="{strength:.2f}"/>'
+        f'<text x="{x + CELL / 2}" y="{y}" text-anchor="middle">{form.format(value)}</text>'
+    )
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes record, picture and, beside the page, its block."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--folder", type=Path, default=DOCS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as of attnpo.fit")
+    given = parser.parse_args(argv)
+    with reporting():
+        record = record_of(given.overrides)
+        write_whole(given.folder / f"{NAME}.json", json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        write_whole(given.folder / f"{NAME}.svg", svg(record))
+        page = given.folder / "judge_prompts.md"
+        if page.is_file():
+            write_whole(page, placed(page.read_text(encoding="utf-8"), block(record)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

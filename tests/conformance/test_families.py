@@ -1,0 +1,94 @@
+"""Every causal LM of transformers, built tiny: here a fixed dozen; all of them by `make families`."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from attnpo.conformance.families import EQUAL, FAILED, NO_JUDGE, REFUSED, Ways, summary, verify_families
+from attnpo.conformance.family_checks import findings
+from attnpo.conformance.family_models import LARGEST, families, tiny_config, tiny_model
+from attnpo.models.backbone import first_position
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import UserError
+
+DOZEN = (
+    "llama", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma4_text",
+    "jamba", "granite_swa", "roberta",
+)  # fmt: skip
+
+
+def test_every_type_of_the_library_is_a_family() -> None:
+    assert families()[: len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)] == list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert len(set(families())) == len(families())
+
+
+@pytest.mark.parametrize("name", DOZEN)
+def test_numbers_are_the_librarys_own(name: str, tmp_path: Path) -> None:
+    tiny_model(name).save_pretrained(tmp_path)
+    found = list(findings(tmp_path))
+    assert [one for one in found if one.problem] == []
+    checks = {one.check for one in found if one.error is not None}
+    assert {"rows together", "rows alone", "verdict alone", "padded log-probs", "padded gradients", "memory"} <= checks
+    assert not any(one.reason for one in found if one.check in ("load", "rows", "layouts"))
+
+
+def test_a_wrong_number_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained
+
+    def other(*args: Any, **named: Any) -> PreTrainedModel:
+        model: PreTrainedModel = loaded(*args, **named)
+        if named.get("attn_implementation") == "eager":
+            model.model.layers[1].self_attn.scaling *= 1.01
+        return model
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", other)
+    failed = {one.check for one in findings(tmp_path) if one.problem}
+    assert {"rows together", "verdict alone", "padded log-probs", "packed gradients"} <= failed
+
+
+def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path) -> None:
+    tiny_model("bert_encoder").save_pretrained(tmp_path / "bert")
+    (refused,) = findings(tmp_path / "bert")
+    assert refused.check == "load" and "is not causal" in refused.reason
+    tiny_model("mamba").save_pretrained(tmp_path / "mamba")
+    reasons = {one.check: one.reason for one in findings(tmp_path / "mamba") if one.reason}
+    assert reasons["rows"] == "MambaForCausalLM has no softmax attention" and "packed" in reasons
+
+
+def test_models_are_tiny_and_seeded() -> None:
+    one, two = tiny_model("qwen3"), tiny_model("qwen3")
+    assert sum(part.numel() for part in one.parameters()) < LARGEST
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert tiny_config("llama_one_key").num_key_value_heads == 1
+
+
+def test_positions_begin_where_the_model_has_them() -> None:
+    assert first_position(tiny_model("llama")) == 0
+    roberta = tiny_model("roberta")
+    assert first_position(roberta) == roberta.config.pad_token_id + 1
+    backbone: Any = roberta.roberta
+    forward = backbone.forward
+
+    def shifted(*args: object, position_ids: torch.Tensor | None = None, **named: object) -> object:
+        return forward(*args, position_ids=None if position_ids is None else position_ids + 5, **named)
+
+    backbone.forward = shifted
+    with pytest.raises(UserError, match="counts the positions of its tokens neither from 0"):
+        ScoredLM(roberta)
+
+
+def test_an_outcome_counts_commands_that_fail(tmp_path: Path) -> None:
+    ways = Ways(fit=lambda words: 1, generate=lambda words: 0)
+    (family,) = verify_families(ways, ["qwen3"], tmp_path)
+    assert family.status == FAILED and family.notes[0] == "fit: exit status 1" and "qwen3" in family.line()
+    assert (tmp_path / "qwen3" / "tokenizer.json").is_file()
+    (refused,) = verify_families(ways, ["bert_encoder"])
+    assert refused.status == REFUSED and "is not causal" in refused.notes[0]
+    assert summary([family, refused]) == f"2 families: 0 {EQUAL}, 0 {NO_JUDGE}, 1 {REFUSED}, 1 {FAILED}"
+    with pytest.raises(UserError, match="families: none matches qwen33"):
+        next(verify_families(ways, ["qwen33"]))

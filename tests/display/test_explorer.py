@@ -1,0 +1,234 @@
+"""The explorer's packing without a browser, and a small page of it in headless Chromium."""
+
+import base64
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnpo.display.explorer import Scale, SideWeights, View, encode_logps, explorer_html, write_explorer
+from attnpo.schema import UserError
+from tests.display.browser import Browser, browser
+from tests.display.explored import hard, many
+
+LIMIT = 15_000_000  # bytes of 500 pairs of 700 tokens, two sources, four layers
+
+
+def blob(page: str, name: str) -> bytes:
+    """What a page holds under a name, unpacked."""
+    (found,) = re.findall(rf'<script type="text/plain" id="data-{name}">([^<]*)</script>', page)
+    return zlib.decompress(base64.b64decode(found))
+
+
+def texts(page: str) -> Any:
+    return json.loads(blob(page, "texts"))
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_weights_come_back_within_the_stated_error(signed: bool) -> None:
+    rng = np.random.default_rng(1)
+    weights = np.exp(2 * rng.standard_normal(5000)) * (rng.choice([-1, 1], 5000) if signed else 1)
+    weights[:7] = [0, math.nan, math.inf, 1, 1, 0, 3]
+    scale = Scale.over(weights)
+    back = scale.decode(scale.encode(weights))
+    finite = np.isfinite(weights)
+    assert scale.signed == signed and np.isnan(back[~finite]).all()
+    assert ((back == 0) == (weights == 0)).all()
+    present = finite & (weights != 0)
+    error = np.abs(back[present] / weights[present] - 1)
+    assert error.max() <= scale.error * (1 + 1e-9) and 0.005 < scale.error < 0.07
+
+
+@pytest.mark.parametrize("weights", [[], [0.0, 0.0], [1.0, 1.0], [math.nan], [-2.0]])
+def test_few_weights_have_a_scale_too(weights: list[float]) -> None:
+    given = np.array(weights, dtype=float)
+    scale = Scale.over(given)
+    np.testing.assert_allclose(scale.decode(scale.encode(given)), given)
+
+
+def test_what_is_smaller_than_the_scale_is_its_lowest() -> None:
+    given = np.array([1.0, 2.0**-40])
+    scale = Scale.over(given)
+    assert scale.decode(scale.encode(given)).tolist() == [1.0, 2.0**-24]
+    assert scale.error < 0.034
+
+
+def test_log_probs_come_back() -> None:
+    logps = np.array([0.0, -0.125, -17.5, math.nan])
+    data, step = encode_logps(logps)
+    codes = np.frombuffer(data, dtype="<u2").astype(float)
+    assert codes[3] == 65535 and abs(-codes[:3] * step - logps[:3]).max() <= step / 2 < 2e-4
+    assert encode_logps(np.array([0.0]))[0] == b"\0\0"
+
+
+# ------------------------------------------------------------------------------------------------ the page's data
+
+
+def test_a_page_holds_every_number_of_its_pairs() -> None:
+    pairs = hard(2)
+    page = explorer_html(pairs, title="<i>t</i>", note="n & m")
+    told = texts(page)
+    sides = [side for pair in pairs for side in pair.sides]
+    ids = np.frombuffer(blob(page, "ids"), dtype="<i4").tolist()
+    assert ids == [one for side in sides for one in side.token_ids]
+    steps, place = np.frombuffer(blob(page, "characters"), dtype="<i4").reshape(-1, 2), 0
+    for side in sides:
+        bounds = np.cumsum(steps[place : place + len(side.token_ids)].reshape(-1)).reshape(-1, 2)
+        assert [tuple(one) for one in bounds.tolist()] == list(side.offsets)
+        place += len(side.token_ids)
+    assert [pair["texts"] for pair in told["pairs"]] == [[side.text for side in pair.sides] for pair in pairs]
+    assert len(told["views"]) == 2 * 2 * 3
+    for number, view in enumerate(told["views"]):
+        mine = View(view["source"], view["layer"], view["round"])
+        rows = [row for pair in pairs for row in pair.weights[mine]]
+        relative = np.concatenate([np.array(row.weights) * row.length for row in rows])
+        scale = Scale.over(relative)
+        assert (view["low"], view["step"], view["signed"]) == (scale.low, scale.step, False)
+        np.testing.assert_allclose(scale.decode(blob(page, f"weights-{number}")), relative, rtol=scale.error + 1e-9)
+    assert told["logps"][0]["name"] == "reference" and "<i>" not in page and told["note"] == "n & m"
+
+
+def test_a_view_may_lack_a_pair() -> None:
+    first, second = hard(1)[:2]
+    view, *_ = first.weights
+    page = explorer_html([first, replace(second, weights={view: second.weights[view]})])
+    count = sum(len(side.token_ids) for side in second.sides)
+    assert blob(page, "weights-1")[-count:] == bytes([255]) * count
+    assert texts(page)["views"][1]["lengths"][1] is None
+
+
+def test_the_page_refers_to_nothing_outside_and_never_writes_html() -> None:
+    page = explorer_html(hard(1))
+    assert not re.search(r"(src|href)=|url\(|@import|innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_page_of_500_pairs_fits_the_limit() -> None:
+    """A twentieth of them: the rest of a page, its script and style, is counted twenty times over."""
+    assert 20 * len(explorer_html(many(25, 700, 4))) <= LIMIT
+
+
+def test_bad_pairs_are_named() -> None:
+    pair = hard(1)[0]
+    view, rows = next(iter(pair.weights.items()))
+    with pytest.raises(UserError, match="no pairs with weights"):
+        explorer_html([])
+    with pytest.raises(UserError, match="pair-0: expected weights of at least one view"):
+        explorer_html([replace(pair, weights={}), hard(1)[1]])
+    short = SideWeights(rows[0].weights[:-1], 3.0)
+    with pytest.raises(UserError, match=r"pair-0, chosen: expected one of the weights of View.* 24 tokens, got 23"):
+        explorer_html([replace(pair, weights={view: (short, rows[1])})])
+
+
+# ------------------------------------------------------------------------------------------------ in a browser
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Browser]:
+    with browser() as opened:
+        yield opened
+
+
+def chosen(tab: Browser, name: str, value: str) -> None:
+    """Takes a value of one of the page's choices, as a reader does."""
+    tab.value(
+        f"(() => {{ const e = document.getElementById({name!r}); e.value = {value!r};"
+        " e.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+
+
+def shades(tab: Browser) -> str:
+    return str(tab.value("[...document.querySelectorAll('#pair .tokens span')].map(one => one.className).join()"))
+
+
+def test_a_reader_searches_sorts_switches_and_hovers(tab: Browser, tmp_path: Path) -> None:
+    pairs = [*hard(2), *many(12, 40, 2)]
+    page = write_explorer(tmp_path / "explorer.html", pairs, title="a <b>title</b>")
+    tab.look()
+    tab.open(page)
+    tab.until("document.documentElement.dataset.ready")
+    assert tab.value("document.querySelector('h1').textContent") == "a <b>title</b>"
+    assert tab.value("document.querySelectorAll('#pair b, #pair img, #pair script').length") == 0
+
+    first, told = shades(tab), []
+    for name, value in (("layer", "L2"), ("round", "round 1"), ("source", "rollout")):
+        chosen(tab, name, value)
+        expected = View(
+            *("rollout" if name == "source" else "attention", "L2", "combined" if name == "layer" else "round 1")
+        )
+        row = pairs[0].weights[expected][0]
+        tab.hover("#pair .tokens span:nth-child(5)")
+        found = tab.until(
+            "(() => { const t = document.getElementById('tip'); return !t.hidden && t.textContent.includes("
+            f"{', '.join((expected.source, expected.layer, expected.round))!r}) && t.textContent; }})()"
+        )
+        relative = float(re.findall(r"w·\|y\| ([-\d.e]+)\)", found)[0])
+        assert relative == pytest.approx(row.weights[4] * row.length, rel=0.035)
+        told.append(shades(tab))
+        tab.hover("h1")
+    assert len({first, *told}) == 4
+    assert "token" in found and f"id {pairs[0].chosen.token_ids[4]}" in found and "12 to 15" in found
+    assert "log-prob, reference-1.000" in found
+
+    every = tab.value("explorer.state()")
+    for name, by in (("coverage", "coverage"), ("entropy", "entropy"), ("disagreement", "apart")):
+        chosen(tab, "sort", name)
+        state = tab.value("explorer.state()")
+        values = [state[by][pair] for pair in state["order"]]
+        assert values == sorted(values, reverse=name == "disagreement") and len(set(values)) > 1
+    row = pairs[0].weights[View("rollout", "L2", "round 1")]
+    other = pairs[0].weights[View("attention", "L2", "round 1")]
+    apart = np.mean(
+        [np.abs(np.array(a.weights) - np.array(b.weights)).sum() / 2 for a, b in zip(row, other, strict=True)]
+    )
+    assert every["apart"][0] == pytest.approx(apart, abs=0.02)
+    entropy = np.mean([-sum(w * math.log(w) for w in side.weights if w) / math.log(len(side.weights)) for side in row])
+    assert every["entropy"][0] == pytest.approx(entropy, abs=0.01)
+
+    tab.press("/")
+    tab.type("البحر مساحة")
+    tab.until("explorer.state().order.length === 1")
+    assert tab.value("document.querySelector('#pair h2').textContent") == "pair pair-1"
+    assert tab.value("getComputedStyle(document.querySelector('#pair .tokens')).direction") == "rtl"
+    tab.press("Escape")
+    assert tab.value("document.activeElement.id") == "list"
+    tab.value("document.querySelector('#pair .tokens span').focus()")
+    tab.press("ArrowLeft")  # onwards, from right to left
+    assert tab.value("document.activeElement.dataset.place + document.getElementById('tip').hidden") == "1false"
+    assert tab.problems == []
+    assert tab.requests == [page.as_uri()]
+
+
+def test_keys_lead_through_the_list(tab: Browser, tmp_path: Path) -> None:
+    page = write_explorer(tmp_path / "explorer.html", many(60, 20, 1))
+    tab.look(dark=True)
+    tab.open(page)
+    tab.until("document.documentElement.dataset.ready")
+    tab.click("#list .row:nth-child(3)")
+    for key, place in (("ArrowDown", 3), ("j", 4), ("k", 3), ("End", 59), ("ArrowDown", 59), ("Home", 0)):
+        tab.press(key)
+        assert tab.value("explorer.state().shown") == place, key
+        assert tab.value("document.querySelector('.row[aria-selected=true]').id") == f"row-{place}"
+    assert tab.value("document.querySelectorAll('.row').length") < 40, "rows that are not seen are not drawn"
+    assert tab.value("getComputedStyle(document.body).backgroundColor") == "rgb(18, 20, 24)"
+    assert tab.problems == []
+
+
+def test_the_script_shows_what_acts_as_the_heat_map_does(tab: Browser, tmp_path: Path) -> None:
+    from attnpo.display.heat import visible
+
+    tab.open(write_explorer(tmp_path / "explorer.html", hard(1)))
+    tab.until("document.documentElement.dataset.ready")
+    for text in ("   ", " a b ", "\n\t\r\x00\x1b\x7f\x85", "\u200e\u202e\u2066\u061c\u2028\u2029", "ab\ufeff👩‍🚀é"):
+        assert tab.value(f"explorer.visible({json.dumps(text)})") == visible(text), ascii(text)
+    assert tab.value('explorer.visible("\\ud800")') == visible("\ud800")

@@ -1,0 +1,96 @@
+"""What a study says at its end, on results made by hand: the table of a terminal, the outcome in words, commands."""
+
+import io
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from attnpo import console
+from attnpo.config import load
+from attnpo.console import command_text, override
+from attnpo.display.output import print_sections
+from attnpo.display.page import Section
+from attnpo.runs.ending import again, next_commands
+from attnpo.studies import ending
+from attnpo.studies.study import Arm, Outcome, Point
+from attnpo.studies.tables import short_table
+from tests.studies.test_tables import LOW, STUDY, make_outcome, result, typed
+
+LONG = Arm("words by position L1", ("weights=attention",))
+NAMES = {"uniform": 0.1, "words by position L1": 0.9}
+
+
+def compared(gain: float, seeds: int = 3) -> Outcome:
+    """Two arms, one of which has ``gain`` on every prompt."""
+    plain, arms = [0.1, 0.2, 0.3, 0.2], (Arm("uniform", ("weights=uniform",)), LONG)
+    points = [
+        (Point(arm, LOW, seed), result(test=[value + gain * (arm is LONG) for value in plain]))
+        for arm in arms
+        for seed in range(seeds)
+    ]
+    study = replace(STUDY, arms={"uniform": [], LONG.name: []})
+    return Outcome(study, list(arms), typed(points), [], {"grid": "g"}, Path("out put"), 12.0)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_a_terminal_has_every_digit_in_80_columns(width: int) -> None:
+    out = io.StringIO()
+    print_sections(Console(file=out, width=width), [Section("Arms", [short_table(compared(0.25))])])
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    (row,) = [line for line in text.splitlines() if "+0.250" in line]
+    assert re.search(r"words by\s+0\.450 \[0\.\d{3}, 0\.\d{3}\]\s+\+0\.250 \[0\.250, 0\.250\]\s+0\.750\s+0\.75", row)
+    assert "eff. weights" not in text
+
+
+def test_a_point_that_failed_keeps_its_mark() -> None:
+    lost = make_outcome([(Point(Arm("uniform", ()), LOW, 0), result())], [(Point(LONG, LOW, 0), "no luck")])
+    table = short_table(replace(lost, arms=[Arm("uniform", ()), LONG]))
+    assert "FAILED, all 1 points" in str(table.rows)
+
+
+@pytest.mark.parametrize(
+    ("gain", "words"), [(0.25, "better than uniform"), (-0.25, "worse than uniform"), (0.0, "a tie with uniform")]
+)
+def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, words: str) -> None:
+    (line,) = ending.came_out(compared(gain), "")
+    assert line.startswith(words) and f"{LONG.name} {gain:+.3f} [" in line
+
+
+def test_one_seed_is_said_to_be_one() -> None:
+    assert any("one seed" in line for line in ending.came_out(compared(0.25, seeds=1), ""))
+
+
+def test_the_commands_of_a_study_compose() -> None:
+    """Read out of the printed lines, as a shell would take them."""
+    cfg = load("fit", ["experiment=layer_sweep", "seeds=1", "study.workers=1", "trainer.max_steps=6"])
+    lines = [line.strip() for line in ending.ending(cfg, compared(0.25)) if "-m attnpo." in line]
+    assert [shlex.split(line)[2] for line in lines] == ["attnpo.report", "attnpo.fit", "attnpo.fit"]
+    assert shlex.split(lines[0])[3:] == ["out put"]
+    more, other = (load("fit", shlex.split(line)[3:]) for line in lines[1:])
+    assert (more.study.name, more.seeds, more.study.workers, more.trainer.max_steps) == ("layer_sweep", 5, 1, 6)
+    assert (other.study.name, other.seeds, other.trainer.max_steps) == ("controls", 1, 6)
+
+
+def test_the_commands_of_a_run_compose(tmp_path: Path) -> None:
+    given = ["experiment=none", "weights=attention", "weights.layer=1", "name=my run", f"output={tmp_path}"]
+    cfg = load("fit", given)
+    report, seed, twin = (shlex.split(text)[3:] for text in next_commands(cfg, tmp_path / "my run"))
+    assert report == [str(tmp_path / "my run")]
+    assert load("fit", seed).seed == 1 and load("fit", seed).name is None
+    assert load("fit", twin).composed.choices["weights"] == "uniform"
+    back = load("fit", again(cfg, tmp_path / "my run"))
+    assert (back.name, back.resume, back.output) == ("my run", "auto", str(tmp_path))
+
+
+def test_commands_are_spelled_as_they_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(console.CALLED, "attnpo")
+    assert command_text("fit", "a=b c") == "attnpo fit 'a=b c'"
+    monkeypatch.delenv(console.CALLED)
+    assert command_text("fit", "a=1") == "python -m attnpo.fit a=1"
+    assert (override("name", "it's"), override("name", "a-b/c")) == ("name='it\\'s'", "name=a-b/c")
+    assert console.command_text is command_text

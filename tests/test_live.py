@@ -1,0 +1,76 @@
+"""What is shown while something works: rows on a terminal, lines in a file, nothing of a library."""
+
+import logging
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnpo import live
+from attnpo.live import Row, duration, heartbeat, is_noted, note, noted, noting_in
+
+SHOWS = """
+import logging, time
+from attnpo.live import Row, display
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+with display(lambda: [Row("attention seed=0", 3, 6, 0.6931, 12.0)]):
+    time.sleep(0.7)
+    logging.info("one line of the log")
+    time.sleep(0.7)
+logging.info("after")
+"""
+
+
+def test_a_long_phase_says_that_it_is_at_work(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "QUIET_FOR", 0.01)
+    over = live.threading.Event()
+    with caplog.at_level(logging.INFO, logger="attnpo"), heartbeat("judging"):
+        for _ in range(200):
+            if over.wait(0.01) or caplog.messages:
+                break
+    assert caplog.messages[0] == "judging: at work for 0 s"
+
+
+def test_a_point_leaves_a_note_while_it_trains(tmp_path: Path) -> None:
+    row = Row("training", 3, 6, 0.5, 2.0)
+    assert noted(tmp_path) is None and not is_noted()
+    with noting_in(tmp_path):
+        note(row)
+        assert is_noted() and noted(tmp_path) == row
+    assert noted(tmp_path) is None and list(tmp_path.iterdir()) == []
+
+
+def test_times_are_for_readers() -> None:
+    assert [duration(seconds) for seconds in (4.2, 300.0, 9000.0)] == ["4 s", "5 min", "2.5 h"]
+
+
+def test_a_file_gets_lines_without_any_escape_code() -> None:
+    done = subprocess.run([sys.executable, "-c", SHOWS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr.splitlines() == ["one line of the log", "after"]
+
+
+def test_a_terminal_gets_rows_and_whole_lines_of_the_log_above_them() -> None:
+    leading, other = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    process = subprocess.Popen([sys.executable, "-c", SHOWS], stderr=other, env=environment)
+    os.close(other)
+    text = b""
+    while True:
+        try:
+            part = os.read(leading, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        text += part
+    assert process.wait(60) == 0
+    os.close(leading)
+    shown = text.decode()
+    assert "attention seed=0" in shown and "3/6" in shown and "loss 0.6931" in shown and "12 s left" in shown
+    assert any(line.endswith("one line of the log") for line in shown.replace("\r", "").split("\n"))
+    assert shown.rstrip("\r\n").endswith("after")
