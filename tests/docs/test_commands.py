@@ -52,7 +52,7 @@ ELSEWHERE = {
     r"experiments/benchmarks/token_coverage\.py": "tests/test_token_coverage.py",
     r"attnpo\.report ranks\b": "tests/reports/test_ranks.py::test_the_papers_tables_as_shipped",
     r"--config-dir \S+ experiment=none": "tests/weights/test_formula.py",
-    r"--config-dir \S+ (experiment=my|benchmark=judge)": "tests/docs/test_own_things_page.py::test_the_commands_compose",
+    r"--config-dir \S+ (experiment=m|benchmark=judge)": "tests/docs/test_own_things_page.py::test_the_commands_compose",
     r"data\.path=own/": "tests/docs/test_data_page.py::test_an_example_is_read_by_its_command",
     r"data\.val_share=": "tests/data/test_tables.py",
     r"attnpo\.show\b": "tests/inspection/test_show.py",
