@@ -2,7 +2,6 @@
 
 import base64
 import json
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +25,7 @@ from attnpo.display.page import (
     svg_beside,
 )
 from attnpo.schema import UserError
+from tests.display.browser import chromium
 
 
 class Reader(HTMLParser):
@@ -177,15 +177,12 @@ document.title = seen.join("|");
 
 
 def test_a_browser_sorts_and_switches(tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("needs Chromium, which is not on the PATH")
     rows = [["a", "0.5 [0.1, 0.9]"], ["b", "-"], ["c", "-2.0 [x]"], ["d", "10.0 [y]"]]
     blocks = [TableBlock(["arm", "reward"], rows), Fragment(heatmap_html([switched()], page=False))]
     code = report_page("t", [Section("s", blocks)]).replace("</body>", f"{SCRIPT}</body>")
     (tmp_path / "page.html").write_text(code, encoding="utf-8")
     done = subprocess.run(
-        [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/p",
+        [chromium(), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}/p",
          f"file://{tmp_path}/page.html"],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
