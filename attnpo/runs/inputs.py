@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet, name_unused
-from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
@@ -20,6 +20,7 @@ from attnpo.weights.base import ColumnSource
 log = logging.getLogger(__name__)
 
 
+UNKNOWN = 0.05  # of the response tokens; above it, a warning
 EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
 WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
 Some = TypeVar("Some", EncodedPairs, WeighedExamples)
@@ -53,6 +54,15 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
             encoded[split] = encode_pairs(found.pairs, context.chat, rules)
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
+        share = unknown_share(encoded[split], context.tokenizer)
+        if share > UNKNOWN:
+            log.warning(
+                "%s: %.0f %% of the response tokens are %s, text that the tokenizer does not know: neither judge nor "
+                "policy can tell such words apart; take a model whose tokenizer fits the data",
+                split,
+                100 * share,
+                context.tokenizer.unk_token,
+            )
     return encoded
 
 
