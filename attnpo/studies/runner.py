@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnpo.live import heartbeat
+from attnpo.live import phase
 from attnpo.runs.folders import make_folder
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
@@ -199,7 +199,7 @@ def make_bases(
         for seed in seeds:
             label = Basis(world, seed).label
             try:
-                with heartbeat(f"{label}: base, pairs and judge pass"):
+                with phase(f"{label}: base, pairs and judge pass"):
                     bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 errors[world, seed] = error
