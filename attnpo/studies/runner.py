@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from attnpo.console import training_began
 from attnpo.live import phase
 from attnpo.runs.folders import make_folder
 from attnpo.runs.result import RunResult
@@ -300,6 +301,7 @@ def _run_points(
     at_work = [points[i] for i in places]
     labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
     try:
+        training_began()
         with watching(labels, [at for _, at in jobs.values()], pace) as ended:
             for job, result, error in execute(
                 list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone
