@@ -1,6 +1,7 @@
 """Sections as text: on a terminal, in Markdown and LaTeX, and as JSON that is read back; ``page`` writes pages."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -11,6 +12,8 @@ from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
+from rich.padding import Padding
+from rich.text import Text
 
 from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import (
@@ -29,8 +32,8 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """The console that tables are printed to."""
-    return Console(width=None if Console().is_terminal else WIDTH)
+    """The console that tables are printed to: as wide as the terminal, or as COLUMNS says."""
+    return Console(width=None if Console().is_terminal or "COLUMNS" in os.environ else WIDTH)
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
@@ -53,35 +56,57 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
             elif drawn:
                 console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
             for line in lines:
-                console.print(f"  {line}", highlight=False, markup=False)
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     """A table as parts that are as narrow as the console, each with the columns that name its rows.
 
-    As it is where it has room.
-
-    Columns are kept whole: what cannot be broken between words sets their width, and heads are broken to it.
+    As it is where it has room. Columns are kept whole, but for names and texts, which are broken between words, and
+    heads, which are broken to their cells.
     """
-    if _width(console, table).maximum <= console.width:
+    if _width(console, table) <= console.width:
         return [table]
     table = _with_narrow_heads(table)
     cells = ordered_cells(table.columns, table.rows)
     naming = list(range(min(table.naming, len(table.columns))))
+    narrow, widest = console.width // 5, console.width
     parts: list[list[int]] = [naming]
     for place in range(len(naming), len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider)).minimum > console.width:
+        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider, narrow)) > console.width:
             parts.append([*naming, place])
         else:
             parts[-1] = wider
-    cut = [_cut(table, cells, part) for part in parts]
-    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(cut)]
+    found = []
+    for part in parts:
+        made = (_cut(table, cells, part, width) for width in range(widest, narrow, -1))
+        fits = (one for one in made if _width(console, one) <= console.width)
+        found.append(next(fits, None) or _with_broken_texts(console, _cut(table, cells, part, narrow), len(naming)))
+    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(found)]
 
 
-def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[int]) -> TableBlock:
+def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[int], width: int) -> TableBlock:
+    """The columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
-    return replace(table, columns=columns, rows=[[line[place] for place in places] for line in cells])
+    lines = [[*(_broken(cell, width) for cell in line[: table.naming]), *line[table.naming :]] for line in cells]
+    return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
+
+
+def _with_broken_texts(console: Console, table: TableBlock, naming: int) -> TableBlock:
+    """A table of one column behind its names, broken between words to the room that these leave."""
+    names = replace(table, columns=table.columns[:naming], rows=[line[:naming] for line in table.rows])
+    room = max(1, console.width - (_width(console, names) + 2 if naming else 0))
+    return replace(
+        table, rows=[[*line[:naming], *(_broken(cell, room) for cell in line[naming:])] for line in table.rows]
+    )
+
+
+def _broken(cell: Cell, width: int) -> Cell:
+    """A text in lines between words; numbers as they are."""
+    if not isinstance(cell, str):
+        return cell
+    return "\n".join(wrap(cell, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _with_narrow_heads(table: TableBlock) -> TableBlock:
@@ -99,10 +124,10 @@ def _with_narrow_heads(table: TableBlock) -> TableBlock:
     return replace(table, columns=list(heads.values()), rows=rows, digits=renamed)
 
 
-def _width(console: Console, table: TableBlock) -> Measurement:
-    """Columns of the terminal that a table needs: with texts broken between words, and with none broken."""
+def _width(console: Console, table: TableBlock) -> int:
+    """Columns of the terminal that a table needs where no cell is broken."""
     drawn = table_rich(table.columns, table.rows, digits=table.digits)
-    return Measurement.get(console, console.options.update(width=10_000), drawn)
+    return Measurement.get(console, console.options.update(width=10_000), drawn).maximum
 
 
 def latex(sections: Sequence[Section], title: str = "") -> str:

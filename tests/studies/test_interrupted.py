@@ -1,4 +1,4 @@
-"""A study that Ctrl-C ends, by processes of its own: what stands stays, its last words say how to go on, and it does."""
+"""Ctrl-C at a study, by processes of its own: what stands stays, its last words say how to go on, and that does."""
 
 import json
 import os
