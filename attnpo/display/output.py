@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -62,51 +63,60 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     """A table as parts that are as narrow as the console, each with the columns that name its rows.
 
-    As it is where it has room. Columns are kept whole, but for names and texts, which are broken between words, and
-    heads, which are broken to their cells.
+    As it is where it has room. Numbers are kept whole, with their intervals; the names of rows and texts above a third
+    of the console are broken between words, and heads to their cells. Of the widths for names the one that takes the
+    fewest parts is chosen.
     """
     if _width(console, table) <= console.width:
         return [table]
-    table = _with_narrow_heads(table)
-    cells = ordered_cells(table.columns, table.rows)
-    naming = list(range(min(table.naming, len(table.columns))))
-    narrow, widest = console.width // 5, console.width
-    parts: list[list[int]] = [naming]
-    for place in range(len(naming), len(table.columns)):
+    naming = min(table.naming, len(table.columns))
+    cells = [
+        [*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])]
+        for line in ordered_cells(table.columns, table.rows)
+    ]
+    table = _with_narrow_heads(replace(table, rows=cells))
+    widths = [console.width // share for share in (2, 3, 4, 5)]
+    tried = [_parts_of(console, table, naming, width) for width in widths]
+    best = min(range(len(tried)), key=lambda place: len(tried[place]))
+    made = [_cut(table, part, naming, widths[best]) for part in tried[best]]
+    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(made)]
+
+
+def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
+    """The columns of each part of a table whose names are in lines of ``width``."""
+    names = list(range(naming))
+    parts = [names]
+    for place in range(naming, len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider, narrow)) > console.width:
-            parts.append([*naming, place])
+        if len(parts[-1]) > naming and _width(console, _cut(table, wider, naming, width)) > console.width:
+            parts.append([*names, place])
         else:
             parts[-1] = wider
-    found = []
-    for part in parts:
-        made = (_cut(table, cells, part, width) for width in range(widest, narrow, -1))
-        fits = (one for one in made if _width(console, one) <= console.width)
-        found.append(next(fits, None) or _with_broken_texts(console, _cut(table, cells, part, narrow), len(naming)))
-    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(found)]
+    return parts
 
 
-def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[int], width: int) -> TableBlock:
+def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
     """The columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
-    lines = [[*(_broken(cell, width) for cell in line[: table.naming]), *line[table.naming :]] for line in cells]
+    lines = [
+        [*(_broken(cell, width) for cell in line[:naming]), *line[naming:]]
+        for line in ordered_cells(table.columns, table.rows)
+    ]
     return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
 
 
-def _with_broken_texts(console: Console, table: TableBlock, naming: int) -> TableBlock:
-    """A table of one column behind its names, broken between words to the room that these leave."""
-    names = replace(table, columns=table.columns[:naming], rows=[line[:naming] for line in table.rows])
-    room = max(1, console.width - (_width(console, names) + 2 if naming else 0))
-    return replace(
-        table, rows=[[*line[:naming], *(_broken(cell, room) for cell in line[naming:])] for line in table.rows]
-    )
-
-
 def _broken(cell: Cell, width: int) -> Cell:
-    """A text in lines between words; numbers as they are."""
-    if not isinstance(cell, str):
+    """A text in lines between words, what stands in brackets kept together; numbers as they are."""
+    if not isinstance(cell, str) or cell_len(cell) <= width:
         return cell
-    return "\n".join(wrap(cell, width, break_long_words=False, break_on_hyphens=False))
+    kept = re.sub(r"\[[^\[\]]*\]|\([^()]*\)", lambda found: found[0].replace(" ", _KEPT), cell)
+    lines = wrap(kept, width, break_long_words=False, break_on_hyphens=False)
+    if any(cell_len(line) > width for line in lines):  # a long remark in brackets
+        lines = wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(_KEPT, " ")
+
+
+_KEPT = "\ue000"  # of no font: stands for a blank that is not broken at
 
 
 def _with_narrow_heads(table: TableBlock) -> TableBlock:

@@ -97,7 +97,7 @@ def words(output: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("study")
     (folder / "experiment").mkdir()
     (folder / "experiment" / "tiny.yaml").write_text(STUDY)
-    world: World = build_world(folder)
+    world: World = build_world(tmp_path_factory.mktemp("world"))
     return [*world.overrides("experiment=tiny", f"output={output}"), "--config-dir", str(folder)]
 
 
