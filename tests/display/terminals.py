@@ -13,13 +13,13 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from tests.display.browser import browser
+from tests.display.browser import Browser, browser
 from tests.runs.worlds import World, build_world
 
 WIDTHS = (80, 120)
@@ -77,32 +77,27 @@ def settled(text: str) -> str:
     return "\n".join(lines).rstrip()
 
 
-def take(shown: Mapping[str, tuple[str, int]], folder: Path) -> list[Path]:
-    """Pictures of screens by name, each with its width."""
-    folder.mkdir(parents=True, exist_ok=True)
-    taken = []
-    with browser() as tab:
-        for name, (text, width) in shown.items():
-            console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
-            console.print(Text.from_ansi(text), crop=True)
-            drawn = folder / f"{name}.svg"
-            console.save_svg(str(drawn), title=f"{width} columns")
-            tab.open(drawn)
-            taken.append(tab.screenshot(folder / f"{name}.png"))
-    return taken
+def take(tab: Browser, text: str, width: int, folder: Path, name: str) -> Path:
+    """The picture of a screen."""
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(text))
+    drawn = folder / f"{name}.svg"
+    console.save_svg(str(drawn), title=f"{width} columns")
+    tab.open(drawn)
+    return tab.screenshot(folder / f"{name}.png", whole=True)
 
 
 def main(given: Sequence[str]) -> None:
     """Takes the pictures and prints their names."""
     folder, names = Path(given[0]), given[1:]
-    with tempfile.TemporaryDirectory() as place:
-        world, shown = build_world(Path(place)), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with browser() as tab, tempfile.TemporaryDirectory() as place:
+        world = build_world(Path(place))
         for width in WIDTHS:
             for name, words in commands(world, Path(place) / f"outputs-{width}"):
                 if not names or name in names:
-                    shown[f"terminal-{name}-{width}"] = (screen(words, width), width)
-        for path in take(shown, folder):
-            sys.stdout.write(f"{path}\n")
+                    taken = take(tab, screen(words, width), width, folder, f"terminal-{name}-{width}")
+                    sys.stdout.write(f"{taken}\n")
 
 
 if __name__ == "__main__":
