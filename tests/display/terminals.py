@@ -81,9 +81,11 @@ def take(tab: Browser, text: str, width: int, folder: Path, name: str) -> Path:
     """The picture of a screen."""
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     console.print(Text.from_ansi(text))
-    drawn = folder / f"{name}.svg"
+    drawn, page = (folder / f"{name}.{kind}" for kind in ("svg", "html"))
     console.save_svg(str(drawn), title=f"{width} columns")
-    tab.open(drawn)
+    page.write_text(f'<body style="margin:0"><img src="{drawn.name}" style="width:{10 * width}px">', encoding="utf-8")
+    tab.open(page)
+    page.unlink()
     return tab.screenshot(folder / f"{name}.png", whole=True)
 
 
