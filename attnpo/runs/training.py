@@ -71,6 +71,7 @@ class Trained:
     seconds: float
 
 
+@phase("setting up training")
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
