@@ -8,6 +8,7 @@ from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet, name_unused
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
+from attnpo.live import phase
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
@@ -36,6 +37,7 @@ class Inputs:
     examples: dict[str, ExampleSet]
 
 
+@phase("reading the pairs")
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits; logs which columns of the training data nothing reads."""
     source = context.cfg.data
@@ -45,6 +47,7 @@ def read_pairs(context: RunContext) -> dict[str, PairSet]:
     return pairs
 
 
+@phase("tokenising the pairs")
 def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
     rules = context.cfg.lengths
@@ -85,6 +88,7 @@ def _read(context: RunContext) -> EncodedPairs:
     return pairs, encode(context, pairs)
 
 
+@phase("weights of the training tokens")
 def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExamples:
     weighed = weigh(context, encoded)
     align = context.cfg.align
