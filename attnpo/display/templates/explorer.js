@@ -404,7 +404,7 @@ const explorer = (() => {
     fill(byId("source"), distinct(data.views.map(view => view.source)));
     offer();
     const worst = Math.max(...data.views.map(view => view.error));
-    byId("about").textContent = (data.note ? readable(data.note) + " \u00b7 " : "") + data.pairs.length + " pairs \u00b7 "
+    byId("about").textContent = (data.note ? readable(data.note) + " \u00b7 " : "") + data.pairs.length + (data.pairs.length === 1 ? " pair" : " pairs") + " \u00b7 "
       + "weights to within " + (100 * worst).toFixed(1)
       + " % of each \u00b7 keys: / search, j and k or arrows in the list for pairs, Tab and arrows for tokens";
     legend();
