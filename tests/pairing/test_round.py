@@ -66,9 +66,8 @@ def test_a_mixture_runs_by_the_command_of_the_page(
     assert typed(the(r"data\.mix="), path, [*of_fit, *FEW, f"store={tmp_path / 'store'}", "name=mix"]) == 0
     result = json.loads((tmp_path / "outputs" / "mix" / "result.json").read_text(encoding="utf-8"))
     found = next(value for value in _below(result) if isinstance(value, dict) and set(value) == set(SETS))
-    assert {name: one["taken"] for name, one in found.items()} == {"chat": 4, "code": 2, "mail": 2} or all(
-        one["taken"] for one in found.values()
-    )
+    # One of twelve prompts is for validation: of 4 : 4 : 3 or 3 : 4 : 4 pairs the first gives all at weights 2 : 1 : 1.
+    assert {name: one["taken"] for name, one in found.items()} == {"chat": found["chat"]["kept"], "code": 2, "mail": 2}
     assert {one["path"] for one in found.values()} == {f"sets/{name}.jsonl" for name in SETS}
 
 
