@@ -3,16 +3,19 @@
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from attnpo.config import compose, read
+from attnpo.config import compose, load, read
 from attnpo.data.base import PairSource
 from attnpo.data.mixture import SET, MixedSet
 from attnpo.runs.context import open_paths
+from attnpo.runs.identity import numbers_of
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
+from tests.bad_input.table import PROPERTY
 
 
 def sheet(folder: Path, name: str, count: int, broken: int = 0) -> str:
@@ -81,14 +84,16 @@ def test_the_seed_draws_pairs_and_order_and_the_sets_are_in_the_fingerprint(tmp_
     assert renamed.load("train").fingerprint != first.fingerprint
 
 
-def test_an_empty_set_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_an_empty_set_is_refused_with_its_name(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     (tmp_path / "none.jsonl").write_text("", encoding="utf-8")
     bad = tmp_path / "same.jsonl"
     bad.write_text('{"prompt": "p", "chosen": "x", "rejected": "x"}\n', encoding="utf-8")
     for path, problem in ((tmp_path / "none.jsonl", r"none\.jsonl is empty"), (bad, "has no usable pair")):
         sets = {"chat": MixedSet(sheet(tmp_path, "chat", 8)), "void": MixedSet(str(path))}
-        with pytest.raises(UserError, match=rf"data\.mix\.void: .*{problem}"):
+        with pytest.raises(UserError, match=rf"data\.mix\.void: .*{problem}") as refused:
             PairSource("???", val_share=0.2, mix=sets).load("train")
+        case = f"a set of a mixture: {path.name}"
+        record_property(PROPERTY, (case, str(refused.value).replace(str(tmp_path), "TMP"), "run not started"))
 
 
 @pytest.mark.parametrize(
@@ -121,3 +126,11 @@ def test_a_mixture_needs_no_path_and_says_where_a_problem_is(tmp_path: Path) -> 
     assert open_paths(reading.of(RunConfig)) == []
     wrong = read(compose("fit", ["setting=real_smoke", "model.path=M", "data.mix={chat: {path: X, wieght: 2}}"]))
     assert any("data.mix.chat.wieght: unknown key" in problem for problem in wrong.problems)
+
+
+def test_a_run_is_told_by_what_is_mixed_and_not_by_where_it_lies() -> None:
+    def numbers(path: str, weight: int) -> dict[str, object]:
+        mix = f"data.mix={{chat: {{path: {path}, weight: {weight}}}, code: {{path: Y, weight: 1}}}}"
+        return numbers_of(load("fit", ["setting=real_smoke", "model.path=M", mix]))
+
+    assert numbers("here", 2) == numbers("there", 2) != numbers("here", 3)

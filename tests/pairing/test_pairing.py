@@ -25,6 +25,7 @@ from attnpo.pairing.pairing import NARROW, TIES, UNPAIRED, UNRANKED, make_pairs,
 from attnpo.pairing.rankers import ColumnRanker, JudgeRanker, RewardRanker
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
+from tests.bad_input.table import PROPERTY
 from tests.runs.worlds import World, build_world
 
 Row = dict[str, object]
@@ -261,11 +262,15 @@ def test_what_was_made_of_something_else_is_refused(answers: str, tmp_path: Path
         make_pairs(config(answers, Path(answers)))
 
 
-def test_answers_that_are_all_equal_or_alone_are_refused_with_counts(tmp_path: Path) -> None:
+def test_answers_that_are_all_equal_or_alone_are_refused_with_counts(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
     rows = [{"prompt": "p", "answer": "x"}] * 3 + [{"prompt": "q", "answer": "y"}]
     path = write(tmp_path / "answers.jsonl", rows)
-    with pytest.raises(UserError, match=rf"no pair to make \({EQUAL}: 1; prompts with a single answer: 1\)"):
+    with pytest.raises(UserError, match=rf"no pair to make \({EQUAL}: 1; prompts with a single answer: 1\)") as refused:
         AnswerSource(str(path)).load()
+    message = str(refused.value).replace(str(tmp_path), "TMP")
+    record_property(PROPERTY, ("K answers all equal", message, "nothing is ranked"))
     (tmp_path / "answers.json").write_text('{"key": {"model": "m"}}', encoding="utf-8")
     with pytest.raises(UserError, match=r"attnpo\.generate has not finished it"):
         AnswerSource(str(path)).load()
