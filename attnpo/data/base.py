@@ -328,7 +328,7 @@ class PairSource:
 
     def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
         """The pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in turn."""
-        sources = {name: replace(self, mix=None, **one.own()) for name, one in mix.items()}
+        sources = {name: replace(self, mix=None, **one.own()) for name, one in mix.items()}  # type: ignore[arg-type]
         tables = {}
         for name, source in sources.items():
             with of_set(name):
