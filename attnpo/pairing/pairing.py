@@ -68,9 +68,9 @@ def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
     log.info("%d prompts to rank by %s, %d of them here", len(found.sets), cfg.ranker.name, len(lacking))
     done = 0
     if lacking:
-        for rows in cfg.ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
-            file.append(rows)
-            done += len({row["id"] for row in rows})
+        for some in cfg.ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
+            file.append(some)
+            done += len({row["id"] for row in some})
     rows = file.merge(wanted)
     if rows is not None:
         return _write(cfg, path, found, key, rows)

@@ -32,7 +32,7 @@ def steps(shape: Shape, length: int) -> dict[str, Ours]:
     made = examples(make_pairs([(half, half, half)], shape.vocab, seed=0), weighted=1)
     stored = with_reference(made, ScoredLM(random_llama(shape, 1)))
     recomputed = random_llama(shape, 0)
-    recomputed.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed.train().activation_checkpointing_enable()  # in eval mode nothing is recomputed
     return {
         WAYS[0]: Ours(random_llama(shape, 0), None, LAYOUT, [stored]),
         WAYS[1]: Ours(recomputed, None, LAYOUT, [stored]),
