@@ -13,7 +13,7 @@ ARGS ?=
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench browser screenshots figures trl trlweights readers families clean
+.PHONY: help setup run test quick format bench lengths browser screenshots figures trl trlweights readers families clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.extraction --short --json $(BENCH)/extraction.json $(ARGS)
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
+
+lengths: $(READY) ## how a step's time and memory grow from 2k to 16k tokens, on one CPU thread; ARGS="--lengths 2048 4096"
+	@$(BIN)/python -m experiments.benchmarks.step_length $(ARGS)
 
 browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
 	@$(BIN)/pytest -s tests/display/large_explorer.py

@@ -112,7 +112,7 @@ def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:
     reading = read(cfg)
     root = cast(SomeRoot, reading.of(Root))
     if complete(root):
-        report_problems([required(path) for path in reading.missing])
+        report_problems([required(path) for path in reading.missing if not reading.is_idle(path)])
     return reading
 
 

@@ -282,6 +282,10 @@ class Reading:
             raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
         return self.root
 
+    def is_idle(self, key: str) -> bool:
+        """Whether ``key`` has no effect as the others stand."""
+        return any(f"{key}.".startswith(f"{path}.") for path in self.unread)
+
     def idle_overrides(self) -> dict[str, str]:
         """The overrides it was composed with that have no effect in it, each with the reason."""
         idle = {}

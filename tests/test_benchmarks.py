@@ -23,7 +23,7 @@ from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
 from attnpo.schema import JudgeReading
-from experiments.benchmarks import extraction, gpu, harness, pipeline, step
+from experiments.benchmarks import extraction, gpu, harness, pipeline, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.shapes import (
     EOS,
@@ -507,8 +507,16 @@ def test_the_page_names_every_benchmark_and_none_that_is_not_there() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     named = set(re.findall(r"python -m experiments\.benchmarks\.(\w+)", page))
     with_main = {file.stem for file in FOLDER.glob("*.py") if "--json" in file.read_text(encoding="utf-8")}
-    assert named == with_main | {"gpu", "rollout_memory"}
+    assert named == with_main | {"gpu", "rollout_memory", "step_length"}
     assert all(re.search(rf"^## {name}$", page, re.MULTILINE) for name in ("step", "extraction", "pipeline", "gpu"))
+
+
+def test_the_cost_of_a_step_over_length_is_printed_with_slopes(capsys: pytest.CaptureFixture[str]) -> None:
+    step_length.main(["--lengths", "32", "128", "--layers", "1", "--width", "32", "--vocab", "64", "--rounds", "1"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [cell.strip() for cell in rows[0]] == ["step", "T=32", "T=128", "slope"] and len(rows) == 8
+    memory = {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows[2:] if "MiB" in row[0]}
+    assert all(0 < short < long and slope > 0 for short, long, slope in memory.values())
 
 
 def test_a_table_is_markdown() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
 
-ENTRY_POINTS = {"fit", "weigh", "generate", "evaluate", "show", "report", "verify"}
+ENTRY_POINTS = {"fit", "weigh", "generate", "pair", "evaluate", "show", "report", "verify"}
 TEXT = {"files", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "display": WEIGHTS | {"analysis"},
     "theory": {"console", "display", "schema"},
     "answers": ANSWERS,
+    "pairing": ANSWERS | {"answers", "evaluation", "grading"},
     "runs": RUNS,
     "studies": STUDIES,
     "reports": REPORTS,
@@ -73,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weigher": INSPECTION | {"inspection"},
     "conformance": STUDIES,
     "__main__": {"components", "console"},
-    **{name: INSPECTION | {"command_line", "conformance", "inspection"} for name in ENTRY_POINTS},
+    **{name: INSPECTION | {"command_line", "conformance", "inspection", "pairing"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}

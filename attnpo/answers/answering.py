@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as quiet
 
 from attnpo.answers.answer_config import AnswerConfig
-from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
+from attnpo.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.answers.base import BATCH_SIZE, TOKEN_BUDGET, Answerer, Asked, Reply
+from attnpo.answers.row_file import Name
 from attnpo.config import RUNS_ROOT
 from attnpo.config_files import read_template
 from attnpo.console import process

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnpo.answers.answer_file import AnswerFile, AnswerRow, Name
+from attnpo.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.answers.answering import encode_prompts, fill, key_of, refused, row_of
 from attnpo.answers.base import LENGTH, Answerer, Asked, Reply
 from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.answers.row_file import Name
 from attnpo.console import process
 from attnpo.data.prompts import Prompt
 from attnpo.locks import locked

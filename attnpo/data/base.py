@@ -14,13 +14,15 @@ from itertools import count
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
 from attnpo.data.json_lines import Lines, Table
-from attnpo.data.shares import share_out
+from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixture, draws, of_set
+from attnpo.data.shares import Shares, prompts_of, share_out
 from attnpo.data.tables import has_split, is_one_table, read_table
-from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.schema import PreferencePair, UserError, check_seed, digest
 
 _LOG = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
+Taken = Sequence[tuple[str, int]]  # the set and the place in it of each pair of a mixture
 EXAMPLES = 3  # row numbers named per reason
 
 _BOUND = re.compile(r"(\d+)(%?)")
@@ -38,7 +40,8 @@ class PairSet:
     ``counts`` has the rows dropped per reason, ``notes`` what was noticed on rows that were kept (duplicates, an empty
     side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
     three rows it holds for; the first row of the split is row 0. ``unused``: the table's columns that became no part of
-    prompt and responses; a pair's ``extra`` has those of its row.
+    prompt and responses; a pair's ``extra`` has those of its row. ``sets``: of a mixture, each set's account by name;
+    its reasons and notes begin with the name.
     """
 
     pairs: list[PreferencePair]
@@ -47,6 +50,7 @@ class PairSet:
     examples: Mapping[str, list[int]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
+    sets: Mapping[str, SetAccount] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -63,13 +67,15 @@ class PairSet:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the pair ids in their order."""
+        """Digest of the pair ids in their order, with each one's set in a mixture."""
+        if self.sets:
+            return digest([[pair.pair_id, pair.extra[SET]] for pair in self.pairs])
         return digest([pair.pair_id for pair in self.pairs])
 
     def summary(self) -> str:
         """One line with all counts, with the first row numbers of each reason and note."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
-        parts = [counted(name, count, self.examples[name]) for name, count in events]
+        parts = [counted(name, count, self.examples.get(name, ())) for name, count in events]
         parts += ["the first row is row 0"] if parts else []
         return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
 
@@ -95,7 +101,7 @@ def name_unused(pairs: PairSet, read: Collection[str] = ()) -> None:
 def counted(event: str, count: int, rows: Sequence[int]) -> str:
     """How often something happened to rows, with the numbers of the first of them."""
     listed = ", ".join(map(str, rows[:EXAMPLES])) + (", ..." if count > EXAMPLES else "")
-    return f"{event}: {count} ({'row' if count == 1 else 'rows'} {listed})"
+    return f"{event}: {count}" + (f" ({'row' if count == 1 else 'rows'} {listed})" if rows else "")
 
 
 def pairs_from_rows(
@@ -134,6 +140,32 @@ def pairs_from_rows(
             pairs.append(pair)
         read += 1
     return PairSet(pairs, counts, read, examples, notes)
+
+
+def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
+    """One set of pairs: those ``taken``, in their order, each with the name of its set; says what each set gave."""
+    counts: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    examples: dict[str, list[int]] = {}
+    accounts: dict[str, SetAccount] = {}
+    number = Counter(name for name, _ in taken)
+    for name, one in found.items():
+        left = len(one) - number[name]
+        counts.update({f"{name}: {reason}": count for reason, count in one.counts.items()})
+        counts.update({f"{name}: not taken": left} if left else {})
+        notes.update({f"{name}: {note}": count for note, count in one.notes.items()})
+        examples |= {f"{name}: {event}": list(rows) for event, rows in one.examples.items()}
+        accounts[name] = SetAccount(sources[name].path, one.read, len(one), one.dropped, number[name])
+        _LOG.info("data.mix.%s: %s", name, accounts[name])
+    rows = [(name, found[name].pairs[place]) for name, place in taken]
+    pairs = [replace(pair, extra={**pair.extra, SET: name}) for name, pair in rows]
+    homes: dict[str, set[str]] = {}
+    for name, pair in rows:
+        homes.setdefault(pair.pair_id, set()).add(name)
+    if shared := sum(len(names) > 1 for names in homes.values()):
+        notes["pair that stands in several sets kept"] = shared
+    unused = tuple(dict.fromkeys(name for one in found.values() for name in one.unused))
+    return PairSet(pairs, counts, sum(one.read for one in found.values()), examples, notes, unused, accounts)
 
 
 # ------------------------------------------------------------------------------------------------ choice of rows
@@ -189,6 +221,10 @@ class PairSource:
     It goes without a validation split: ``val_split`` is None, or the default where no split has that name.
     ``revision`` and ``subset`` are for the hub. ``exchanged`` puts each response in the other's place, for a model
     that is to learn the opposite.
+
+    ``mix`` takes several sets in place of ``path``, by name; what a set leaves out is as the mixture has it, and
+    ``val_share`` shares out the prompts of all together. ``mix_seed`` draws which training pairs are taken, and their
+    order. Validation has every pair of each set.
     """
 
     path: str
@@ -201,8 +237,13 @@ class PairSource:
     subset: str | None = None
     exchanged: bool = False
     val_share: float | None = None
+    mix: dict[str, MixedSet] | None = None
+    mix_seed: int = 0
 
     def __post_init__(self) -> None:
+        check_seed("data.mix_seed", self.mix_seed)
+        if self.mix is not None:
+            check_mixture(self.mix)
         if self.val_share is not None and not 0 < self.val_share < 1:
             hint = f", such as {self.val_share / 100:g} for {self.val_share:g} %" if 1 < self.val_share < 100 else ""
             raise UserError(
@@ -210,21 +251,48 @@ class PairSource:
                 f"{hint}; a run needs both training and validation pairs (null: take data.val_split)"
             )
 
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: the path beside a mixture, what draws from one where there is none."""
+        return {"path": "data.mix names its sets"} if self.mix else {"mix_seed": "data.mix=null: one set"}
+
+    @property
+    def place(self) -> str:
+        """Where the pairs are, for readers: the path, or the sets of the mixture with theirs."""
+        named = ", ".join(f"{name} ({one.path})" for name, one in (self.mix or {}).items())
+        return f"mixture of {named}" if self.mix else self.path
+
     def load(self, split: str) -> PairSet:
         """The pairs of ``split``, "train" or "val".
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
-                the split is usable.
+                the split, or of a set of the mixture, is usable.
             ValueError: ``split`` is another word.
         """
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
+        if self.mix:
+            return self._mixed(self.mix, split)
+        table = self._table(split)
+        if self.val_share is None:
+            return self._pairs(table, split, range(len(table)))
+        found = share_out(self._prompts(table), self.val_share, self._where(split))
+        self._say_share(split, found, len(table))
+        return self._pairs(table, split, found.train if split == "train" else found.val)
+
+    def _where(self, split: str) -> str:
+        return f"data.path={self.path} ({split})"
+
+    def _table(self, split: str) -> Table:
+        """All rows of a split, with the columns that are asked for."""
         table = self._read(split)
-        where = f"data.path={self.path} ({split})"
         first_line = "the first line of " if isinstance(table, Lines) and table.headed else ""
-        self.columns.check(table.column_names, first_line + where)
-        there = range(len(table)) if self.val_share is None else self._share(table, split, where)
+        self.columns.check(table.column_names, first_line + self._where(split))
+        return table
+
+    def _pairs(self, table: Table, split: str, there: Sequence[int]) -> PairSet:
+        """The pairs of the rows ``there``, as far as the split's choice of rows has them."""
+        where = self._where(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = row_range(asked, len(there), f"data.{split}_rows")
         numbers = there[rows.start : rows.stop]
@@ -243,19 +311,59 @@ class PairSource:
             _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
         return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
 
-    def _share(self, table: Table, split: str, where: str) -> Sequence[int]:
-        """The numbers of a split's rows where both splits are made of one; says how many there are of each."""
-        parts = share_out(table.select(range(len(table))), self.columns, self.val_share or 0.0, where)
+    def _prompts(self, table: Table) -> list[str | None]:
+        return prompts_of(table.select(range(len(table))), self.columns)
+
+    def _say_share(self, split: str, found: Shares, rows: int) -> None:
         if split == "train":
             _LOG.info(
                 "data.val_share=%g: %d of %d prompts (%d of %d rows) are kept for validation, by digest of the prompt",
                 self.val_share,
-                parts.val_prompts,
-                parts.val_prompts + parts.train_prompts,
-                len(parts.val),
-                len(table),
+                found.val_prompts,
+                found.val_prompts + found.train_prompts,
+                len(found.val),
+                rows,
             )
-        return parts.train if split == "train" else parts.val
+
+    # -------------------------------------------------------------------------------------------- mixtures
+
+    def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
+        """The pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in turn."""
+        sources = {name: replace(self, mix=None, **one.own()) for name, one in mix.items()}  # type: ignore[arg-type]
+        tables = {}
+        for name, source in sources.items():
+            with of_set(name):
+                tables[name] = source._table(split)
+        there: dict[str, Sequence[int]] = {name: range(len(table)) for name, table in tables.items()}
+        if self.val_share is not None:
+            there = self._shared(split, sources, tables)
+        found = {}
+        for name, source in sources.items():
+            with of_set(name):
+                if split == "train" or there[name]:
+                    found[name] = source._pairs(tables[name], split, there[name])
+        if not found:
+            raise UserError(f"data.mix: no set has a pair for {split}; see data.val_share={self.val_share}")
+        if split == "val":
+            return merged(sources, found, [(name, place) for name, one in found.items() for place in range(len(one))])
+        taken = amounts({name: len(one) for name, one in found.items()}, mix)
+        drawn = [draw for name, one in found.items() for draw in draws(name, len(one), self.mix_seed)[: taken[name]]]
+        return merged(sources, found, [(name, place) for _, name, place in sorted(drawn)])
+
+    def _shared(
+        self, split: str, sources: Mapping[str, "PairSource"], tables: Mapping[str, Table]
+    ) -> dict[str, Sequence[int]]:
+        """The numbers of each set's rows in a split, prompts being shared out over all sets at once."""
+        prompts = [prompt for name, source in sources.items() for prompt in source._prompts(tables[name])]
+        found = share_out(prompts, self.val_share or 0.0, "data.mix")
+        self._say_share(split, found, len(prompts))
+        chosen, start = (found.train if split == "train" else found.val), 0
+        there: dict[str, Sequence[int]] = {}
+        for name, table in tables.items():
+            end = start + len(table)
+            there[name] = [number - start for number in chosen if start <= number < end]
+            start = end
+        return there
 
     def _shares_rows(self, length: int, rows: range) -> bool:
         if self.val_share is not None or (self.train_split != self.val_split and not is_one_table(self.path)):

@@ -76,7 +76,7 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     for number, row in enumerate(rows, start=first):
         read += 1
         try:
-            prompt = _prompt(row, columns)
+            prompt = prompt_of(row, columns)
         except RowProblem as problem:
             left_out.setdefault(problem.reason.value, []).append(number)
             continue
@@ -94,7 +94,8 @@ def prompts_from_rows(rows: Iterable[Mapping[str, object]], columns: PromptColum
     return PromptSet(list(prompts.values()), read, repeated, left_out)
 
 
-def _prompt(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
+def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
+    """The prompt of a row. RowProblem for one that holds none."""
     if columns.chosen not in row or columns.rejected not in row:
         if columns.prompt is None or row.get(columns.prompt) is None:
             raise RowProblem(Reason.MISSING)

@@ -1,6 +1,6 @@
-"""One table shared out between training and validation, so that all pairs of one prompt stay on one side."""
+"""Tables shared out between training and validation, so that all pairs of one prompt stay on one side."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from attnpo.data.adapters import Columns, RowProblem, adapt
@@ -17,16 +17,15 @@ class Shares:
     val_prompts: int
 
 
-def share_out(rows: Iterable[Mapping[str, object]], columns: Columns, share: float, where: str) -> Shares:
+def share_out(prompts: Sequence[str | None], share: float, where: str) -> Shares:
     """Puts ``share`` of the different prompts aside for validation, rounded, one at least on either side.
 
-    Those with the smallest digests of all their messages are taken, so the order of the rows moves none. Rows that are
-    no pair stay with training, where they are counted.
+    ``prompts`` are those of the rows (``prompts_of``). Those with the smallest digests are taken, so the order of the
+    rows moves none. Rows that are no pair stay with training, where they are counted.
 
     Raises:
         UserError: fewer than two different prompts; ``where`` names the data.
     """
-    prompts = [_prompt(row, columns) for row in rows]
     different = sorted({prompt for prompt in prompts if prompt is not None})
     if len(different) < 2:
         raise UserError(
@@ -40,8 +39,12 @@ def share_out(rows: Iterable[Mapping[str, object]], columns: Columns, share: flo
     return Shares(train, val, len(different) - count, count)
 
 
+def prompts_of(rows: Iterable[Mapping[str, object]], columns: Columns) -> list[str | None]:
+    """The digest of all messages of each row's prompt; None for a row that is no pair."""
+    return [_prompt(row, columns) for row in rows]
+
+
 def _prompt(row: Mapping[str, object], columns: Columns) -> str | None:
-    """The digest of a row's prompt; None for a row that is no pair."""
     try:
         return digest([[turn["role"], turn["content"]] for turn in adapt(row, columns).pair.prompt])
     except RowProblem:

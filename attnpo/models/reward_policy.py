@@ -5,7 +5,7 @@ reward is put on that token and every other one gets 0, so that the sum over a r
 sums at beta 1 is then the Bradley-Terry loss.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.models.backbone import eval_mode, final_hidden, first_position, probe_bound
+from attnpo.models.generate import longest_first
+from attnpo.models.judge import right_padded
 from attnpo.models.logps import Head
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -62,6 +64,25 @@ class RewardPolicy(ScoredLM):
         # The state that predicts a token is that of the token before it.
         rewards = _head(self.model)(states.index_select(0, inputs.predict_index[rows, last] + 1)).squeeze(-1)
         return TokenStats(logps=rewards.new_zeros(response_mask.shape).index_put((rows, last), rewards))
+
+
+@torch.inference_mode()
+def rewards_of(
+    model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
+) -> Float[Tensor, "conversations"]:
+    """The reward of each conversation's token ids, float64 on the CPU, from right-padded batches of similar lengths.
+
+    A batch has at most ``token_budget`` tokens, padding included, or one conversation. UserError as ``RewardPolicy``.
+    """
+    head = _head(model)
+    _require_plain(model, head)
+    found = torch.zeros(len(conversations), dtype=torch.float64)
+    with eval_mode(model):
+        for batch in longest_first([len(ids) for ids in conversations], lambda length: token_budget // length):
+            ids, last = right_padded([conversations[index] for index in batch], head.weight.device)
+            states = final_hidden(model.base_model, ids)
+            found[batch] = head(states[torch.arange(len(batch), device=ids.device), last]).squeeze(-1).double().cpu()
+    return found
 
 
 def _head(model: PreTrainedModel) -> nn.Linear:

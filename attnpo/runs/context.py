@@ -77,7 +77,8 @@ def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
 
 def open_paths(cfg: RunConfig) -> list[str]:
     """The keys of the paths of model and data that are still to be given."""
-    paths = {"model.path": cfg.model.path, "data.path": getattr(cfg.data, "path", None)}
+    mixed = getattr(cfg.data, "mix", None)
+    paths = {"model.path": cfg.model.path, "data.path": None if mixed else getattr(cfg.data, "path", None)}
     return [key for key, path in paths.items() if path == MISSING]
 
 

@@ -5,6 +5,7 @@ The one notion of it, for resuming a run, for finding a study's finished points 
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
@@ -32,6 +33,7 @@ PATHS = (
     *("model.path", "data.path", "judge.path", "verbalizer.path", "weights.path"),
     *(f"weights.{name}.path" for name in SCORERS),
 )
+OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
 # Import paths of functions, whose modules are compared as those of components are.
 FUNCTIONS = ("weights.function",)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
@@ -52,7 +54,7 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 LATER = {
     **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
-    **{"data.exchanged": False, "data.val_share": None, "model.reward": False},
+    **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
     **{"data.columns.content": "content"},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
@@ -62,7 +64,7 @@ LATER = {
 SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "verify.py"),
     *("conformance", "display", "inspection", "reports", "theory", "losses.py", "weigher.py", "runs/ending.py"),
-    *("evaluate.py", "evaluation", "grading", "analysis/passport.py", "runs/implicit_reward.py"),
+    *("evaluate.py", "evaluation", "grading", "pair.py", "pairing", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
@@ -101,7 +103,7 @@ def result_of(cfg: RunConfig) -> dict[str, object]:
 def settings_of(cfg: RunConfig) -> dict[str, object]:
     """The same whatever the weights are: for what reads a judge or other parts that its weights do not need."""
     idle = (*ROOT, *bookkeeping_keys(cfg), "model.path", "data.path")
-    return {key: value for key, value in flat(cfg.values) if not below(key, idle)}
+    return {key: value for key, value in _values(cfg.values).items() if not below(key, idle)}
 
 
 def paths_of(cfg: RunConfig) -> dict[str, object]:
@@ -142,8 +144,8 @@ def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str
 
 
 def _values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Every key with its value; a mode that follows from the metric as what it stands for."""
-    every = dict(flat(values))
+    """Every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands for."""
+    every = {key: value for key, value in flat(values) if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
     return every

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from attnpo.analysis.weight_stats import effective_number
+from attnpo.data.base import PairSet
 from attnpo.data.collate import TrainingExample
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
+from attnpo.data.mixture import SET
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
@@ -59,6 +61,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             **({} if isinstance(inputs.weighed.source, OnlineSource) else weight_statistics(kept)),
             "lengths": percentiles([example.longest for example in kept]),
             "tokens": token_percentiles(kept),
+            **({"sets": set_statistics(pairs, kept)} if pairs.sets else {}),
         }
     weighed = inputs.weighed
     if weighed.report is not None:
@@ -82,6 +85,16 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
+def set_statistics(pairs: PairSet, kept: Sequence[TrainingExample]) -> dict[str, dict[str, Any]]:
+    """Of each set of a mixture its account, how many pairs are trained on, and their coverage."""
+    home = {pair.pair_id: pair.extra[SET] for pair in pairs.pairs}  # of one that several sets have, the last one's
+    found = {}
+    for name, account in pairs.sets.items():
+        own = [sum(example.coverage) / 2 for example in kept if home[example.pair_id] == name]
+        found[name] = {**vars(account), "pairs": len(own), "coverage": round(sum(own) / max(1, len(own)), 5)}
+    return found
+
+
 def token_percentiles(examples: Sequence[TrainingExample]) -> dict[str, dict[str, int]]:
     """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
     parts = {
@@ -98,6 +111,8 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
     pairs, made = inputs.pairs[split], inputs.examples[split]
     dropped = f"{pairs.dropped} dropped on reading, {made.dropped} later"
     yield f"{split}: {statistics['pairs']} pairs of {pairs.read} rows ({dropped})"
+    for name, one in statistics.get("sets", {}).items():
+        yield f"{split}, set {name}: " + ", ".join(f"{value} {key}" for key, value in one.items() if key != "path")
     for event, count in sorted(made.tally.counts.items()):
         first = ", ".join(made.tally.first[event])
         yield f"{split}: {event}: {count} of {made.read} ({count / made.read:.1%}; first: {first})"

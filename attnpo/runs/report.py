@@ -361,7 +361,8 @@ def settings_of(node: Mapping[str, object]) -> dict[str, object]:
 
 
 def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]:
-    data = inputs.context.cfg.below("data")
+    data, mix = inputs.context.cfg.below("data"), getattr(inputs.context.cfg.data, "mix", None)
+    place = "mixture of " + ", ".join(mix) if mix else str(data["path"])
     splits = {}
     for split in SPLITS:
         pairs, events = inputs.pairs[split], inputs.examples[split].tally.counts
@@ -373,7 +374,7 @@ def _data_facts(inputs: Inputs, statistics: Mapping[str, Any]) -> dict[str, Any]
             "noted": {**pairs.notes, **{name: n for name, n in events.items() if not name.startswith(DROPPED)}},
         }
     return {
-        **_place(inputs, str(data["path"])),
+        **_place(inputs, place),
         "revision": data["revision"],
         "subset": data["subset"],
         "splits": splits,

@@ -47,7 +47,7 @@ def _model(cfg: RunConfig) -> str:
 
 
 def _data(cfg: RunConfig) -> str:
-    return f"{_place(cfg, str(getattr(cfg.data, 'path', None)))}, {cfg.batch.pairs} pairs a step"
+    return f"{_place(cfg, str(getattr(cfg.data, 'place', None)))}, {cfg.batch.pairs} pairs a step"
 
 
 def _place(cfg: RunConfig, path: str) -> str:

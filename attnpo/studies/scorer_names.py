@@ -32,8 +32,11 @@ def scorer_problems(scorers: Mapping[str, Sequence[str]], arms: Mapping[str, Seq
                 f"study.scorers.{name} has {key}={PREFIX}{other}: scorers are trained side by side, and none can wait "
                 "for another: give a path, or leave it out"
             )
-        if any(item.lstrip("+~").startswith("data.path=") for item in overrides):
-            yield f"study.scorers.{name} sets data.path: scorers are trained on the study's own pairs; leave it out"
+        if any(item.lstrip("+~").startswith(("data.path=", "data.mix")) for item in overrides):
+            yield (
+                f"study.scorers.{name} sets data.path or data.mix: scorers are trained on the study's own pairs; leave "
+                "it out"
+            )
     for arm, overrides in arms.items():
         for key, name in scorers_of(overrides).items():
             if name not in scorers:

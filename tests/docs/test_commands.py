@@ -21,7 +21,7 @@ from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
 from tests.runs.worlds import World, build_world
 
 COMMANDS = every_command()
-ENTRIES = {"fit", "weigh", "show", "generate", "evaluate", "report", "verify", "theory"}
+ENTRIES = {"fit", "weigh", "show", "generate", "pair", "evaluate", "report", "verify", "theory"}
 COMPOSED_ENTRIES = {path.stem for path in CONFIG_DIR.glob("*.yaml")}
 
 # ------------------------------------------------------------------------------------------------ what is run where
@@ -55,6 +55,8 @@ ELSEWHERE = {
     r"--config-dir \S+ (experiment=m|benchmark=judge)": "tests/docs/test_own_things_page.py::test_the_commands_compose",
     r"data\.path=own/": "tests/docs/test_data_page.py::test_an_example_is_read_by_its_command",
     r"data\.val_share=": "tests/data/test_tables.py",
+    r"attnpo\.pair\b|round1/": "tests/pairing/test_round.py::test_a_round_runs_by_the_commands_of_the_page",
+    r"data\.mix=": "tests/pairing/test_round.py::test_a_mixture_runs_by_the_command_of_the_page",
     r"attnpo\.show\b": "tests/inspection/test_show.py",
     r"experiments\.pages\.judge_to_loss": "tests/docs/test_judge_page.py::test_its_command_runs_on_another_world",
 }

@@ -1,0 +1,37 @@
+"""``python -m attnpo.pair``: preference pairs of several answers to each prompt; repeated, it goes on.
+
+Any number of processes may work on one file: under torchrun or SLURM every process takes its share of the prompts.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from attnpo.console import hear_signals
+
+if TYPE_CHECKING:
+    from attnpo.pairing.pair_config import PairConfig
+
+DESCRIPTION = "Rank several answers to each prompt and write preference pairs that data.path reads; resumable."
+EXAMPLES = """\
+python -m attnpo.pair answers.path=ANSWERS.jsonl ranker.grader.path=JUDGE
+python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=reward ranker.path=REWARD_MODEL
+python -m attnpo.pair answers.path=ANSWERS.jsonl ranker=column ranker.column=score"""
+
+
+def main(cfg: "PairConfig") -> int:
+    """0, the path of the pairs is printed; 1 where answers got no score, so that the command has to be given again."""
+    from attnpo.console import world_size
+    from attnpo.pairing.pairing import make_pairs
+
+    path = make_pairs(cfg)
+    if path is None:
+        return 1 if world_size() == 1 else 0
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    hear_signals()
+    from attnpo.command_line import run_entry
+
+    sys.exit(run_entry(main, "pair", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))
