@@ -13,7 +13,7 @@ ARGS ?=
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench browser screenshots figures trl trlweights readers families clean
+.PHONY: help setup run test quick format bench browser screenshots figures notebooks trl trlweights readers families clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/scr
 
 figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss
+
+notebooks: $(READY) ## execute the notebooks and write them back with their outputs; ARGS="06_theory ..." some (ten minutes for all)
+	@$(BIN)/python -m experiments.pages.notebooks $(ARGS)
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 

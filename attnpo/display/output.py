@@ -29,8 +29,8 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """The console that tables are printed to."""
-    return Console(width=None if Console().is_terminal else WIDTH)
+    """The console that tables are printed to, as text in a notebook too."""
+    return Console(width=None if Console().is_terminal else WIDTH, force_jupyter=False)
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
