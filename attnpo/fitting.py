@@ -33,8 +33,8 @@ def train(overrides: Sequence[str] = (), *, config_dir: str | Path | None = None
     cfg = _load(overrides, config_dir)
     if cfg.study is not None:
         raise UserError(
-            f"train: expected one run, and the configuration asks for the study {cfg.study.name}; give experiment=none, "
-            "or call run_study"
+            f"train: expected one run, and the configuration asks for the study {cfg.study.name}; give "
+            "experiment=none, or call run_study"
         )
     if cfg.name is None:  # a time stamp in the name of its folder would be another one a second later
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
@@ -59,8 +59,9 @@ def run_study(
     """
     cfg = _load(overrides, config_dir)
     if cfg.study is None:
-        raise UserError("run_study: expected a study, and the configuration asks for one run; give experiment=NAME, or "
-                        "call train")  # fmt: skip
+        raise UserError(
+            "run_study: expected a study, and the configuration asks for one run; give experiment=NAME, or call train"
+        )
     if cfg.name is None and cfg.kept_folder() is None:
         cfg = _load([*overrides, override("name", run_folder(cfg).name)], config_dir)
     if _fit(cfg, progress):

@@ -3,9 +3,9 @@
     python -m experiments.pages.notebooks                 all of them, as `make notebooks` does
     python -m experiments.pages.notebooks 06_theory ...   some
 
-One kernel runs them all, one after the other with a clean slate each, in a folder of its own, so that libraries are loaded once. What
-differs from one execution to the next and tells nothing (times, counters, places in memory) is left out. ATTNPO_OVERRIDES names
-another world than the testbed, ATTNPO_CACHE another store.
+One kernel runs them all, one after the other with a clean slate each, in a folder of its own, so that libraries are
+loaded once. What differs from one execution to the next and tells nothing (times, counters, places in memory) is left
+out. ATTNPO_OVERRIDES names another world than the testbed, ATTNPO_CACHE another store.
 """
 
 import argparse
@@ -31,6 +31,7 @@ os.chdir({folder!r})
 with warnings.catch_warnings(action="ignore"):
     import tqdm.auto"""
 MEMORY = re.compile(r" at 0x[0-9a-f]+")
+CLOCK = re.compile(r"^\d\d:\d\d:\d\d ", re.MULTILINE)  # of a log line
 
 
 def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
@@ -54,13 +55,15 @@ def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
 
 
 def settled(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with cells counted from 1, streams in one piece, and no places in memory or versions of the kernel."""
+    """The notebook with cells counted from 1, streams in one piece, and without times and places in memory."""
     notebook.metadata.language_info = {"name": "python"}
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, 1):
         cell.execution_count, cell.metadata = number, {}
         cell.outputs = list(_joined(cell.outputs))
         for out in cell.outputs:
+            if out.output_type == "stream":
+                out.text = CLOCK.sub("", out.text)
             if "execution_count" in out:
                 out.execution_count = number
             if "text/plain" in out.get("data", {}):

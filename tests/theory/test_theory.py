@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo import theory
 from attnpo.schema import UserError
 from attnpo.theory.__main__ import main
 from attnpo.theory.cases import cases
@@ -211,6 +212,13 @@ def test_every_table_is_in_every_report(study: Study) -> None:
     for one in shown:
         assert f"{one.caption}\n" in text
         assert all(len(row) == len(one.columns) for row in one.rows)
+
+
+def test_the_names_for_notebooks_are_those_of_the_modules() -> None:
+    assert theory.random_problem is random_problem and theory.report_html is report_html
+    assert [name for name in theory.__all__ if not callable(getattr(theory, name))] == []
+    with pytest.raises(AttributeError, match=r"no attribute 'studies'; its names: .*run_study"):
+        theory.studies  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_figures_and_the_command(
