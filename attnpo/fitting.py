@@ -78,18 +78,23 @@ def _fit(cfg: "FitConfig", progress: bool) -> int:
     """The command's own work and exit status; what it prints is in the folder as well."""
     from attnpo.fit import main
 
-    with reporting(bars=False), redirect_stdout(StringIO()), _heard(progress):
+    with _reported(progress):
         return main(cfg)
 
 
 @contextmanager
-def _heard(progress: bool) -> Iterator[None]:
-    """A context in which attnpo's log lines below warnings are passed on only with ``progress``."""
-    root = logging.getLogger("attnpo")
-    level = root.level
-    if not progress:
-        root.setLevel(logging.WARNING)
+def _reported(progress: bool) -> Iterator[None]:
+    """A context that reports as the command does, log lines below warnings only with ``progress``, tables not.
+
+    Levels and handlers are afterwards as they were before.
+    """
+    ours, root = logging.getLogger("attnpo"), logging.getLogger()
+    level, handlers = ours.level, [*root.handlers]
     try:
-        yield
+        with reporting(bars=False), redirect_stdout(StringIO()):
+            if not progress:
+                ours.setLevel(logging.WARNING)
+            yield
     finally:
-        root.setLevel(level)
+        ours.setLevel(level)
+        root.handlers[:] = handlers

@@ -31,13 +31,19 @@ def test_a_run_is_the_commands(world: World, tmp_path: Path, capfd: pytest.Captu
     assert capfd.readouterr().out == ""
 
 
-def test_log_lines_come_when_asked_for(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    words = world.overrides(*ONE, f"output={tmp_path}", "name=one")
-    logging.getLogger("attnpo").setLevel(logging.NOTSET)
-    attnpo.train(words)
+def test_log_lines_come_when_asked_for(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And logging is left as it was."""
+    words = world.overrides(*ONE, f"output={tmp_path}")
+    ours, root = logging.getLogger("attnpo"), logging.getLogger()
+    monkeypatch.setattr(ours, "level", logging.ERROR)
+    before = [*root.handlers]
+    attnpo.train([*words, "name=one"])
     assert caplog.records == []
-    attnpo.train([*words[:-1], "name=two"], progress=True)
+    attnpo.train([*words, "name=two"], progress=True)
     assert any(record.message.startswith("fit ") for record in caplog.records)
+    assert (ours.level, root.handlers) == (logging.ERROR, before)
 
 
 def test_a_study_is_the_commands_and_goes_on(world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from attnpo.theory.spread import Reads as Reads
     from attnpo.theory.spread import spread_weights as spread_weights
     from attnpo.theory.study import run_study as run_study
-    from attnpo.theory.tables import report_html as report_html
+    from attnpo.theory.tables import frames as frames
     from attnpo.theory.tightness_figure import tightness_figure as tightness_figure
 
 _HOLDS = {
     "Reads": "spread",
+    "frames": "tables",
     "paper_row": "paper",
     "random_problem": "problem",
-    "report_html": "tables",
     "run_study": "study",
     "solve": "cases",
     "spread_weights": "spread",
@@ -31,9 +31,9 @@ _HOLDS = {
 
 __all__ = [
     "Reads",
+    "frames",
     "paper_row",
     "random_problem",
-    "report_html",
     "run_study",
     "solve",
     "spread_weights",

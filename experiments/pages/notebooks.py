@@ -46,7 +46,10 @@ def executed(paths: Sequence[Path], folder: Path) -> Iterator[NotebookNode]:
         for path in paths:
             notebook = nbformat.read(path, as_version=4)
             notebook.cells.insert(0, nbformat.v4.new_code_cell(CLEAN.format(folder=str(folder))))
-            NotebookClient(notebook, km=manager, timeout=LIMIT, record_timing=False).execute(cwd=str(folder))
+            client = NotebookClient(notebook, km=manager, timeout=LIMIT, record_timing=False)
+            client.execute(cwd=str(folder))
+            if client.kc is not None:
+                client.kc.stop_channels()
             del notebook.cells[0]
             yield settled(notebook)
     finally:

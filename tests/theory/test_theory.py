@@ -34,7 +34,7 @@ from attnpo.theory.problem import (
 )
 from attnpo.theory.spread import Reads, spread_weights
 from attnpo.theory.study import Study
-from attnpo.theory.tables import report_html, report_markdown, report_text, tables
+from attnpo.theory.tables import frames, report_markdown, report_text, tables
 from attnpo.theory.tightness_figure import tightness_figure
 
 
@@ -206,7 +206,10 @@ def test_low_weights_are_freer_at_the_optimum_and_held_at_the_first_step() -> No
 def test_every_table_is_in_every_report(study: Study) -> None:
     shown = tables(study)
     assert [one.caption for one in shown][:2] == ["statements", "constants, the paper's quantities and bounds"]
-    assert report_html(study).count("<table>") == len(shown) == 10
+    assert len(shown) == 10
+    for one, frame in zip(shown, frames(study).values(), strict=True):
+        assert (*frame.columns,) == tuple(one.columns) and len(frame) == len(one.rows)
+        assert frame.iloc[:, 0].tolist() == [row[0] for row in one.rows]
     assert report_markdown(study).count("### ") == len(shown)
     text = report_text(study)
     for one in shown:
@@ -215,7 +218,7 @@ def test_every_table_is_in_every_report(study: Study) -> None:
 
 
 def test_the_names_for_notebooks_are_those_of_the_modules() -> None:
-    assert theory.random_problem is random_problem and theory.report_html is report_html
+    assert theory.random_problem is random_problem and theory.frames is frames
     assert [name for name in theory.__all__ if not callable(getattr(theory, name))] == []
     with pytest.raises(AttributeError, match=r"no attribute 'studies'; its names: .*run_study"):
         theory.studies  # type: ignore[attr-defined]  # noqa: B018
