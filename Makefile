@@ -51,7 +51,7 @@ screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/scr
 figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss
 
-notebooks: $(READY) ## execute the notebooks and write them back with their outputs; ARGS="06_theory ..." some (ten minutes for all)
+notebooks: $(READY) ## execute the notebooks and write them back with their outputs; ARGS="06_theory ..." some
 	@$(BIN)/python -m experiments.pages.notebooks $(ARGS)
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
