@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from attnpo.theory.bounds_figure import tightness_figure as tightness_figure
     from attnpo.theory.cases import solve as solve
     from attnpo.theory.figures import theory_figure as theory_figure
     from attnpo.theory.paper import paper_row as paper_row
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from attnpo.theory.spread import spread_weights as spread_weights
     from attnpo.theory.study import run_study as run_study
     from attnpo.theory.tables import frames as frames
-    from attnpo.theory.tightness_figure import tightness_figure as tightness_figure
 
 _HOLDS = {
     "Reads": "spread",
@@ -26,7 +26,7 @@ _HOLDS = {
     "solve": "cases",
     "spread_weights": "spread",
     "theory_figure": "figures",
-    "tightness_figure": "tightness_figure",
+    "tightness_figure": "bounds_figure",
 }
 
 __all__ = [

@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(folder: Path, *, markdown: bool) -> int:
+    from attnpo.theory.bounds_figure import tightness_figure
     from attnpo.theory.figures import theory_figure
     from attnpo.theory.study import run_study
     from attnpo.theory.tables import report_markdown, report_text
-    from attnpo.theory.tightness_figure import tightness_figure
 
     study = run_study()
     first = theory_figure(study, folder / "theory.png")

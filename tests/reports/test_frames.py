@@ -171,7 +171,7 @@ def test_without_pandas_the_error_says_where_it_comes_from(tmp_path: Path, monke
 
 
 def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """docs/python_api.md, block after block; with TRL they run in its own environment, training is in test_fitting.py."""
+    """docs/python_api.md, block after block; with TRL they run in its own environment, training in test_fitting.py."""
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
     mine = [block for block in blocks if "DPOTrainer" not in block and "attnpo.train(" not in block]
     assert len(blocks) - len(mine) == 3 and len(mine) == 5

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnpo import theory
 from attnpo.schema import UserError
 from attnpo.theory.__main__ import main
+from attnpo.theory.bounds_figure import tightness_figure
 from attnpo.theory.cases import cases
 from attnpo.theory.claims import existence_rows, freedom_path, lemma_row, policy_row
 from attnpo.theory.figures import theory_figure
@@ -35,7 +36,6 @@ from attnpo.theory.problem import (
 from attnpo.theory.spread import Reads, spread_weights
 from attnpo.theory.study import Study
 from attnpo.theory.tables import frames, report_markdown, report_text, tables
-from attnpo.theory.tightness_figure import tightness_figure
 
 
 def other(problem: Problem, seed: int = 9) -> Tensor:
