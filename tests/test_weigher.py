@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import json
+import pickle
 import sys
 from io import StringIO
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -226,6 +229,21 @@ def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair,
     assert repr(many) == "WeighedPairs(2 pairs)" and "layer 2" in repr(weighed)
 
 
+def test_in_a_notebook_it_is_shown_as_html(weighed: WeighedPair, tmp_path: Path) -> None:
+    """In a real kernel: the one output of a cell that shows a pair, or several, or ends with one, is the heat map."""
+    (tmp_path / "weighed.pickle").write_bytes(pickle.dumps([weighed, WeighedPairs([weighed, weighed])]))
+    cells = [
+        "import pickle; one, many = pickle.load(open('weighed.pickle', 'rb'))",
+        *("one.show()", "many.show()", "one", "one.show(__import__('rich').console.Console(width=80))"),
+    ]
+    notebook = new_notebook(cells=[new_code_cell(cell) for cell in cells])
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    single, double = (heatmap_html([weighed.heat] * count, page=False) for count in (1, 2))
+    _, *shown, printed = [cell.outputs for cell in notebook.cells]
+    assert [out["data"]["text/html"] for (out,) in shown] == [single, double, single]
+    assert "p(chosen)" in str(printed), "a console that is given is written to"
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 
@@ -256,7 +274,7 @@ def test_what_cannot_be_built_says_what_to_do(world: World, tmp_path: Path) -> N
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
         ((model,), {}, r"expected Weigher\(model, tokenizer\)"),
         ((torch.nn.Linear(2, 2), world.model), {}, "expected a Hugging Face causal language model, got Linear"),
-        ((tmp_path / "none",), {}, "no tokenizer folder at"),
+        ((tmp_path / "none",), {}, "to read the tokenizer from"),
         ((world.model, None, 7), {}, r"from 1 to 2.*got 7"),
         ((world.model,), {"source": "attntion"}, "source must be one of attention, rollout, got 'attntion'"),
         ((world.model,), {"source": Confidence()}, "source Confidence needs a training step"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from attnpo.display.look import INK, SOFT, Level, Looks, Number, fitting, legend, looks_of, new_figure, panel, save
+from attnpo.display.look import INK, SOFT, Level, Looks, Number, fitting, looks_of, new_figure, panel, save
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def arm_figure(
     figure.suptitle(title, fontsize=12, color=INK, x=0.012, ha="left", parse_math=False)
     grid = figure.subplots(1, max(1, len(panels)), squeeze=False, sharey=True)[0]
     for place, (axes, shown) in enumerate(zip(grid, panels, strict=False)):
-        panel(axes, shown.title, shown.xlabel + (f"\n{note}" if note and place == 0 else ""))
+        marked = f"; dotted: {shown.line[0]}" if shown.line is not None and math.isfinite(shown.line[1].score) else ""
+        panel(axes, shown.title, shown.xlabel + marked + (f"\n{note}" if note and place == 0 else ""))
         _draw(axes, shown, arms, seen, control)
     for axes in grid[:1]:
         axes.set_yticks(range(len(arms)), [seen[arm].named(arm) for arm in arms], parse_math=False)
@@ -72,7 +73,6 @@ def _draw(axes: Axes, shown: ArmPanel, arms: Sequence[str], looks: Looks, contro
         axes.plot([level.score], [place], look.marker, color=look.colour, markerfacecolor=look.face, markersize=7)
     if control in levels and levels[control].bounded:
         axes.axvspan(levels[control].low, levels[control].high, color=SOFT, alpha=0.18, linewidth=0)
-    if shown.line is not None and line:
-        axes.axvline(line[0].score, color=INK, linewidth=0.9, linestyle=":", label=shown.line[0])
-        legend(axes, loc="best")
+    for marked in line:
+        axes.axvline(marked.score, color=INK, linewidth=0.9, linestyle=":")
     axes.set_xlim(low, high)

@@ -224,13 +224,25 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
         "note": note,
     }
     keep("texts", json.dumps(texts, separators=(",", ":")).encode("ascii"))
-    return render("explorer.html", title=title, blobs=blobs, shades=Markup(_shades()))
+    at_first = {"texts", "ids", "characters", *(f"weights-{number}" for number in _looked_at_first(views))}
+    return render(
+        "explorer.html",
+        title=title,
+        blobs_at_first=[blob for blob in blobs if blob[0] in at_first],
+        blobs_later=[blob for blob in blobs if blob[0] not in at_first],
+        shades=Markup(_shades()),
+    )
 
 
 def write_explorer(path: Path, pairs: Sequence[ExplorerPair], *, title: str = "Token weights", note: str = "") -> Path:
     """Writes ``explorer_html`` to ``path``, whole or not at all, and returns it."""
     write_whole(path, explorer_html(pairs, title=title, note=note))
     return path
+
+
+def _looked_at_first(views: Sequence[View]) -> set[int]:
+    """The view that the page opens with and the one it is compared with: the next source's first, or the next."""
+    return {0, next((number for number, view in enumerate(views) if view.source != views[0].source), 1)}
 
 
 def _relative(row: SideWeights) -> Array:

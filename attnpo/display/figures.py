@@ -245,6 +245,9 @@ class GainPoint:
     equal: bool = True
 
 
+GAINS = "bars: 95 % intervals; hollow: not at equal KL; above 0: better"
+
+
 def gains(
     panels: Mapping[str, Mapping[str, Sequence[GainPoint]]],
     path: Path | str,
@@ -266,7 +269,7 @@ def gains(
     for number, (name, lines) in enumerate(panels.items(), 1):
         beside = drawn[0] if drawn else None
         axes = figure.add_subplot(1, len(panels), number, sharex=beside, sharey=beside)
-        panel(axes, name, xlabel, "" if drawn else ylabel)
+        panel(axes, name, xlabel if drawn else f"{xlabel}\n{GAINS}", "" if drawn else ylabel)
         _draw_gains(axes, lines, seen)
         drawn.append(axes)
     for last in drawn[-1:]:

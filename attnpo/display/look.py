@@ -27,8 +27,9 @@ STYLES = ("-", "--", "-.", ":")  # lines beyond the palette repeat its colours i
 INK, SOFT, GRID, PAPER = "#33363c", "#9aa0aa", "#dfe2e7", "#ffffff"
 # What an SVG becomes on a dark page: the same hues, lighter where they would sink into it.
 _DARK = {
-    INK: "#e6e8ec", GRID: "#363b45", PAPER: "#1c1f25", "#000000": "#e6e8ec", "#0072B2": "#4aa8e0",
-    "#8E5BB5": "#b78fdb", "#A0522D": "#d18c64", "#7F7F7F": "#a9a9a9", "#C2185B": "#f0629a", "#2F8F9D": "#4fb8c8",
+    INK: "#e6e8ec", GRID: "#363b45", PAPER: "#1c1f25", "#000000": "#e6e8ec", "#0072B2": "#4f8dff",
+    "#56B4E9": "#8ed4f7", "#8E5BB5": "#b78fdb", "#A0522D": "#d18c64", "#7F7F7F": "#a9a9a9",
+    "#C2185B": "#f0629a", "#2F8F9D": "#4fb8c8",
 }  # fmt: skip
 Corner = Literal["best", "upper left", "lower left", "lower right", "upper center", "center left"]
 

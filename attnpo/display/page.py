@@ -68,9 +68,10 @@ class Image:
 
 @dataclass(frozen=True)
 class Preformatted:
-    """Text in a fixed-width font with its own line breaks: a config, a command."""
+    """Text in a fixed-width font with its own line breaks: a config, a command; folded under its ``title``, if any."""
 
     text: str
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Links:
-    """Paths of files relative to the page, by the words for them and by what they belong to; folded under ``title``."""
+    """Paths of files relative to the page, by the words for them and by what they belong to.
+
+    They are folded under ``title``, which stands open where they are few.
+    """
 
     title: str
     rows: Mapping[str, Mapping[str, str]]

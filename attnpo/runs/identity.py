@@ -66,9 +66,8 @@ SHOWING = (
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
     *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
-    *("studies/column_notes.py", "studies/ending.py", "studies/study_figures.py", "studies/study_page.py"),
-    *("studies/yardstick.py", "studies/cost_table.py", "studies/benchmarks.py"),
-    *("studies/benchmark_scores.py", "studies/benchmark_table.py"),
+    *("studies/ending.py", "studies/study_figures.py", "studies/study_page.py", "studies/yardstick.py"),
+    *("studies/cost_table.py", "studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
 )
 
 

@@ -12,12 +12,14 @@ from lightning.pytorch.loggers import Logger
 
 from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
+from attnpo.display.column_notes import column_notes
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
 from attnpo.display.heat import HeatRow
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,
+    Block,
     Fragment,
     Image,
     KeyValues,
@@ -29,6 +31,7 @@ from attnpo.display.page import (
 )
 from attnpo.display.tables import Cell
 from attnpo.files import Json, flat, write_whole
+from attnpo.live import phase
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
@@ -36,7 +39,7 @@ from attnpo.runs.folders import store_root
 from attnpo.runs.heat_rows import Logps, heat_rows
 from attnpo.runs.input_summary import example_statistics, row_lines
 from attnpo.runs.inputs import Inputs
-from attnpo.runs.result import RunResult
+from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.weighing import SPLITS
 from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
@@ -49,6 +52,7 @@ log = logging.getLogger(__name__)
 CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
 
 
+@phase("report and figures")
 def write_run_report(
     inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path, policy: Logps = ()
 ) -> None:
@@ -63,11 +67,7 @@ def write_run_report(
         Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
     ]
     if result.truth is not None:
-        names = list(result.truth["test"].numbers)
-        table: list[list[Cell]] = [
-            [split, *(scores.numbers[name] for name in names)] for split, scores in result.truth.items()
-        ]
-        blocks.append(Section("Against the truth, on held-out prompts", [TableBlock(["prompts", *names], table)]))
+        blocks.append(Section("Against the truth, on held-out prompts", [truth_table(result.truth)]))
     if settings.samples and (answers := sample_blocks(folder / "generations.jsonl")):
         blocks.append(Section("Answers before and after training", answers))
     if result.drift:
@@ -83,7 +83,7 @@ def write_run_report(
             "Versions and configuration",
             [
                 KeyValues(result.versions),
-                Preformatted(as_yaml(inputs.context.cfg.values)),
+                Preformatted(as_yaml(inputs.context.cfg.values), "the whole configuration"),
             ],
         )
     )
@@ -115,21 +115,49 @@ def sample_blocks(path: Path) -> list[Beside]:
     ]
 
 
+def truth_table(truth: Mapping[str, Scores]) -> TableBlock:
+    """The scores against the truth, a row for each set of prompts."""
+    names = list(truth["test"].numbers)
+    heads = ["prompts", *("KL" if name == "kl" else in_words(name) for name in names)]
+    rows: list[list[Cell]] = [[split, *(scores.numbers[name] for name in names)] for split, scores in truth.items()]
+    return TableBlock(heads, rows, notes=column_notes(heads))
+
+
 def inputs_section(result: RunResult) -> Section:
-    """What became of the inputs: a column per split, and below it what is of no split."""
+    """What became of the inputs: a column per split, lengths with theirs in a table of its own, and what is of none."""
     every = {
         part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
     }
     names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {})))
-    rows: list[list[Cell]] = [[name, *(_plain(every.get(split, {}).get(name)) for split in SPLITS)] for name in names]
+    kinds = [name.removesuffix(f" {PLACES[0]}") for name in names if name.endswith(f" {PLACES[0]}")]
+    inside = {f"{kind} {place}" for kind in kinds for place in PLACES}
+
+    def row(name: str, *places: str) -> list[Cell]:
+        found = (every.get(split, {}).get(f"{name} {place}".strip()) for split in SPLITS for place in places or ("",))
+        return [in_words(name.removeprefix("tokens ")), *map(_plain, found)]
+
+    single = [row(name) for name in names if name not in inside]
+    words = [SPLIT_WORDS[split] for split in SPLITS]
     rest = {
-        f"{part}: {name}": _plain(value) for part in every if part not in SPLITS for name, value in every[part].items()
+        f"{in_words(part)}: {in_words(name)}": _plain(value)
+        for part in every
+        if part not in SPLITS
+        for name, value in every[part].items()
     }
-    table = [TableBlock(["entry", *(SPLIT_WORDS[split] for split in SPLITS)], rows)] if rows else []
-    return Section("Inputs", [*table, *([KeyValues(rest)] if rest else [])])
+    blocks: list[Block] = [TableBlock(["entry", *words], single)] if single else []
+    if kinds:
+        heads = ["length in tokens", *(f"{word} {place}" for word in words for place in PLACES)]
+        blocks.append(TableBlock(heads, [row(kind, *PLACES) for kind in kinds]))
+    return Section("Inputs", [*blocks, *([KeyValues(rest)] if rest else [])])
 
 
 SPLIT_WORDS = {"train": "training", "val": "validation"}
+PLACES = ("p50", "p90", "p99", "max")
+
+
+def in_words(name: str) -> str:
+    """A key as a page shows it."""
+    return name.replace("_", " ")
 
 
 def _plain(value: object) -> Cell:
@@ -159,7 +187,9 @@ def drift_section(result: RunResult, folder: Path) -> Section:
         for by in ("deciles", "position")
     )
     totals = {f"KL per response, {words}": every.get(f"{part}/kl") for part, words in parts.items()}
-    rest = {name.replace("/", ": "): value for name, value in every.items() if name.partition("/")[0] not in parts}
+    rest = {
+        in_words(name).replace("/", ": "): value for name, value in every.items() if name.partition("/")[0] not in parts
+    }
     return Section(
         "Where the policy moved",
         [
@@ -190,6 +220,7 @@ BOS_WRITTEN = (
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+@phase("handing the run to its loggers")
 def publish_run(
     loggers: Sequence[Logger], inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path
 ) -> None:

@@ -78,7 +78,7 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
     found = {world: at_levels(outcome, world) for world in axis.at}
     scale = sorted(axis.at.items(), key=lambda item: item[1])
     panels = {
-        f"at KL {level:g}": {
+        f"at KL {level:g} to the base": {
             arm: [
                 GainPoint(place, at.versus.mean, at.versus.low, at.versus.high, at.equal)
                 for world, place in scale
@@ -92,7 +92,7 @@ def _gain_figure(outcome: Outcome, axis: WorldAxis, looks: Looks) -> Image:
         panels,
         outcome.folder / "gains.png",
         xlabel=axis.label,
-        ylabel=f"reward less that of {outcome.study.control}",
+        ylabel=f"true reward less that of {outcome.study.control}",
         title=f"{outcome.study.name}: {axis.title or f'gain over {axis.label}'}",
         looks=looks,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from attnpo.display.column_notes import column_notes
 from attnpo.display.heatmap import heatmap_html
 from attnpo.display.page import (
     Beside,
@@ -20,7 +21,6 @@ from attnpo.display.tables import Cell
 from attnpo.files import write_whole
 from attnpo.runs.for_page import ForPage, read_for_page
 from attnpo.runs.report import REPORT
-from attnpo.studies.column_notes import with_notes
 from attnpo.studies.selection import PointResults, best_by_arm, gather, has_truth
 from attnpo.studies.study import Outcome, Point
 from attnpo.studies.study_figures import study_figures, study_looks
@@ -75,7 +75,7 @@ def runs_section(outcome: Outcome) -> Section:
     every = {point.label: links for point, _ in outcome.points if (links := _files(outcome, point))}
     blocks: list[Block] = [TableBlock(heads, rows)]
     blocks += [Links(f"files of the {len(chosen)} runs at chosen points", chosen)] if chosen else []
-    blocks += [Links(f"files of all {len(every)} runs", every)] if every else []
+    blocks += [Links(f"files of all {len(every)} runs", every)] if len(every) > len(chosen) else []
     return Section("Runs", blocks)
 
 
@@ -126,3 +126,23 @@ def _beside(kept: dict[str, ForPage]) -> Iterator[Beside]:
         mine = {name: [one for one in page.answers if one.prompt == prompt] for name, page in kept.items()}
         base = next(answers[0].base for answers in mine.values() if answers)
         yield Beside(prompt, {"base": base, **{name: found[0].policy for name, found in mine.items() if found}})
+
+
+def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
+    """The sections with notes on the columns of their tables; those that a table has of its own stay.
+
+    Columns of worlds are named as such.
+    """
+    worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
+    return [
+        Section(
+            section.title,
+            [_noted(block, worlds) if isinstance(block, TableBlock) else block for block in section.blocks],
+        )
+        for section in sections
+    ]
+
+
+def _noted(table: TableBlock, worlds: dict[str, str]) -> TableBlock:
+    known = {name: worlds[name] for name in table.columns if name in worlds}
+    return replace(table, notes={**column_notes(table.columns), **known, **table.notes})

@@ -195,18 +195,32 @@ CELL, LINE, LABEL, PER_LINE = 68, 22, 150, 10
 STYLE = """
   text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328 }
   .note { font-family: system-ui, sans-serif } .head { font: 600 14px system-ui, sans-serif }
-  .page { fill: #ffffff } .w { fill: #0969da } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
+  .title { font: 600 17px system-ui, sans-serif }
+  .page { fill: #ffffff } .w { fill: #e8590c } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #4493f8 } .up { fill: #3fb950 } .down { fill: #f85149 }
+    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #ff8a3d } .up { fill: #3fb950 } .down { fill: #f85149 }
     .grid { stroke: #3d444d }
   }
 """
 
 
+TITLE = "From a judge's attention to the loss: one preference pair"
+TOLD = (
+    "A language model was asked which of two answers is better, in both orders. Blue: how much it attended to a word,",
+    "and a, the weight of the word in training: the mean of both, scaled to sum to 1 (the first word of five or more,",
+    "where attention gathers, gets the average). Green and red: d, how much training on this pair raised or lowered",
+    "the word's log-probability. The stronger a colour, the more.",
+)
+
+
 def svg(record: Record) -> str:
     """The picture: for each response its tokens, both rounds' attention, the weight, the log-ratio; then the loss."""
-    parts: list[str] = []
-    y = 26
+    parts = [f'<text class="title" x="16" y="28">{TITLE}</text>']
+    y = 28
+    for words in (f"The prompt: {record['question']}", *TOLD):
+        y += LINE - 2
+        parts.append(f'<text class="note" x="16" y="{y}">{escape(words)}</text>')
+    y += LINE + 14
     for side in SIDES:
         y = _side(parts, record, side, y) + 18
     first, second = record["rewards"]
@@ -264,8 +278,14 @@ def _cell(x: int, y: int, value: float, largest: float, colour: str, form: str) 
     return (
         f'<rect class="{kind}" x="{x + 1}" y="{y - 15}" width="{CELL - 2}" height="{LINE - 2}" '
         f'fill-opacity="{strength:.2f}"/>'
-        f'<text x="{x + CELL / 2}" y="{y}" text-anchor="middle">{form.format(value)}</text>'
+        f'<text x="{x + CELL / 2}" y="{y}" text-anchor="middle">{_digits(value, form)}</text>'
     )
+
+
+def _digits(value: float, form: str) -> str:
+    """The number; what rounds to 0 has no sign."""
+    found = form.format(value)
+    return found if float(found) else found.lstrip("+-")
 
 
 # ------------------------------------------------------------------------------------------------ the command

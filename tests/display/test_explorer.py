@@ -113,6 +113,20 @@ def test_the_page_refers_to_nothing_outside_and_never_writes_html() -> None:
     assert "default-src 'none'" in page
 
 
+def test_what_the_first_pair_is_drawn_from_stands_before_the_script() -> None:
+    """A browser reads a page from its top: the other views' numbers are still on their way when the first is drawn."""
+    before, _, after = explorer_html(hard(2)).partition('"use strict"')
+    names = [re.findall(r'id="data-([a-z]+-?\d*)"', part) for part in (before, after)]
+    rollout = 2 * 3  # the number of the second source's first view, behind two layers of three rounds
+    assert sorted(names[0]) == sorted(["texts", "ids", "characters", "weights-0", f"weights-{rollout}"])
+    assert len(names[1]) == 12 - 2 + 1 and "logps-0" in names[1]
+    single = [replace(pair, weights=dict(list(pair.weights.items())[:3])) for pair in hard(1)]
+    assert re.findall(r"data-(weights-\d)", explorer_html(single).partition('"use strict"')[0]) == [
+        "weights-0",
+        "weights-1",
+    ]
+
+
 def test_a_page_of_500_pairs_fits_the_limit() -> None:
     """A twentieth of them: the rest of a page, its script and style, is counted twenty times over."""
     assert 20 * len(explorer_html(many(25, 700, 4))) <= LIMIT

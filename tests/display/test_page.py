@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_images_must_be_there_and_be_png(tmp_path: Path) -> None:
     (tmp_path / "drawing.png").write_bytes(b"<svg>")
     with pytest.raises(UserError, match=r"drawing\.png: expected a PNG"):
         report_page("t", [Section("s", [Image(tmp_path / "drawing.png")])])
+
+
+def test_what_is_long_is_folded_and_what_is_short_is_open() -> None:
+    files = {f"run {number}": {"page": f"points/{number}/report.html"} for number in range(13)}
+    blocks = [Links("few", dict(list(files.items())[:12])), Links("many", files), Preformatted("lr: 1", "the config")]
+    code = report_page("t", [Section("s", blocks)])
+    opened = {words: "open" in start for start, words in re.findall(r"<details([^>]*)><summary>([^<]*)<", code)}
+    assert opened == {"few": True, "many": False, "the config": False}
 
 
 def test_a_page_of_one_section_has_no_links() -> None:

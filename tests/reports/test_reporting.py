@@ -7,6 +7,7 @@ import math
 import shutil
 import zlib
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from attnpo.reports.finished import headline, kind_in, printed_tables, read_stud
 from attnpo.reports.folder_report import figures
 from attnpo.reports.report import report
 from attnpo.reports.report_config import ReportConfig
+from attnpo.reports.weight_explorer import joined
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.models import reference_table
 from attnpo.schema import SIDES, UserError
@@ -30,6 +32,7 @@ from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
 from attnpo.studies.tables import DIGITS, main_table
 from attnpo.weights.capture import store_logps
+from tests.display.explored import hard
 from tests.runs.worlds import World, build_world, judge_loads
 
 
@@ -195,8 +198,9 @@ def test_the_page_shows_tables_and_heat_maps(world: World, tmp_path: Path) -> No
 
 
 def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Path) -> None:
-    """Layers and rounds of attention against loops of their own, rollout beside it; the judge order in the note."""
+    """Every weight is that of its source's and layer's training examples; rounds and the judge's order are told."""
     inputs = make_inputs(world.config("reference=cached", "weights.layer=2"))
+    sources = {("attention", "L2"): inputs, ("rollout", ""): make_inputs(world.config("weights=rollout"))}
     table = reference_table(inputs.context)
     first = inputs.examples["train"].examples[0]
     logps = [torch.full((len(side.response_ids),), -0.5) for side in first.sides]
@@ -210,13 +214,33 @@ def test_the_explorer_has_the_weights_of_both_sources(world: World, tmp_path: Pa
     rounds = ("combined", "round 1", "round 2")
     layers = [("attention", "L1"), ("attention", "L2"), ("rollout", "")]
     assert sorted(names) == sorted((*layer, one) for layer in layers for one in rounds)
-    view = told["views"][names.index(("attention", "L2", "combined"))]
-    codes = packed_in(page, f"weights-{names.index(('attention', 'L2', 'combined'))}")
-    for place, (weight, code) in enumerate(zip(first.weights[0].tolist(), codes, strict=False)):
-        shown = 2 ** (view["low"] + (code - 1) * view["step"]) / first.lengths[0] if code else 0.0
-        assert shown == pytest.approx(weight, rel=view["error"] + 1e-6), place
+    for name, made in sources.items():
+        number = names.index((*name, "combined"))
+        view, codes = told["views"][number], packed_in(page, f"weights-{number}")
+        relative = [
+            weight * example.lengths[side]
+            for example in made.examples["train"].examples[:5]
+            for side in range(2)
+            for weight in example.weights[side].tolist()
+        ]
+        shown = [2 ** (view["low"] + (code - 1) * view["step"]) if code else 0.0 for code in codes]
+        assert shown == pytest.approx(relative, rel=view["error"] + 1e-6), name
+    rounds_of = [packed_in(page, f"weights-{names.index(('attention', 'L2', one))}") for one in rounds]
+    assert len(set(rounds_of)) == 3 and len({len(one) for one in rounds_of}) == 1
     assert told["logps"][0]["name"] == "reference"
     assert packed_in(page, "logps-0")[:2] != b"\xff\xff", "the first pair's log-probs are stored"
+
+
+def test_a_second_source_is_told_from_the_first_and_is_on_the_same_tokens() -> None:
+    pair = hard(1)[0]
+    both = joined(pair, pair, " (judge=other)")
+    assert {view.source for view in both.weights} == {
+        *("attention", "rollout"),
+        *("attention (judge=other)", "rollout (judge=other)"),
+    }
+    other = replace(pair, rejected=replace(pair.rejected, token_ids=[1] * len(pair.rejected.token_ids)))
+    with pytest.raises(UserError, match=r"against: pair pair-0, rejected: the second source has other training tokens"):
+        joined(pair, other)
 
 
 def packed_in(page: str, name: str) -> bytes:

@@ -81,6 +81,7 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
         ("runs/for_page.py", "display/heat.py"),
         ("runs/for_page.py", "display/heat_record.py"),
         ("runs/heat_rows.py", "display/heat.py"),
+        ("runs/report.py", "display/column_notes.py"),
         ("runs/report.py", "display/drift_figure.py"),
         ("runs/report.py", "display/figures.py"),
         ("runs/report.py", "display/heat.py"),

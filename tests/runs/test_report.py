@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,26 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from attnpo.config import load
+from attnpo.display.column_notes import column_notes
 from attnpo.display.figures import training_curves
+from attnpo.display.page import KeyValues, TableBlock
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import Inputs, make_inputs
-from attnpo.runs.report import card_facts, make_exporter, numbers, publish_run
+from attnpo.runs.report import (
+    card_facts,
+    in_words,
+    inputs_section,
+    make_exporter,
+    numbers,
+    publish_run,
+    truth_table,
+)
 from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
 from attnpo.studies.arms import study_overrides
 from attnpo.studies.report import publish_study
 from attnpo.studies.study import Arm, Outcome, Point, Study
+from attnpo.testbed.scoring import Score
 from attnpo.training.loggers import open_loggers
 from attnpo.training.model_card import model_card
 from tests.runs.worlds import TRAIN, VAL, World, build_world
@@ -60,6 +72,32 @@ RESULT: dict[str, Any] = {
     "versions": {"torch": "2"},
     "truth": {"scores": {"test": {"reward": 0.25, "kl": 1.5, "rewards": [0.0, 0.5]}}},
 }
+
+
+# ------------------------------------------------------------------------------------------------ page
+
+
+def test_inputs_and_scores_are_tables_with_words_for_heads() -> None:
+    places = {"p50": 1, "p90": 2, "p99": 3, "max": 4}
+    split = {"read": 9, "unmatched_share": 0.5, "lengths": places, "tokens": {"chosen": {**places, "max": 7}}}
+    given = {"train": split, "val": {**split, "read": 5}, "judge_prompts": {"read": 8}}
+    result = RunResult.from_json({**RESULT, "inputs": given})
+    single, spread, rest = inputs_section(result).blocks
+    assert isinstance(single, TableBlock) and isinstance(spread, TableBlock) and isinstance(rest, KeyValues)
+    assert single.columns == ["entry", "training", "validation"]
+    assert single.rows == [["read", 9, 5], ["unmatched share", 0.5, 0.5]]
+    assert spread.columns[:2] == ["length in tokens", "training p50"] and spread.columns[-1] == "validation max"
+    assert spread.rows == [["lengths", *[1, 2, 3, 4] * 2], ["chosen", *[1, 2, 3, 7] * 2]]
+    assert rest.values == {"judge prompts: read": 8}
+    assert result.truth is not None
+    table = truth_table(result.truth)
+    assert table.rows == [["test", 0.25, 1.5]] and list(table.columns) == ["prompts", "reward", "KL"]
+    assert set(table.notes) == set(table.columns)
+
+
+def test_every_score_against_the_truth_is_explained() -> None:
+    heads = ["KL" if one.name == "kl" else in_words(one.name) for one in fields(Score) if one.type is float]
+    assert set(column_notes(heads)) == set(heads) and "base broken" in heads
 
 
 # ------------------------------------------------------------------------------------------------ tracker

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.display.column_notes import column_notes
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken, Verdict
 from attnpo.display.look import COLOURS, INK, svg_beside
 from attnpo.runs.for_page import FILE, keep_for_page, read_for_page
 from attnpo.runs.result import RunResult
 from attnpo.schema import Message, PreferencePair
-from attnpo.studies.column_notes import column_notes
 from attnpo.studies.report import arms_section
 from attnpo.studies.study import Arm, Grid, Outcome, Point, Study
 from attnpo.studies.study_figures import study_figures, study_looks

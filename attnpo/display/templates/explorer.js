@@ -6,7 +6,12 @@ const explorer = (() => {
   const unpacked = new Map();
   let data, first, ids, characters, order = [], shown = 0;
 
+  // The script stands behind what the first pair is drawn from; what stands behind the script is waited for.
+  const here = new Set(Array.from(document.querySelectorAll("[id^=data-]"), one => one.id));
+  const whole = new Promise(done => document.addEventListener("DOMContentLoaded", done, {once: true}));
+
   async function bytes(name) {
+    if (!here.has("data-" + name)) await whole;
     const letters = atob(byId("data-" + name).textContent), packed = new Uint8Array(letters.length);
     for (let i = 0; i < letters.length; i++) packed[i] = letters.charCodeAt(i);
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
@@ -309,8 +314,8 @@ const explorer = (() => {
       line(named_view(one.view), Number.isNaN(relative) ? "no weight" : figures(weight) + "  (w\u00b7|y| " + figures(relative) + ")");
     }
     data.logps.forEach((model, number) => {
-      const code = logps[number][token];
-      line("log-prob, " + model.name, code === 65535 ? "not known" : fixed(-code * model.step, 3));
+      const code = logps[number]?.[token];
+      line("log-prob, " + model.name, code === undefined ? "..." : code === 65535 ? "not known" : fixed(-code * model.step, 3));
     });
     tip.replaceChildren(element("b", span.textContent), table);
     tip.querySelector("b").dir = "auto";
@@ -399,17 +404,16 @@ const explorer = (() => {
     fill(byId("source"), distinct(data.views.map(view => view.source)));
     offer();
     const worst = Math.max(...data.views.map(view => view.error));
-    byId("about").textContent = (data.note ? readable(data.note) + " \u00b7 " : "") + data.pairs.length + " pairs \u00b7 "
+    byId("about").textContent = (data.note ? readable(data.note) + " \u00b7 " : "") + data.pairs.length + (data.pairs.length === 1 ? " pair" : " pairs") + " \u00b7 "
       + "weights to within " + (100 * worst).toFixed(1)
       + " % of each \u00b7 keys: / search, j and k or arrows in the list for pairs, Tab and arrows for tokens";
     legend();
-    listen();
-    logps = await Promise.all(data.logps.map(async (_, number) => new Uint16Array(await bytes("logps-" + number))));
     await choose();
-    requestAnimationFrame(() => requestAnimationFrame(() => {
-      performance.mark("drawn");
-      document.documentElement.dataset.ready = "yes";
-    }));
+    listen();
+    await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+    performance.mark("drawn");
+    logps = await Promise.all(data.logps.map(async (_, number) => new Uint16Array(await bytes("logps-" + number))));
+    document.documentElement.dataset.ready = "yes";
   }
 
   return {start, visible, decoded, state: () => ({order, shown, coverage: current.coverage, entropy: current.entropy, apart})};

@@ -1,6 +1,9 @@
-"""Pictures of the pages, light and dark, by `make screenshots`: FOLDER/NAME-light.png and NAME-dark.png.
+"""Pictures of the pages as a headless Chromium shows them, to look at: light and dark, and on a phone.
 
-``python -m tests.display.screenshots FOLDER [PAGE.html ...]`` takes them of other pages beside the explorer.
+    python -m experiments.pages.screenshots FOLDER [PAGE.html ...]
+
+writes FOLDER/NAME-LOOK.png: of explorers made here, of the README's drawing, and of the PAGES, which have the name of
+their folder. `make screenshots` calls it with the pages of all runs and studies in outputs.
 """
 
 import sys
@@ -10,18 +13,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnpo.display.explorer import write_explorer
+from attnpo.files import clean
+from experiments.pages.judge_to_loss import DOCS, NAME
 from tests.display.browser import Browser, browser
 from tests.display.explored import hard, many
+
+LOOKS = {"light": (False, 1200), "dark": (True, 1200), "phone": (False, 400)}  # dark, pixels
 
 
 def take(
     tab: Browser, pages: Mapping[str, Path], folder: Path, *, ready: str = "true", whole: bool = True
 ) -> list[Path]:
-    """Pictures of ``pages`` by name in light and dark, once the expression ``ready`` is true in a page."""
+    """Pictures of ``pages`` by name, once the expression ``ready`` is true in a page."""
     taken = []
     for name, page in pages.items():
-        for look in ("light", "dark"):
-            tab.look(dark=look == "dark")
+        for look, (dark, width) in LOOKS.items():
+            tab.look(dark=dark, width=width)
             tab.open(page)
             tab.until(ready)
             taken.append(tab.screenshot(folder / f"{name}-{look}.png", whole=whole))
@@ -30,7 +37,7 @@ def take(
 
 @contextmanager
 def explorers() -> Iterator[dict[str, Path]]:
-    """Explorer pages to look at."""
+    """Explorer pages to look at: a common one, and one for each script that is hard to show."""
     with tempfile.TemporaryDirectory() as found:
         folder = Path(found)
         scripts = {
@@ -43,10 +50,11 @@ def explorers() -> Iterator[dict[str, Path]]:
 
 def main(given: Sequence[str]) -> None:
     """Takes all pictures and prints their names."""
-    folder, *others = map(Path, given)
+    folder, *others = (Path(one).resolve() for one in given)
+    drawn = {NAME: DOCS / f"{NAME}.svg", **{clean(f"{page.parent.name}-{page.stem}"): page for page in others}}
     with browser() as tab, explorers() as pages:
         taken = take(tab, pages, folder, ready="document.documentElement.dataset.ready", whole=False)
-        taken += take(tab, {page.stem: page for page in others}, folder)
+        taken += take(tab, drawn, folder)
     for path in taken:
         sys.stdout.write(f"{path}\n")
 

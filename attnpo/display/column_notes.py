@@ -1,11 +1,7 @@
-"""What the columns of a study's tables hold, in a sentence each: shown over their heads on the page."""
+"""What the columns of a run's and a study's tables hold, in a sentence each: shown over their heads on the page."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-
-from attnpo.display.page import Section, TableBlock
-from attnpo.studies.study import Outcome
 
 NOTES = {
     "world": "the setting's variant in which an arm ran, with a base and a judge of its own",
@@ -45,6 +41,11 @@ NOTES = {
     "max": "largest beta of a training token, with its weight",
     "claim": "what was predicted before the runs",
     "seeds": "seeds of the runs",
+    "prompts": "the prompts that answers were sampled to: points are chosen on validation, test is reported",
+    "ended": "share of the answers that came to their end within the tokens they were given",
+    "base reward": "true reward of the base's answers to the same prompts",
+    "base length": "mean tokens of the base's answers",
+    "base broken": "share of the parts of the base's answers that break the grammar",
 }  # fmt: skip
 AT_KL = re.compile(r"KL ([\d.e+-]+)")
 MINUS = re.compile(r"minus (.+?)(?:, KL ([\d.e+-]+))?")
@@ -66,23 +67,3 @@ def _note(name: str) -> str:
             "that holds 0 shows no difference"
         )
     return NOTES.get(name, "")
-
-
-def with_notes(outcome: Outcome, sections: Sequence[Section]) -> list[Section]:
-    """The sections with notes on the columns of their tables; those that a table has of its own stay.
-
-    Columns of worlds are named as such.
-    """
-    worlds = {world: f"difference to the control in world {world}" for world in outcome.worlds if world}
-    return [
-        Section(
-            section.title,
-            [_noted(block, worlds) if isinstance(block, TableBlock) else block for block in section.blocks],
-        )
-        for section in sections
-    ]
-
-
-def _noted(table: TableBlock, worlds: dict[str, str]) -> TableBlock:
-    known = {name: worlds[name] for name in table.columns if name in worlds}
-    return replace(table, notes={**column_notes(table.columns), **known, **table.notes})
