@@ -13,7 +13,8 @@ ARGS ?=
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test quick format bench lengths browser screenshots figures trl trlweights readers families clean
+.PHONY: help setup run test quick format bench lengths browser screenshots figures notebooks trl trlweights readers families \
+	clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +55,9 @@ screenshots: $(READY) ## pictures of pages (light, dark, phone) and terminals, i
 
 figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss
+
+notebooks: $(READY) ## execute the notebooks and write them back with their outputs; ARGS="06_theory ..." some
+	@$(BIN)/python -m experiments.pages.notebooks $(ARGS)
 
 trl: $(TRL_READY) ## the environment of the benchmarks' opponent (.venv-trl): TRL beside the same torch
 

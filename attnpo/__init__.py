@@ -10,6 +10,9 @@ from attnpo.version import VERSION as __version__
 
 if TYPE_CHECKING:
     import attnpo.losses as losses
+    import attnpo.theory as theory
+    from attnpo.fitting import run_study as run_study
+    from attnpo.fitting import train as train
     from attnpo.reports.frames import load_run as load_run
     from attnpo.reports.frames import load_study as load_study
     from attnpo.runs.weight_export import export_weights as export_weights
@@ -22,9 +25,22 @@ _HOLDS = {
     "load_run": "attnpo.reports.frames",
     "load_study": "attnpo.reports.frames",
     "losses": "attnpo.losses",
+    "run_study": "attnpo.fitting",
+    "theory": "attnpo.theory",
+    "train": "attnpo.fitting",
 }
 
-__all__ = ["Weigher", "__version__", "export_weights", "load_run", "load_study", "losses"]
+__all__ = [
+    "Weigher",
+    "__version__",
+    "export_weights",
+    "load_run",
+    "load_study",
+    "losses",
+    "run_study",
+    "theory",
+    "train",
+]
 
 
 def __getattr__(name: str) -> object:

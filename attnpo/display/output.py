@@ -33,8 +33,9 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """The console that tables are printed to: as wide as the terminal, or as COLUMNS says."""
-    return Console(width=None if Console().is_terminal or "COLUMNS" in os.environ else WIDTH)
+    """The console that tables are printed to: as wide as the terminal, or as COLUMNS says; text in a notebook too."""
+    wide = Console().is_terminal or "COLUMNS" in os.environ
+    return Console(width=None if wide else WIDTH, force_jupyter=False)
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:

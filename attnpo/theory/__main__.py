@@ -33,10 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _study(folder: Path, *, markdown: bool) -> int:
     from attnpo.display.output import print_sections, terminal
     from attnpo.display.page import Section
+    from attnpo.theory.bounds_figure import tightness_figure
     from attnpo.theory.figures import theory_figure
     from attnpo.theory.study import run_study
     from attnpo.theory.tables import report_markdown, tables
-    from attnpo.theory.tightness_figure import tightness_figure
 
     study = run_study()
     first = theory_figure(study, folder / "theory.png")

@@ -1,6 +1,6 @@
 """The theory study: what the paper states and what we add, on problems small enough to list every response.
 
-``python -m attnpo.theory FOLDER`` prints its tables and draws its figures; ``notebooks/theory.ipynb`` shows the same.
+``python -m attnpo.theory FOLDER`` prints its tables and draws its figures; ``notebooks/06_theory.ipynb`` shows them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,11 +1,16 @@
 """The theory study's results as tables: every statement with the number that decides it, and what it rests on."""
 
+from typing import TYPE_CHECKING
+
 from attnpo.display.page import TableBlock
-from attnpo.display.tables import Cell, table_html, table_markdown
+from attnpo.display.tables import Cell, table_markdown
 from attnpo.theory.paper import PaperRow
 from attnpo.theory.published import CONSTANTS, TABLE
 from attnpo.theory.statements import statements
 from attnpo.theory.study import Study
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def statement_table(study: Study) -> TableBlock:
@@ -23,9 +28,11 @@ def tables(study: Study) -> tuple[TableBlock, ...]:
     )
 
 
-def report_html(study: Study) -> str:
-    """All tables as HTML."""
-    return "\n".join(table_html(one.columns, one.rows, caption=one.caption) for one in tables(study))
+def frames(study: Study) -> "dict[str, pandas.DataFrame]":
+    """All tables as pandas frames, by caption."""
+    import pandas
+
+    return {str(one.caption): pandas.DataFrame(one.rows, columns=list(one.columns)) for one in tables(study)}
 
 
 def report_markdown(study: Study) -> str:

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,10 @@ class World:
         return compose("fit", self.overrides(*more))
 
 
-def build_world(folder: Path, train: int = TRAIN, val: int = VAL) -> World:
-    """A new world under ``folder`` with an empty store, and so many pairs."""
+def build_world(folder: Path, train: int = TRAIN, val: int = VAL, layers: int = RECIPE.layers) -> World:
+    """A new world under ``folder`` with an empty store, so many pairs, and a model of so many layers."""
     tokenizer = build_tokenizer(GRAMMAR)
-    model = new_model(RECIPE, tokenizer, seed=3)
+    model = new_model(replace(RECIPE, layers=layers), tokenizer, seed=3)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "data").mkdir()

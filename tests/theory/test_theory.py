@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnpo import theory
 from attnpo.schema import UserError
 from attnpo.theory.__main__ import main
+from attnpo.theory.bounds_figure import tightness_figure
 from attnpo.theory.cases import cases
 from attnpo.theory.claims import existence_rows, freedom_path, lemma_row, policy_row
 from attnpo.theory.figures import theory_figure
@@ -33,8 +35,7 @@ from attnpo.theory.problem import (
 )
 from attnpo.theory.spread import Reads, spread_weights
 from attnpo.theory.study import Study
-from attnpo.theory.tables import report_html, report_markdown, tables
-from attnpo.theory.tightness_figure import tightness_figure
+from attnpo.theory.tables import frames, report_markdown, tables
 
 
 def other(problem: Problem, seed: int = 9) -> Tensor:
@@ -205,9 +206,19 @@ def test_low_weights_are_freer_at_the_optimum_and_held_at_the_first_step() -> No
 def test_every_table_is_in_every_report(study: Study) -> None:
     shown = tables(study)
     assert [one.caption for one in shown][:2] == ["statements", "constants, the paper's quantities and bounds"]
-    assert report_html(study).count("<table>") == len(shown) == 10
+    assert len(shown) == 10
+    for one, frame in zip(shown, frames(study).values(), strict=True):
+        assert (*frame.columns,) == tuple(one.columns) and len(frame) == len(one.rows)
+        assert frame.iloc[:, 0].tolist() == [row[0] for row in one.rows]
     assert report_markdown(study).count("### ") == len(shown)
     assert all(len(row) == len(one.columns) for one in shown for row in one.rows)
+
+
+def test_the_names_for_notebooks_are_those_of_the_modules() -> None:
+    assert theory.random_problem is random_problem and theory.frames is frames
+    assert [name for name in theory.__all__ if not callable(getattr(theory, name))] == []
+    with pytest.raises(AttributeError, match=r"no attribute 'studies'; its names: .*run_study"):
+        theory.studies  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_the_figures_and_the_command(
