@@ -45,8 +45,9 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
 	@$(BIN)/pytest -s tests/display/large_explorer.py
 
-screenshots: $(READY) ## pictures of the pages in light, dark and on a phone, in outputs/screenshots; PAGES="FILE.html ..." chooses
+screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots; PAGES="FILE.html ..." chooses the pages
 	@$(BIN)/python -m experiments.pages.screenshots outputs/screenshots $(PAGES)
+	@$(BIN)/python -m tests.display.terminals outputs/screenshots
 
 figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss

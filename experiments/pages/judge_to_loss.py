@@ -196,9 +196,9 @@ STYLE = """
   text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328 }
   .note { font-family: system-ui, sans-serif } .head { font: 600 14px system-ui, sans-serif }
   .title { font: 600 17px system-ui, sans-serif }
-  .page { fill: #ffffff } .w { fill: #0969da } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
+  .page { fill: #ffffff } .w { fill: #e8590c } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #4493f8 } .up { fill: #3fb950 } .down { fill: #f85149 }
+    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #ff8a3d } .up { fill: #3fb950 } .down { fill: #f85149 }
     .grid { stroke: #3d444d }
   }
 """
@@ -206,7 +206,7 @@ STYLE = """
 
 TITLE = "From a judge's attention to the loss: one preference pair"
 TOLD = (
-    "A language model was asked which of two answers is better, in both orders. Blue: how much it attended to a word,",
+    "A language model was asked which of two answers is better, in both orders. Orange: how much it attended to a word,",
     "and a, the weight of the word in training: the mean of both, scaled to sum to 1 (the first word of five or more,",
     "where attention gathers, gets the average). Green and red: d, how much training on this pair raised or lowered",
     "the word's log-probability. The stronger a colour, the more.",
