@@ -49,7 +49,7 @@ lengths: $(READY) ## how a step's time and memory grow from 2k to 16k tokens, on
 browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
 	@$(BIN)/pytest -s tests/display/large_explorer.py
 
-screenshots: $(READY) ## pictures of pages (light, dark, phone) and terminals, in outputs/screenshots; PAGES="FILE.html ..." chooses
+screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots; PAGES="FILE.html ..." chooses the pages
 	@$(BIN)/python -m experiments.pages.screenshots outputs/screenshots $(PAGES)
 	@$(BIN)/python -m tests.display.terminals outputs/screenshots
 

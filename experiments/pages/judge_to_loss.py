@@ -206,7 +206,7 @@ STYLE = """
 
 TITLE = "From a judge's attention to the loss: one preference pair"
 TOLD = (
-    "A language model was asked, in both orders, which of two answers is better. Orange: how much it looked at a word,",
+    "A model was asked which of two answers is better, in both orders. Orange: how much it attended to a word,",
     "and a, the weight of the word in training: the mean of both, scaled to sum to 1 (the first word of five or more,",
     "where attention gathers, gets the average). Green and red: d, how much training on this pair raised or lowered",
     "the word's log-probability. The stronger a colour, the more.",
