@@ -61,6 +61,12 @@ class Held:
         self.model = load_model(folder)
 
     @cached_property
+    def read(self) -> PreTrainedModel:
+        """The model as a judge loads it."""
+        reading = self.description.reading
+        return self.model if reading == "sdpa" else load_model(self.folder, attn_implementation=reading)
+
+    @cached_property
     def description(self) -> Described:
         """The class, its attention, and the layers that have one to read."""
         return described(self.folder)
@@ -109,15 +115,11 @@ def judged(held: Held) -> Iterator[Finding]:
     layers, name = held.description.layers, held.description.name
     own = [held.own(ids) for ids in PROMPTS]
     if not layers:
-        if own[0][0]:
-            yield Finding(
-                "rows", reason=f"the attention of {name} does not go through transformers' AttentionInterface"
-            )
-        else:
-            yield Finding("rows", reason=f"{name} has no softmax attention")
+        yield Finding("rows", reason=f"{name}: {held.description.why}")
         return
+    depth = held.depth or "?"
     whole = len(layers) == held.depth
-    judge = CausalJudge(held.model, kernel=kernel_for(held.description.attention))
+    judge = CausalJudge(held.read, kernel=kernel_for(held.description))
     try:
         read = partial(
             judge.read,
@@ -129,8 +131,10 @@ def judged(held: Held) -> Iterator[Finding]:
         together = read(PROMPTS)
         alone = [read([ids])[0] for ids in PROMPTS]
     except UserError as error:
+        yield Finding(f"read by -, {len(layers)} of {depth}", 0.0)
         yield Finding("rows", reason=str(error))
         return
+    yield Finding(f"read by {judge.kernel}, {len(layers)} of {depth}", 0.0)
     if any(len(maps) != len(layers) for maps, _ in own):
         yield Finding(
             "rows", problem=f"the library gives {len(own[0][0])} maps, we know {len(layers)} layers with attention"

@@ -106,7 +106,7 @@ class LocalGrader:
         from attnpo.models.judge import kernel_for
         from attnpo.models.loading import described
 
-        return kernel_for(described(self.path, self.revision).attention)
+        return kernel_for(described(self.path, self.revision))
 
     @cached_property
     def _chat(self) -> ChatFormat:

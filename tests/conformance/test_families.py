@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnpo.conformance.families import EQUAL, FAILED, NO_JUDGE, REFUSED, Ways, summary, verify_families
+from attnpo.conformance.families import Ways, verify_families
 from attnpo.conformance.family_checks import findings
 from attnpo.conformance.family_models import LARGEST, families, tiny_config, tiny_model
+from attnpo.conformance.family_table import EQUAL, FAILED, NO_JUDGE, NOT_BUILT, REFUSED, summary
 from attnpo.models.backbone import first_position
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
@@ -57,7 +58,7 @@ def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path)
     assert refused.check == "load" and "is not causal" in refused.reason
     tiny_model("mamba").save_pretrained(tmp_path / "mamba")
     reasons = {one.check: one.reason for one in findings(tmp_path / "mamba") if one.reason}
-    assert reasons["rows"] == "MambaForCausalLM has no softmax attention" and "packed" in reasons
+    assert reasons["rows"] == "MambaForCausalLM: it gives no softmax attention" and "packed" in reasons
 
 
 def test_models_are_tiny_and_seeded() -> None:
@@ -89,6 +90,6 @@ def test_an_outcome_counts_commands_that_fail(tmp_path: Path) -> None:
     assert (tmp_path / "qwen3" / "tokenizer.json").is_file()
     (refused,) = verify_families(ways, ["bert_encoder"])
     assert refused.status == REFUSED and "is not causal" in refused.notes[0]
-    assert summary([family, refused]) == f"2 families: 0 {EQUAL}, 0 {NO_JUDGE}, 1 {REFUSED}, 1 {FAILED}"
+    assert summary([family, refused]) == f"2 families: 0 {EQUAL}, 0 {NO_JUDGE}, 1 {REFUSED}, 0 {NOT_BUILT}, 1 {FAILED}"
     with pytest.raises(UserError, match="families: none matches qwen33"):
         next(verify_families(ways, ["qwen33"]))

@@ -44,7 +44,7 @@ def last_rows(model: PreTrainedModel, ids: list[int]) -> tuple[list[Tensor], Ten
 
 def judge_of(folder: Path) -> CausalJudge:
     """The judge as a run builds it: loaded with sdpa asked for, and the kernel that goes with what the class has."""
-    return CausalJudge(load_model(folder), kernel=kernel_for(described(folder).attention))
+    return CausalJudge(load_model(folder), kernel=kernel_for(described(folder)))
 
 
 @pytest.mark.parametrize("kind", READABLE)
@@ -84,13 +84,13 @@ def test_policies_have_their_own_log_probabilities_in_the_layout_of_auto(kind: s
 def test_a_class_without_sdpa_is_loaded_with_eager_attention_and_known_as_that(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(kind, tmp_path)
     assert load_model(folder).config._attn_implementation == "eager" == described(folder).attention
-    assert kernel_for(described(folder).attention) == "blocks"
+    assert kernel_for(described(folder)) == "blocks"
 
 
 def test_a_class_with_sdpa_keeps_it(tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
     assert load_model(folder).config._attn_implementation == "sdpa" == described(folder).attention
-    assert kernel_for("sdpa") == "sdpa"
+    assert kernel_for(described(folder)) == "sdpa"
     assert load_model(folder, attn_implementation="eager").config._attn_implementation == "eager"
 
 
