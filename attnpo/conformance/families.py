@@ -26,7 +26,7 @@ from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 
-MUST = ("fit", "stop", "resume", "export", "generate")  # commands that refuse a model which can be loaded for no reason
+MUST = ("fit", "stop", "resume", "export", "generate")  # where a model that every layout takes is refused for no reason
 
 
 @dataclass(frozen=True)
@@ -97,15 +97,15 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Famil
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         said.write(traceback.format_exc())
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))
+    must = () if _reason(found, "layouts") else MUST
     problems = [
         f"{one.check}: {one.problem or one.reason}"
         for one in found
-        if one.problem or (one.check in MUST and one.reason)
+        if one.problem or (one.check in must and one.reason)
     ]
-    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in MUST]
-    status = (
-        FAILED if problems else REFUSED if _reason(found, "load") else NO_JUDGE if _reason(found, "rows") else EQUAL
-    )
+    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in must]
+    refused = _reason(found, "load") or _reason(found, "layouts")
+    status = FAILED if problems else REFUSED if refused else NO_JUDGE if _reason(found, "rows") else EQUAL
     layout, read = (_after(found, word) for word in ("auto is ", "read by "))
     return Family(name, model, status, layout, read, tuple([*problems, *reasons]))
 

@@ -22,7 +22,7 @@ Command = Callable[[Sequence[str]], int]
 """The main of a command: words to exit status."""
 
 RESUMED = 1e-5  # float32; one thread gives the same bits
-STOPPED = 128 + signal.SIGINT
+STOPPED = 128 + signal.SIGTERM  # a background job of a shell does not hear SIGINT
 BRIEF = (
     "batch.pairs=4", "batch.micro=2", "batch.eval_micro=2", "trainer.validate_every=2", "trainer.accelerator=cpu",
     "callbacks.samples=0", "callbacks.report=false", "model.chat_template=null",
@@ -73,11 +73,11 @@ def into(said: TextIO) -> Iterator[None]:
 
 @contextmanager
 def _interrupted() -> Iterator[None]:
-    """A context in which the first optimiser step is followed by SIGINT, as Ctrl-C sends it."""
+    """A context in which the first optimiser step is followed by SIGTERM, as the end of a job sends it."""
 
     def once(*told: object) -> None:
         handle.remove()
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
 
     handle = register_optimizer_step_post_hook(once)
     try:

@@ -24,8 +24,8 @@ Versions: {versions}. {summary}.
 has it, verdict logits, log-probabilities and gradients of each layout are those of eager attention, one sequence at a
 time; the memory estimate counts the parameters that there are; a run of two steps, one stopped by a signal and
 resumed to the same weights, an export that transformers loads, answers, and a step with LoRA went through the
-commands. **policy only**: all of it but the judge's, with the reason. **refused**: the loader gives the reason. **not
-built**: transformers cannot build or load the class here.
+commands. **policy only**: all of it but the judge's, with the reason. **refused**: the loader, or what lays out its
+sequences, gives the reason. **not built**: transformers cannot build or load the class here.
 
 *Read by*: `sdpa` and `blocks` recompute single rows beside the kernel; `maps` takes those of eager attention, one
 prompt at a time. *Layout*: what `batch.layout=auto` takes. *Layers*: those with softmax attention that can be read,
