@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import TextIO
 
 from transformers import AutoModelForCausalLM
@@ -26,7 +27,7 @@ from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 
-MUST = ("fit", "stop", "resume", "export", "generate")  # where a model that every layout takes is refused for no reason
+MUST = ("stop", "resume", "export", "generate")  # which refuse a model that fit has taken for no reason
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,17 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Famil
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         said.write(traceback.format_exc())
         found.append(Finding("traceback", problem=f"{type(error).__name__}: {_words(error)}"))
-    must = () if _reason(found, "layouts") else MUST
     problems = [
         f"{one.check}: {one.problem or one.reason}"
         for one in found
-        if one.problem or (one.check in must and one.reason)
+        if one.problem or (one.check in MUST and one.reason)
     ]
-    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in must]
-    refused = _reason(found, "load") or _reason(found, "layouts")
+    reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in MUST]
+    refused = any(_reason(found, check) for check in ("load", "layouts", "fit"))
     status = FAILED if problems else REFUSED if refused else NO_JUDGE if _reason(found, "rows") else EQUAL
     layout, read = (_after(found, word) for word in ("auto is ", "read by "))
-    return Family(name, model, status, layout, read, tuple([*problems, *reasons]))
+    notes = tuple(note.replace(str(folder), name) for note in (*problems, *reasons))
+    return Family(name, model, status, layout, read, notes)
 
 
 def _reason(found: Sequence[Finding], check: str) -> str | None:
@@ -119,7 +120,7 @@ def _after(found: Sequence[Finding], word: str) -> str:
 
 
 def _words(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return shorten(str(error), 200, placeholder=" ...") or type(error).__name__
 
 
 @contextmanager

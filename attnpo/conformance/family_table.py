@@ -16,16 +16,19 @@ PAGE = """\
 
 One tiny random model of every type, and of some variants, through the loader, the numbers and the commands:
 
-    {command}
+```bash
+{command}
+```
 
 Versions: {versions}. {summary}.
 
 **equal**: the judge's rows of every layer with softmax attention (alone and in a batch), rollout where every layer
 has it, verdict logits, log-probabilities and gradients of each layout are those of eager attention, one sequence at a
-time; the memory estimate counts the parameters that there are; a run of two steps, one stopped by a signal and
-resumed to the same weights, an export that transformers loads, answers, and a step with LoRA went through the
-commands. **policy only**: all of it but the judge's, with the reason. **refused**: the loader, or what lays out its
-sequences, gives the reason. **not built**: transformers cannot build or load the class here.
+time (of the class's own kernel where the two round apart); the memory estimate counts the parameters that there are;
+a run of two steps, one stopped by a signal and resumed to the same weights, an export that transformers loads,
+answers, and a step with LoRA went through the commands. **policy only**: all of it but the judge's, with the reason.
+**refused**: the loader, what lays out its sequences or the run gives the reason. **not built**: transformers cannot
+build or load the class here.
 
 *Read by*: `sdpa` and `blocks` recompute single rows beside the kernel; `maps` takes those of eager attention, one
 prompt at a time. *Layout*: what `batch.layout=auto` takes. *Layers*: those with softmax attention that can be read,

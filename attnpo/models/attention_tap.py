@@ -121,8 +121,11 @@ def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
 
     ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored, after errors too.
     """
-    previous = backbone.config._attn_implementation
-    backbone.set_attn_implementation(KERNELS[kernel])
+    previous, wanted = backbone.config._attn_implementation, KERNELS[kernel]
+    if previous == wanted:
+        yield
+        return
+    backbone.set_attn_implementation(wanted)
     try:
         yield
     finally:

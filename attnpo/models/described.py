@@ -61,7 +61,7 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
-        given = on_meta(config, "eager")(input_ids=ids, **asked).get("attentions") or ()
+        given = on_meta(config, "eager").train(False)(input_ids=ids, **asked).get("attentions") or ()
     except Exception as error:  # noqa: BLE001  # code of any model, which may look at numbers that there are none of
         return (), f"none goes through transformers' AttentionInterface, and its maps cannot be asked for ({error})"
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
