@@ -93,7 +93,7 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Famil
     try:
         with into(said):
             found += findings(folder)
-        if not _reason(found, "load"):
+        if not _reason(found, "load") and not _reason(found, "step"):
             found += commanded(folder, work, ways.fit, ways.generate, said, judged=_reason(found, "rows") is None)
     except Exception as error:  # noqa: BLE001  # a traceback is what this looks for
         said.write(traceback.format_exc())
@@ -104,7 +104,7 @@ def _one(name: str, folder: Path, work: Path, ways: Ways, said: TextIO) -> Famil
         if one.problem or (one.check in MUST and one.reason)
     ]
     reasons = [f"{one.check}: {one.reason}" for one in found if one.reason and one.check not in MUST]
-    refused = any(_reason(found, check) for check in ("load", "layouts", "fit"))
+    refused = any(_reason(found, check) for check in ("load", "step", "layouts", "fit"))
     status = FAILED if problems else REFUSED if refused else NO_JUDGE if _reason(found, "rows") else EQUAL
     layout, read = (_after(found, word) for word in ("auto is ", "read by "))
     notes = tuple(note.replace(str(folder), name) for note in (*problems, *reasons))

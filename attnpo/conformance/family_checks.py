@@ -203,7 +203,7 @@ def laid(held: Held) -> Iterator[Finding]:
     try:
         own = _own_step(held.eager)
     except Exception as error:  # noqa: BLE001  # what the library's own model raises in training outside of a trainer
-        yield Finding("layouts", reason=f"the library's own step fails: {type(error).__name__}: {error}")
+        yield Finding("step", reason=f"the library's own step fails: {type(error).__name__}: {error}")
         return
     try:
         taken = choose("auto", [policy])

@@ -101,7 +101,10 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
         decoder = model.base_model
-    return decoder if isinstance(decoder, PreTrainedModel) else model
+    if isinstance(decoder, PreTrainedModel) and decoder is not model:
+        return decoder
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else model
 
 
 def widest(config: PretrainedConfig, name: str) -> int | None:
