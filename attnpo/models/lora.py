@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
+PLAIN = nn.Parameter  # a weight that is not of 4 bits
 FUSED = 3  # dimensions of a tensor with the weights of several experts
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
@@ -175,7 +176,7 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
                 is_head = any(_ends_with(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
                 if target.rpartition(".")[2] in refused:
-                    what = "is a module that peft refuses here, as kernels use its weight itself, past any adapter"
+                    what = "is a module whose weight is used otherwise than by a plain product, past any adapter"
                 short = dict.fromkeys(name.rpartition(".")[2] for name in allowed)
                 raise UserError(
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
@@ -187,18 +188,21 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
 
 
 def refused_names(model: PreTrainedModel) -> list[str]:
-    """Last names of the linear modules on which peft puts no adapter in this model.
+    """Last names of the linear modules that can have no adapter in this model.
 
-    State-space kernels take such a weight as it is, so that an adapter on its module would do nothing.
+    State-space kernels take a weight as it is, past any adapter (peft knows which); and a class of its own, such as a
+    router, gives more than the product. Those of 4 bits are of bitsandbytes, which peft knows.
     """
     if find_spec("peft") is None:
         return []
+    plain = (nn.Linear.forward, Conv1D.forward)
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
-    refused = []
-    names = (name for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D))
-    for short in dict.fromkeys(name.rpartition(".")[2] for name in names):
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+    odd = [name for name, part in linear.items() if type(part).forward not in plain and type(part.weight) is PLAIN]
+    refused = list(dict.fromkeys(name.rpartition(".")[2] for name in odd))
+    for short in dict.fromkeys(name.rpartition(".")[2] for name in linear):
         try:
             _check_lora_target_modules_mamba(LoraConfig(), model, short)
         except ValueError:
@@ -222,7 +226,9 @@ def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
     if stacked:
         words += f"; {stacked / total:.0%} are weights of several experts in one tensor, which none reaches ({first})"
     refused = refused_names(model)
-    return words + (f"; peft leaves out {', '.join(refused)}, as kernels use the weight itself" if refused else "")
+    return words + (
+        f"; none on {', '.join(refused)}, whose weight is used otherwise than by a plain product" if refused else ""
+    )
 
 
 def _ends_with(name: str, target: str) -> bool:

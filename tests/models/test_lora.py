@@ -12,7 +12,16 @@ from transformers import PreTrainedModel
 
 from attnpo.conformance.family_models import tiny_model
 from attnpo.models.layouts import padded
-from attnpo.models.lora import AdapterOff, adapters_disabled, add_lora, has_adapters, merged_state, reach, target_names
+from attnpo.models.lora import (
+    AdapterOff,
+    adapters_disabled,
+    add_lora,
+    has_adapters,
+    merged_state,
+    reach,
+    refused_names,
+    target_names,
+)
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
@@ -123,10 +132,11 @@ def test_a_target_that_cannot_be_adapted_is_named_beside_those_that_can(tiny: Bu
 def test_modules_that_peft_refuses_are_left_out_and_named() -> None:
     mamba = tiny_model("mamba")
     assert {name.rpartition(".")[2] for name in target_names(mamba, SPEC)} == {"in_proj", "x_proj", "dt_proj"}
-    assert reach(mamba, SPEC).endswith("; peft leaves out out_proj, as kernels use the weight itself")
-    with pytest.raises(UserError, match="'out_proj' is a module that peft refuses here"):
+    assert reach(mamba, SPEC).endswith("; none on out_proj, whose weight is used otherwise than by a plain product")
+    with pytest.raises(UserError, match="'out_proj' is a module whose weight is used otherwise"):
         add_lora(mamba, LoraSpec(target_modules=("in_proj", "out_proj")))
     assert has_adapters(add_lora(mamba, SPEC))
+    assert refused_names(tiny_model("llama4_text")) == ["router"], "a linear module that gives more than its product"
 
 
 def test_the_log_says_which_share_adapters_reach() -> None:
