@@ -57,8 +57,16 @@ def test_a_point_that_failed_keeps_its_mark() -> None:
     ("gain", "words"), [(0.25, "better than uniform"), (-0.25, "worse than uniform"), (0.0, "a tie with uniform")]
 )
 def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, words: str) -> None:
-    (line,) = ending.came_out(compared(gain), "")
+    line, apart = ending.came_out(compared(gain), "")
     assert line.startswith(words) and f"{LONG.name} {gain:+.3f} [" in line
+    assert apart.startswith("one point each, nothing tuned") and f"{LONG.name} 0.75" in apart
+
+
+def test_arms_with_a_grid_are_not_called_untuned() -> None:
+    outcome = compared(0.25)
+    other = [(replace(point, values=("objective.beta=9",)), result) for point, result in outcome.points]
+    (line,) = ending.came_out(replace(outcome, points=[*outcome.points, *other]), "")
+    assert line.startswith("better than uniform")
 
 
 def test_one_seed_is_said_to_be_one() -> None:
