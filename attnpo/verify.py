@@ -17,11 +17,15 @@ Exit status: 0, or 1 when a record fails or none was found, 2 when a path cannot
 
 `families` in place of PATH builds every causal language model of transformers tiny and takes it through loader, judge,
 layouts and commands: equal to the library's own eager numbers, policy only (no attention that can be read), refused
-with the reason, or FAIL. keep=FOLDER leaves the models there, each with a tokenizer; only=gemma2,qwen* takes some.
+with the reason, not built (by transformers itself), or FAIL. keep=FOLDER leaves the models there, each with a
+tokenizer; only=gemma2,qwen* takes some; records=FILE keeps outcomes, and leaves out what it holds when called again;
+table=FILE.md writes them as a page.
 
 examples:
   python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'
-  python -m attnpo.verify families only=llama,gemma2,qwen3*"""
+  python -m attnpo.verify families only=llama,gemma2,qwen3*
+  python -m attnpo.verify families records=outputs/families.jsonl table=docs/models.md"""
+FAMILY_KEYS = ("keep", "only", "records", "table")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,25 +71,36 @@ def _families(words: Sequence[str]) -> int:
     from attnpo import fit, generate
     from attnpo.command_line import run_entry
     from attnpo.components import did_you_mean
-    from attnpo.conformance.families import FAILED, Ways, summary, verify_families
+    from attnpo.conformance.families import Ways, matching, verify_families
+    from attnpo.conformance.family_table import FAILED, append, recorded, share, summary, write_page
+    from attnpo.machine import versions
     from attnpo.schema import UserError
 
     given = dict(word.partition("=")[::2] for word in words)
-    for key in given.keys() - {"keep", "only"}:
+    for key in given.keys() - set(FAMILY_KEYS):
         raise UserError(
-            f"families: {key!r} is not known{did_you_mean(key, ['keep', 'only'])}; give keep=FOLDER or only=NAME,NAME"
+            f"families: {key!r} is not known{did_you_mean(key, FAMILY_KEYS)}; give keep=FOLDER, only=NAME,NAME, "
+            "records=FILE or table=FILE.md"
         )
     ways = Ways(
         lambda argv: run_entry(fit.main, "fit", argv, "", "", complete=lambda cfg: cfg.prepare is None),
         lambda argv: run_entry(generate.main, "generate", argv, "", ""),
     )
-    keep = Path(given["keep"]).expanduser() if "keep" in given else None
-    done = []
-    for family in verify_families(ways, [name for name in given.get("only", "").split(",") if name], keep):
-        done.append(family)
+    places = {key: Path(given[key]).expanduser() for key in given if key != "only"}
+    records, table = places.get("records"), places.get("table")
+    names = matching([name for name in given.get("only", "").split(",") if name])
+    done = {} if records is None else {name: one for name, one in recorded(records).items() if name in names}
+    left = [name for name in names if name not in done]
+    for family in verify_families(ways, left, places.get("keep")) if left else ():
+        done[family.name] = family
+        if records is not None:
+            append(records, family)
         _write(family.line())
-    sys.stdout.write(summary(done) + "\n")
-    return 1 if any(family.status == FAILED for family in done) else 0
+    ordered = [done[name] for name in names]
+    sys.stdout.write(f"{summary(ordered)}. {share(ordered)}\n")
+    if table is not None:
+        write_page(table, ordered, versions(), f"python -m attnpo.verify families {' '.join(words)}")
+    return 1 if any(one.status == FAILED for one in ordered) else 0
 
 
 if __name__ == "__main__":

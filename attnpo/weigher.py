@@ -20,7 +20,7 @@ from attnpo.machine import device_of
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact
 from attnpo.models.judge import CausalJudge, kernel_for
-from attnpo.models.loading import heads_of, load_model, load_tokenizer
+from attnpo.models.loading import described, heads_of, load_model, load_tokenizer
 from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.text.chat import ChatFormat
@@ -150,8 +150,10 @@ class Weigher:
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
         require_exact(config, name, "max_length", max_length)
         if not found.layers:
-            raise UserError(f"no layer of {found.name} has softmax attention that can be read; give another model")
-        judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found.attention))
+            raise UserError(
+                f"no layer of {found.name} has softmax attention that can be read: {found.why}; give another model"
+            )
+        judge = CausalJudge(loaded, token_budget=token_budget, kernel=kernel_for(found))
         self.depth = Depth(judge.num_layers, found.layers)
         self.source = chosen_source.resolve(self.depth)
         self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
@@ -309,7 +311,8 @@ def _model(
     model: str | Path | nn.Module, dtype: str, revision: str | None, device: str | torch.device | None
 ) -> PreTrainedModel:
     if isinstance(model, str | Path):
-        loaded = load_model(model, dtype=dtype, revision=revision)
+        reading = described(model, revision).reading
+        loaded = load_model(model, dtype=dtype, revision=revision, attn_implementation=reading)
         device = device_of("auto") if device is None else device
     else:
         loaded = require_causal_lm(model)

@@ -106,7 +106,7 @@ class LocalGrader:
         from attnpo.models.judge import kernel_for
         from attnpo.models.loading import described
 
-        return kernel_for(described(self.path, self.revision).attention)
+        return kernel_for(described(self.path, self.revision))
 
     @cached_property
     def _chat(self) -> ChatFormat:
@@ -126,9 +126,10 @@ class LocalGrader:
 
     @cached_property
     def _model(self) -> "PreTrainedModel":
-        from attnpo.models.loading import load_model
+        from attnpo.models.loading import described, load_model
 
-        model = load_model(self.path, dtype=self.dtype, revision=self.revision)
+        reading = described(self.path, self.revision).reading
+        model = load_model(self.path, dtype=self.dtype, revision=self.revision, attn_implementation=reading)
         model.to(device_of(self.accelerator))  # type: ignore[arg-type]
         return model
 

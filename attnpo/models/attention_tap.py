@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnpo.models.attention_rows import CAUSAL, LayerAttention, MaskRule, cut, rolled
+from attnpo.models.attention_rows import CAUSAL, AttentionMap, LayerAttention, MaskRule, cut, rolled
 from attnpo.models.packed_attention import Bucket, Plan
 from attnpo.schema import UserError
 
@@ -27,12 +27,18 @@ from attnpo.schema import UserError
 TAP_FAST = "attnpo_row_tap"
 TAP_BLOCKS = "attnpo_row_tap_blocks"
 PROBE = "attention_probe"  # the keyword argument that carries the probe
-KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS}
-"""How attention output is computed: by torch's fused kernel, or in float32 blocks of queries (slower)."""
+MAPS = "maps"
+KERNELS = {"sdpa": TAP_FAST, "blocks": TAP_BLOCKS, MAPS: "eager"}
+"""How attention output is computed: by torch's fused kernel, in float32 blocks of queries (slower), or by the model's
+own eager attention, which gives whole maps (``attention_maps``)."""
 
 
 class Enough(Exception):
     """Raised inside a forward to end it when everything asked for is known; caught within this package."""
+
+
+class SeveralRows(UserError):
+    """A layer attends more than once in a forward, so no map of it is the one."""
 
 
 class Probe:
@@ -62,21 +68,21 @@ class Probe:
         self.depth = depth
         self.final = (depth - 1 if rollout else max(layers, default=-1)) if stop else None
         self.rows: dict[int, Tensor] = {}
-        self.kept: dict[int, LayerAttention] = {}
+        self.kept: dict[int, AttentionMap] = {}
         self.trimming = False
         self._end: tuple[Tensor, Tensor] | None = None
 
     def see(self, layer: int, attention: LayerAttention, value: Tensor) -> None:
         """Stores what is wanted of one layer; raises ``Enough`` when that was the last needed.
 
-        A layer may attend twice with the same queries and keys (to parts of the values). Raises ``UserError`` for a
+        A layer may attend twice with the same queries and keys (to parts of the values). Raises ``SeveralRows`` for a
         layer that attends twice with different ones: it has no single row.
         """
         rows = attention.rows(self.last) if layer in self.wanted or self.trimming else None
         if rows is not None and layer in self.wanted:
             kept = rows if self.per_head else rows.mean(1)
             if not torch.equal(self.rows.setdefault(layer, kept), kept):
-                raise UserError(f"layer {layer + 1} attends more than once in a forward, so it has no one row")
+                raise SeveralRows(f"judge: layer {layer + 1} attends more than once in a forward, so it has no one row")
         if self.keep:
             self.kept[layer] = attention
         if rows is not None and self.trimming:
@@ -113,10 +119,13 @@ class Probe:
 def tapped(backbone: PreTrainedModel, kernel: str) -> Iterator[None]:
     """A context in which ``backbone``'s attention hands its queries and keys to the call's probe.
 
-    ``kernel``: "sdpa" or "blocks". The model's own attention implementation is restored, after errors too.
+    ``kernel``: one of ``KERNELS``. The model's own attention implementation is restored, after errors too.
     """
-    previous = backbone.config._attn_implementation
-    backbone.set_attn_implementation(KERNELS[kernel])
+    previous, wanted = backbone.config._attn_implementation, KERNELS[kernel]
+    if previous == wanted:
+        yield
+        return
+    backbone.set_attn_implementation(wanted)
     try:
         yield
     finally:

@@ -18,14 +18,23 @@ class Described(NamedTuple):
     """The class of a causal LM, its attention ("sdpa", or "eager" where the class has no other), and where it has any.
 
     ``layers``: numbers, from 1 and rising, of the layers whose softmax attention goes through transformers'
-    ``AttentionInterface``, which is where it can be read.
+    ``AttentionInterface``, which is where it can be read. Of a class in which none does: those for which eager
+    attention gives a map on request; ``mapped`` then. ``why``: the reason where there are no such layers.
     """
 
     name: str
     attention: str
     layers: tuple[int, ...]
+    mapped: bool = False
+    why: str = ""
+
+    @property
+    def reading(self) -> str:
+        """The ``attn_implementation`` that a judge is loaded with: maps need eager attention from the start."""
+        return "eager" if self.mapped else "sdpa"
 
 
+TRIED = 6  # tokens
 _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
@@ -33,9 +42,36 @@ def describe(config: PretrainedConfig) -> Described:
     """The description of the causal LM that ``config`` makes. Raises ``UserError`` when it makes none."""
     model = on_meta(config)
     backbone = backbone_of(model)
+    name, attention = type(model).__name__, str(backbone.config._attn_implementation)
+    layers = attending_layers(backbone)
+    if layers:
+        return Described(name, attention, layers)
+    layers, why = _mapped_layers(config)
+    return Described(name, attention, layers, mapped=bool(layers), why=why)
+
+
+def attending_layers(backbone: PreTrainedModel) -> tuple[int, ...]:
+    """Numbers, from 1 and rising, of the layers whose attention goes through transformers' ``AttentionInterface``."""
     numbers = {getattr(part, "layer_idx", None) for part in backbone.modules() if _calls_the_interface(part)}
-    layers = sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0)
-    return Described(type(model).__name__, str(backbone.config._attn_implementation), tuple(layers))
+    return tuple(sorted(number + 1 for number in numbers if isinstance(number, int) and number >= 0))
+
+
+def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
+    """The layers whose maps eager attention gives, tried on six tokens without memory; the reason where none does."""
+    ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
+    try:
+        asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
+        given = on_meta(config, "eager").train(False)(input_ids=ids, **asked).get("attentions") or ()
+    except Exception as error:  # noqa: BLE001  # code of any model, which may look at numbers that there are none of
+        return (), f"none goes through transformers' AttentionInterface, and its maps cannot be asked for ({error})"
+    depth = getattr(config.get_text_config(), "num_hidden_layers", None)
+    shapes = [getattr(each, "shape", ())[2:] for each in given]
+    layers = tuple(number for number, shape in enumerate(shapes, 1) if shape == (TRIED, TRIED))
+    if not layers:
+        return (), "it gives no softmax attention"
+    if len(given) != depth:
+        return (), f"its attention gives {len(layers)} maps for {depth} layers, so they have no numbers"
+    return layers, ""
 
 
 def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:
@@ -65,7 +101,10 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder: object = model.get_decoder()  # type: ignore[no-untyped-call]
     if not isinstance(decoder, PreTrainedModel):  # a vocabulary head may have the library's name for a decoder
         decoder = model.base_model
-    return decoder if isinstance(decoder, PreTrainedModel) else model
+    if isinstance(decoder, PreTrainedModel) and decoder is not model:
+        return decoder
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    return parts[0] if len(parts) == 1 else model
 
 
 def widest(config: PretrainedConfig, name: str) -> int | None:

@@ -7,30 +7,32 @@ same numbers, more work. Whether it can is tried once.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnpo.models.attention_tap import KERNELS, PROBE, Enough, Probe, tapped, trimmed
+from attnpo.files import in_bytes
+from attnpo.models.attention_maps import require_distributions, take_maps
+from attnpo.models.attention_rows import CAUSAL
+from attnpo.models.attention_tap import KERNELS, MAPS, PROBE, Enough, Probe, SeveralRows, tapped, trimmed
 from attnpo.models.backbone import (
     Parts,
     eval_mode,
     find_parts,
-    layer_stack,
     parts_agree,
     probe_bound,
     require_causal_lm,
     vocabulary,
 )
-from attnpo.models.described import backbone_of, widest
+from attnpo.models.described import Described, attending_layers, backbone_of, widest
 from attnpo.models.generate import longest_first
-from attnpo.models.layouts import padded_right
 from attnpo.models.logps import project
-from attnpo.models.prompt_rows import WORTH, one_row, row_batches
+from attnpo.models.prompt_rows import one_row, row_batches
+from attnpo.models.read_trial import Blocks, differ, probe_prompts, right_padded
 from attnpo.schema import JudgeReading, UserError
 
 log = logging.getLogger(__name__)
@@ -38,24 +40,22 @@ log = logging.getLogger(__name__)
 ROW_BYTES = 16 << 20
 """The widest activations of a row on a CPU: larger ones leave its caches and need newly cleared pages each time."""
 
-LOW_PRECISION_SLACK = 10
-"""Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
-
 KERNEL = "sdpa"
 """The attention kernel family a judge runs with unless told otherwise; part of its fingerprint."""
 
 
-def kernel_for(attention: str) -> str:
-    """The kernel family for a model with ``attention``: blocks where torch's fused kernel cannot do it (soft-caps)."""
-    return KERNEL if attention == KERNEL else "blocks"
+def kernel_for(found: Described) -> str:
+    """The kernel family for a class: blocks where torch's fused kernel cannot do it (soft-caps), maps as a last way."""
+    return MAPS if found.mapped else KERNEL if found.attention == KERNEL else "blocks"
 
 
 class CausalJudge:
     """Reads attention and verdicts from a Hugging Face causal LM.
 
     ``token_budget``: most tokens (padding included, common beginnings once) per forward; on a CPU rows of wide models
-    hold fewer, which is faster there. ``kernel``: "sdpa" or "blocks" (float32 softmax in blocks of queries, for
-    comparison).
+    hold fewer, which is faster there. ``kernel``: "sdpa", "blocks" (float32 softmax in blocks of queries, for
+    comparison) or "maps" (those of eager attention, one prompt at a time), which also stands in for the other two where
+    they would give other numbers.
     """
 
     def __init__(self, model: nn.Module, *, token_budget: int = 16384, kernel: str = KERNEL) -> None:
@@ -107,8 +107,9 @@ class CausalJudge:
             self._read, layers=layers, per_head=per_head, rollout=rollout, verdict=verdict, label_ids=label_ids
         )
         with torch.inference_mode(), eval_mode(self.model), tapped(self._backbone, self.kernel):
-            shared = len(prompts) > 1 and self._follows_rows()
-            padded = longest_first([len(prompt) for prompt in prompts], lambda length: self.token_budget // length)
+            shared = len(prompts) > 1 and self.kernel != MAPS and self._follows_rows()
+            most = 0 if self.kernel == MAPS and (layers or rollout) else self.token_budget
+            padded = longest_first([len(prompt) for prompt in prompts], lambda length: most // length)
             for batch in row_batches(prompts, self._row(prompts)) if shared else padded:
                 answers = asked([prompts[index] for index in batch], shared=shared)
                 readings.update(zip(batch, answers, strict=True))
@@ -185,6 +186,10 @@ class CausalJudge:
 
     def _run(self, inputs: dict[str, object], probe: Probe, verdict: bool) -> Tensor | None:
         """Logits [batch vocab] of the last positions when the verdict is wanted; fills the probe."""
+        if self.kernel == MAPS:
+            inputs = {name: value for name, value in inputs.items() if name != PROBE}
+            if probe.wanted or probe.keep:
+                return take_maps(self.model, self._parts() if verdict else None, inputs, probe, verdict)
         if not verdict:
             if probe.wanted or probe.keep:
                 with suppress(Enough):
@@ -222,39 +227,72 @@ class CausalJudge:
         """Raises ``UserError`` unless reading the attention leaves the model's numbers as they are.
 
         Tried once, on a few short prompts. Attention that chooses its keys itself, or adds terms that it does not hand
-        to the attention function, is refused here.
+        to the attention function, is read from the maps of eager attention where these can be had.
         """
         if self._readable:
             return
-        kind = type(self.model).__name__
         prompts, at = probe_prompts(vocabulary(self.model)), Blocks(self._backbone)
         ids, last = right_padded(prompts, self.model.device)
         with eval_mode(self.model), at.watched():
             rows = torch.arange(len(prompts), device=last.device)
             expected = self.model(input_ids=ids, use_cache=False).logits[rows, last]
-            untapped = at.outputs.copy()
-            try:
-                with tapped(self._backbone, self.kernel):
-                    logits = self._run(*self._laid(prompts, range(self.num_layers), False), verdict=True)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                words = " ".join(str(error).split())[:200]
-                reason = words if isinstance(error, UserError) else f"{type(error).__name__}: {words}"
-                raise UserError(
-                    f"judge: layer {at.number} of {kind} has attention that cannot be read ({reason}): it is more than "
-                    "a softmax over the keys in view; name another model as judge.path"
-                ) from error
+            problem = "none of its layers goes through transformers' AttentionInterface"
+            if self.kernel != MAPS:
+                problem = self._problem(prompts, expected, at) or ""
+            if problem:
+                self._take_maps(prompts, problem)
+        self._readable = True
+
+    def _problem(self, prompts: Sequence[Sequence[int]], expected: Tensor, at: Blocks) -> str | None:
+        """Why the attention function cannot be read, with the layer; None where it can."""
+        untapped = at.outputs.copy()
+        try:
+            with tapped(self._backbone, self.kernel):
+                inputs, probe = self._laid(prompts, range(self.num_layers), False)
+                logits = self._run(inputs, probe, verdict=True)
+        except (torch.OutOfMemoryError, SeveralRows):
+            raise
+        except Exception as error:  # noqa: BLE001  # code of any model
+            return f"layer {at.number} has attention that cannot be read ({_in_words(error)})"
         assert logits is not None
         if differ(logits, expected):
             changed = (number for number, states in untapped.items() if differ(at.outputs[number], states))
-            layer = next(changed, at.number)
+            layer, gap = next(changed, at.number), float((logits - expected).abs().max())
+            return f"layer {layer} gives other numbers when its attention is read (logits differ by {gap:.3g})"
+        silent = [layer for layer in attending_layers(self._backbone) if layer - 1 not in probe.rows]
+        return f"layer {silent[0]} does not pass on what it is called with" if silent else None
+
+    def _take_maps(self, prompts: Sequence[Sequence[int]], problem: str) -> None:
+        """Turns to the maps of eager attention, which is logged; ``UserError`` where they would not do either."""
+        kind, before = type(self.model).__name__, self.kernel
+        self.kernel = MAPS
+        try:
+            for prompt in prompts:
+                inputs, probe = self._laid([prompt], range(self.num_layers), False, per_head=True)
+                ids = inputs["input_ids"]
+                expected = self.model(input_ids=ids, use_cache=False).logits[:, -1]
+                with tapped(self._backbone, MAPS):
+                    logits = self._run(inputs, probe, verdict=True)
+                if logits is None or differ(logits, expected):
+                    raise UserError("its logits are others: load it with attn_implementation=eager")
+                require_distributions(probe, attending_layers(self._backbone))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.kernel = before
             raise UserError(
-                f"judge: layer {layer} of {kind} gives other numbers when its attention is read (logits differ by "
-                f"{float((logits - expected).abs().max()):.3g}), so it is more than a softmax over the keys in view; "
-                "name another model as judge.path"
-            )
-        self._readable = True
+                f"judge: {kind}: {problem}, and the maps of eager attention do not stand in ({_in_words(error)}): name "
+                "another model as judge.path"
+            ) from error
+        square = sum(row.shape[1] for row in probe.rows.values()) * self.model.dtype.itemsize
+        log.info(
+            "judge: %s: %s; the maps of eager attention are read instead, one prompt at a time: the same numbers, more "
+            "work, and %d B x T x T of memory for a prompt of T tokens (%s for 2048)",
+            kind,
+            problem,
+            square,
+            in_bytes(square * 2048**2),
+        )
 
     def _reason_against_rows(self) -> str | None:
         kind = type(self.model).__name__
@@ -274,53 +312,14 @@ class CausalJudge:
         return None
 
 
-class Blocks:
-    """The number of the block that a forward is in, from 1, and the output of each block by its number."""
-
-    def __init__(self, backbone: nn.Module) -> None:
-        self.blocks = layer_stack(backbone)
-        self.number = 1
-        self.outputs: dict[int, Tensor] = {}
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """A context in which forwards are followed."""
-        handles = []
-        for number, block in enumerate(self.blocks, 1):
-            handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
-            handles.append(block.register_forward_hook(partial(self._leave, number)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
-        self.number = number
-
-    def _leave(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        if isinstance(states, Tensor):
-            self.outputs[number] = states
-
-
-def differ(actual: Tensor, expected: Tensor) -> bool:
-    """Whether numbers differ by more than two kernels may, which is much in low precision."""
-    slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
-    return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
-
-
-def probe_prompts(words: int) -> list[list[int]]:
-    """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth."""
-    start = [(7 * place + 3) % words for place in range(WORTH + 9)]
-    ends = [[(11 * place + 5 * index) % words for place in range(6 + 2 * index)] for index in range(4)]
-    return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
-
-
-def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
-    ids, mask = padded_right(prompts, 0)
-    return ids.to(device), (mask.sum(1) - 1).to(device)
+def _in_words(error: Exception) -> str:
+    """What is told of an exception of a model's code."""
+    words = " ".join(str(error).split())[:200]
+    if isinstance(error, UserError):
+        return words
+    if type(CAUSAL).__name__ in words:
+        return "its own code computes with the mask"
+    return f"{type(error).__name__}: {words}"
 
 
 def readings_of(

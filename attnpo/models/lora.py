@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
+PLAIN = nn.Parameter  # a weight that is not of 4 bits
+FUSED = 3  # dimensions of a tensor with the weights of several experts
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 
 
@@ -163,7 +165,8 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     """
     head: object = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    allowed = [name for name, module in linear.items() if module is not head]
+    refused = refused_names(model)
+    allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
     if isinstance(spec.target_modules, str):
         chosen = allowed
     else:
@@ -172,6 +175,8 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
             if not any(_ends_with(name, target) for name in chosen):
                 is_head = any(_ends_with(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
+                if target.rpartition(".")[2] in refused:
+                    what = "is a module whose weight is used otherwise than by a plain product, past any adapter"
                 short = dict.fromkeys(name.rpartition(".")[2] for name in allowed)
                 raise UserError(
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
@@ -180,6 +185,50 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     if not chosen:
         raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
     return chosen
+
+
+def refused_names(model: PreTrainedModel) -> list[str]:
+    """Last names of the linear modules that can have no adapter in this model.
+
+    State-space kernels take a weight as it is, past any adapter (peft knows which); and a class of its own, such as a
+    router, gives more than the product. Those of 4 bits are of bitsandbytes, which peft knows.
+    """
+    if find_spec("peft") is None:
+        return []
+    plain = (nn.Linear.forward, Conv1D.forward)
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)}
+    odd = [name for name, part in linear.items() if type(part).forward not in plain and type(part.weight) is PLAIN]
+    refused = list(dict.fromkeys(name.rpartition(".")[2] for name in odd))
+    for short in dict.fromkeys(name.rpartition(".")[2] for name in linear):
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, short)
+        except ValueError:
+            refused.append(short)
+    return refused
+
+
+def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
+    """Which share of a model's parameters lies in modules that get an adapter, and what does not; for the log."""
+    targets = target_names(model, spec)
+    owned = {f"{name}.weight" for name in targets}
+    reached, stacked, total = 0, 0, 0
+    first = ""
+    for name, parameter in model.named_parameters():
+        total += parameter.numel()
+        if name in owned:
+            reached += parameter.numel()
+        elif parameter.dim() == FUSED and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
+            stacked, first = stacked + parameter.numel(), first or name
+    words = f"model.lora: adapters on {len(targets)} linear modules, which hold {reached / total:.0%} of the parameters"
+    if stacked:
+        words += f"; {stacked / total:.0%} are weights of several experts in one tensor, which none reaches ({first})"
+    refused = refused_names(model)
+    return words + (
+        f"; none on {', '.join(refused)}, whose weight is used otherwise than by a plain product" if refused else ""
+    )
 
 
 def _ends_with(name: str, target: str) -> bool:

@@ -12,7 +12,7 @@ from attnpo.config_files import read_template
 from attnpo.files import in_bytes
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
-from attnpo.models.described import require_exact
+from attnpo.models.described import on_meta, require_exact
 from attnpo.models.loading import (
     attention_of,
     load_config,
@@ -21,6 +21,7 @@ from attnpo.models.loading import (
     text_config,
     weights_fingerprint,
 )
+from attnpo.models.lora import reach
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import LengthFrom
 from attnpo.runs.folders import store_root
@@ -34,6 +35,7 @@ from attnpo.schema import UserError
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import ChatFormat
 from attnpo.training.memory import count_parameters
+from attnpo.training.model_shape import Shape
 from attnpo.weights.base import ScoredSource
 from attnpo.weights.cache import Store, Table
 from attnpo.weights.sources.reward_attention import RewardAttention
@@ -147,9 +149,13 @@ def log_model(spec: ModelSpec) -> None:
     trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
     attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
     instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
-    log_once(
-        [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"]
-    )
+    lines = [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"]
+    if spec.lora is not None:
+        lines.append(reach(on_meta(config), spec.lora))
+    if spec.quantize is not None:
+        packed = Shape.of(config).linear / parameters
+        lines.append(f"model.quantize: {packed:.0%} of the parameters, the blocks' linear modules, are kept in 4 bits")
+    log_once(lines)
 
 
 def run_judge(context: RunContext) -> RunJudge:

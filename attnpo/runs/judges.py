@@ -74,8 +74,8 @@ class RunJudge:
         found, depth = described(self.path, self.revision), model_depth(self.path, self.revision)
         if not found.layers:
             raise UserError(
-                f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read, since none "
-                "goes through transformers' AttentionInterface; name another model as judge.path"
+                f"judge: no layer of {self.path} ({found.name}) has softmax attention that can be read: {found.why}; "
+                "name another model as judge.path"
             )
         return Depth(depth, found.layers)
 
@@ -89,15 +89,17 @@ class RunJudge:
         return {
             "weights": weights_fingerprint(self.path, self.revision),
             "dtype": self.settings.dtype,
-            "kernel": kernel_for(described(self.path, self.revision).attention),
+            "kernel": kernel_for(described(self.path, self.revision)),
         }
 
     def tools(self, device: torch.device) -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``."""
-        model = load_model(self.path, dtype=self.settings.dtype, revision=self.revision)
+        found = described(self.path, self.revision)
+        model = load_model(
+            self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
+        )
         model.to(device)  # type: ignore[arg-type]
-        kernel = kernel_for(described(self.path, self.revision).attention)
-        judge = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel)
+        judge = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel_for(found))
         return Tools(judge=judge, prompts=self.prompts, verdict=self.settings.verdict)
 
 

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from attnpo.config import Root, compose, groups, part
 from attnpo.data.rules import BatchPlan, LengthRules
 from attnpo.machine import device_of, planned_processes
+from attnpo.models.described import describe
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
@@ -59,7 +60,9 @@ def log_memory(context: RunContext, *, training: bool = True) -> None:
         tokens = max(judge.settings.token_budget, judge.settings.max_length)
         config = load_config(judge.path, judge.revision)
         with _estimating(judge.path):
-            log_once(estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens).lines(capacity))
+            mapped = judge.settings.max_length if describe(config).mapped else 0
+            found = estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens, mapped=mapped)
+            log_once(found.lines(capacity))
 
 
 def _log_training(cfg: RunConfig, config: PretrainedConfig, capacity: int | None) -> None:

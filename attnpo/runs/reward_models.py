@@ -34,7 +34,7 @@ class RunReward:
     def num_layers(self) -> Depth:
         """Depth, with the layers that have attention, from its config alone; UserError when none can be read."""
         found = described(self.path, self.revision)
-        if not found.layers:
+        if found.mapped or not found.layers:
             raise UserError(
                 f"weights.path={self.path}: no layer of {found.name} has softmax attention that can be read, since "
                 "none goes through transformers' AttentionInterface; name another reward model"
@@ -49,7 +49,7 @@ class RunReward:
     @property
     def kernel(self) -> str:
         """The attention kernel family that it runs with."""
-        return kernel_for(described(self.path, self.revision).attention)
+        return kernel_for(described(self.path, self.revision))
 
     def fingerprint(self) -> dict[str, object]:
         """What identifies its numbers: weights, number format, attention kernel family."""

@@ -16,7 +16,10 @@ def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: boo
     eval mode and without gradients, rotary frequencies in full precision, trained weights in float32. ``rounding``
     says that the optimiser rounds stochastically, so that trained weights may be shorter.
     """
-    still = [name or "the whole" for name, part in policy.named_modules() if not part.training]
+    # Classes of the library may share an activation among all their models, which has one mode and needs none.
+    others = set() if reference is None else set(policy.modules()) & set(reference.modules())
+    common = {part for part in others if not list(part.parameters())}
+    still = [name or "the whole" for name, part in policy.named_modules() if not part.training and part not in common]
     if still:
         raise UserError(
             f"{len(still)} modules of the policy stay in eval mode (first: {still[0]}), where dropout and gradient "
@@ -36,7 +39,9 @@ def check_ready(policy: nn.Module, reference: nn.Module | None, *, rounding: boo
     if reference is None:
         return
     check_rotary(reference)
-    if any(part.training for part in reference.modules()) or any(p.requires_grad for p in reference.parameters()):
+    if any(part.training for part in reference.modules() if part not in common) or any(
+        p.requires_grad for p in reference.parameters()
+    ):
         raise UserError("the reference must be in eval mode and without gradients; give it as module.frozen(reference)")
 
 

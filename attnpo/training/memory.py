@@ -180,12 +180,19 @@ def estimate_training(
 
 
 def estimate_pass(
-    config: PretrainedConfig, *, dtype: str, tokens: int, precision: str = "32-true", title: str = "the judge pass"
+    config: PretrainedConfig,
+    *,
+    dtype: str,
+    tokens: int,
+    precision: str = "32-true",
+    title: str = "the judge pass",
+    mapped: int = 0,
 ) -> MemoryEstimate:
     """What a pass over the data without gradients needs: weights in ``dtype`` and ``tokens`` tokens per forward.
 
     For the judge that is ``judge.token_budget`` (one prompt at least), read at a few positions; each process of
-    several holds all of it. Raises UserError when ``config`` describes no causal LM.
+    several holds all of it. ``mapped``: tokens of the longest prompt whose whole attention maps are kept, if they are.
+    Raises UserError when ``config`` describes no causal LM.
     """
     shape = Shape.of(config)
     weight = DTYPES[dtype].itemsize
@@ -195,8 +202,14 @@ def estimate_pass(
     rows = (
         MemoryRow("weights", shape.parameters * weight, f"{shape.parameters:,} parameters x {weight} B ({dtype})"),
         MemoryRow("activations", _forward(step, tokens), how, (FORWARD,)),
+        MemoryRow(
+            "attention maps",
+            shape.layers * shape.heads * mapped**2 * weight,
+            f"{shape.layers} layers x {shape.heads} heads x {mapped:,} x {mapped:,} tokens x {weight} B ({dtype})",
+            (FORWARD,),
+        ),
     )
-    return MemoryEstimate(title, rows)
+    return MemoryEstimate(title, tuple(row for row in rows if row.size))
 
 
 # ------------------------------------------------------------------------------------------------ the parts

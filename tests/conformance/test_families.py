@@ -8,9 +8,23 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnpo.conformance.families import EQUAL, FAILED, NO_JUDGE, REFUSED, Ways, summary, verify_families
+from attnpo.conformance.families import Ways, verify_families
 from attnpo.conformance.family_checks import findings
 from attnpo.conformance.family_models import LARGEST, families, tiny_config, tiny_model
+from attnpo.conformance.family_table import (
+    EQUAL,
+    FAILED,
+    NO_JUDGE,
+    NOT_BUILT,
+    REFUSED,
+    STATUSES,
+    Family,
+    append,
+    recorded,
+    share,
+    summary,
+    write_page,
+)
 from attnpo.models.backbone import first_position
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import UserError
@@ -57,7 +71,7 @@ def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path)
     assert refused.check == "load" and "is not causal" in refused.reason
     tiny_model("mamba").save_pretrained(tmp_path / "mamba")
     reasons = {one.check: one.reason for one in findings(tmp_path / "mamba") if one.reason}
-    assert reasons["rows"] == "MambaForCausalLM has no softmax attention" and "packed" in reasons
+    assert reasons["rows"] == "MambaForCausalLM: it gives no softmax attention" and "packed" in reasons
 
 
 def test_models_are_tiny_and_seeded() -> None:
@@ -89,6 +103,35 @@ def test_an_outcome_counts_commands_that_fail(tmp_path: Path) -> None:
     assert (tmp_path / "qwen3" / "tokenizer.json").is_file()
     (refused,) = verify_families(ways, ["bert_encoder"])
     assert refused.status == REFUSED and "is not causal" in refused.notes[0]
-    assert summary([family, refused]) == f"2 families: 0 {EQUAL}, 0 {NO_JUDGE}, 1 {REFUSED}, 1 {FAILED}"
+    assert summary([family, refused]) == f"2 families: 0 {EQUAL}, 0 {NO_JUDGE}, 1 {REFUSED}, 0 {NOT_BUILT}, 1 {FAILED}"
     with pytest.raises(UserError, match="families: none matches qwen33"):
         next(verify_families(ways, ["qwen33"]))
+
+
+def test_outcomes_survive_a_stop_and_make_a_page(tmp_path: Path) -> None:
+    records, page = tmp_path / "records.jsonl", tmp_path / "models.md"
+    done = [
+        Family("llama", "LlamaForCausalLM", EQUAL, "shared_prefix", "sdpa, 4 of 4"),
+        Family("doge", "DogeForCausalLM", NO_JUDGE, "padded", "-, 4 of 4", ("rows: a|b",)),
+        Family("jamba", "JambaForCausalLM", EQUAL, "padded", "sdpa, 2 of 4"),
+    ]
+    assert recorded(records) == {}
+    for family in (Family("doge", "", FAILED), *done):
+        append(records, family)
+    assert list(recorded(records).values()) == [done[1], done[0], done[2]], "the last outcome of a name counts"
+    assert share(done) == "Of the 2 with softmax attention in every layer 1 are equal"
+    write_page(page, done, {"torch": "2.13"}, "python -m attnpo.verify families")
+    text = page.read_text(encoding="utf-8")
+    assert "Versions: torch 2.13. 3 families: 2 equal, 1 policy only" in text and "families\n```" in text
+    assert "| doge | DogeForCausalLM | policy only | - | 4 of 4 | padded | rows: a\\|b |\n" in text
+    records.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(UserError, match="holds no outcomes of families"):
+        recorded(records)
+
+
+def test_the_committed_page_has_every_family() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in page.splitlines() if line.startswith("| ")][1:]
+    assert [row[0].removeprefix("| ") for row in rows] == families()
+    assert {row[2] for row in rows} <= set(STATUSES) - {FAILED}
+    assert all(row[6] != "|" for row in rows if row[2] != EQUAL), "a refusal has its reason"

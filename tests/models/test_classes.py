@@ -27,7 +27,8 @@ PROMPTS = [[*START, 5, 6, 7], [*START, 50, 51, 52, 53], START[:9]]
 WITHOUT_SDPA = ("gemma2", "vaultgemma", "gpt_oss", "granite_swa", "mimo_v2_flash", "deepseek_v4")
 HYBRIDS = ("jamba", "qwen3_next", "granitemoehybrid", "lfm2")
 OTHERS = ("gemma3n_text", "gemma4_text", "modernbert-decoder", "diffllama")
-READABLE = (*(kind for kind in WITHOUT_SDPA if kind != "deepseek_v4"), *HYBRIDS, *OTHERS)
+MAPPED = ("deepseek_v32", "glm_moe_dsa", "doge", "stablelm", "falcon")  # read from the maps of eager attention alone
+READABLE = (*(kind for kind in WITHOUT_SDPA if kind != "deepseek_v4"), *HYBRIDS, *OTHERS, *MAPPED)
 
 
 def eager(folder: Path) -> PreTrainedModel:
@@ -43,8 +44,9 @@ def last_rows(model: PreTrainedModel, ids: list[int]) -> tuple[list[Tensor], Ten
 
 
 def judge_of(folder: Path) -> CausalJudge:
-    """The judge as a run builds it: loaded with sdpa asked for, and the kernel that goes with what the class has."""
-    return CausalJudge(load_model(folder), kernel=kernel_for(described(folder).attention))
+    """The judge as a run builds it, with the kernel that goes with what the class has."""
+    found = described(folder)
+    return CausalJudge(load_model(folder, attn_implementation=found.reading), kernel=kernel_for(found))
 
 
 @pytest.mark.parametrize("kind", READABLE)
@@ -84,13 +86,13 @@ def test_policies_have_their_own_log_probabilities_in_the_layout_of_auto(kind: s
 def test_a_class_without_sdpa_is_loaded_with_eager_attention_and_known_as_that(kind: str, tmp_path: Path) -> None:
     folder = tiny_folder(kind, tmp_path)
     assert load_model(folder).config._attn_implementation == "eager" == described(folder).attention
-    assert kernel_for(described(folder).attention) == "blocks"
+    assert kernel_for(described(folder)) == "blocks"
 
 
 def test_a_class_with_sdpa_keeps_it(tmp_path: Path) -> None:
     folder = tiny_folder("llama", tmp_path)
     assert load_model(folder).config._attn_implementation == "sdpa" == described(folder).attention
-    assert kernel_for("sdpa") == "sdpa"
+    assert kernel_for(described(folder)) == "sdpa"
     assert load_model(folder, attn_implementation="eager").config._attn_implementation == "eager"
 
 
@@ -108,11 +110,10 @@ def test_an_attention_that_a_class_lacks_is_not_told_as_a_missing_folder(tmp_pat
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("deepseek_v32", r"layer 1 of DeepseekV32ForCausalLM has attention that cannot be read \(its own code takes"),
-        ("glm_moe_dsa", r"layer 1 of GlmMoeDsaForCausalLM has attention that cannot be read \(its own code takes"),
-        ("deepseek_v4", r"layer \d of DeepseekV4ForCausalLM has attention that cannot be read \(it builds its own"),
-        ("doge", r"layer 1 of DogeForCausalLM has attention that cannot be read"),
-        ("stablelm", r"layer 1 gave no softmax attention: .* does not pass on what it is called with"),
+        (
+            "deepseek_v4",
+            r"DeepseekV4ForCausalLM: layer \d has attention that cannot be read \(it builds its own .*stand in",
+        ),
     ],
 )
 def test_attention_that_cannot_be_read_names_layer_and_reason(kind: str, reason: str, tmp_path: Path) -> None:
@@ -135,13 +136,52 @@ def test_attention_with_something_beside_what_is_read_is_refused(
         return output * (1.0 if self.config._attn_implementation == "sdpa" or self.layer_idx != place else 0.5), maps
 
     monkeypatch.setattr(type(kernel), "forward", scaled)
-    with pytest.raises(UserError, match=rf"layer {place + 1} of LlamaForCausalLM gives other numbers when its "):
+    with pytest.raises(UserError, match=rf"LlamaForCausalLM: layer {place + 1} gives other numbers when its "):
         judge.read(PROMPTS, layers=[1], verdict=False)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "falcon"])
-def test_a_model_without_attention_to_read_has_no_layer(kind: str, tmp_path: Path) -> None:
-    assert described(tiny_folder(kind, tmp_path)).layers == ()
+def test_a_model_without_attention_to_read_has_no_layer(tmp_path: Path) -> None:
+    found = described(tiny_folder("mamba", tmp_path))
+    assert found.layers == () and found.why == "it gives no softmax attention"
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("stablelm", "layer 1 does not pass on what it is called with"),
+        ("doge", "layer 1 has attention that cannot be read (its own code computes with the mask)"),
+        ("falcon", "none of its layers goes through transformers' AttentionInterface"),
+    ],
+)
+def test_maps_are_taken_where_nothing_better_is_exact_and_that_is_said(
+    kind: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = judge_of(tiny_folder(kind, tmp_path))
+    with caplog.at_level(logging.INFO):
+        readings = judge.read(PROMPTS, layers=[2], rollout=True)
+        judge.read(PROMPTS, layers=[2])
+    (line,) = [record.getMessage() for record in caplog.records if "the maps of eager attention" in record.msg]
+    assert reason in line and "64 B x T x T of memory" in line, "4 layers, 4 heads, 4 bytes"
+    for ids, reading in zip(PROMPTS, readings, strict=True):
+        with torch.no_grad():
+            output = eager(tmp_path)(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
+        product = torch.eye(len(ids))
+        for maps in output.attentions:
+            product = (torch.eye(len(ids)) + maps[0].mean(0)) / 2 @ product
+        assert reading.rollout is not None
+        torch.testing.assert_close(reading.rollout, product[-1], rtol=0, atol=2e-5)
+
+
+def test_maps_and_rows_are_the_same_numbers(tmp_path: Path) -> None:
+    folder = tiny_folder("llama", tmp_path)
+    by_rows, by_maps = (
+        CausalJudge(load_model(folder), kernel=kernel).read(PROMPTS, layers=[1, 4], rollout=True, label_ids=(3, 4))
+        for kernel in ("sdpa", "maps")
+    )
+    for one, other in zip(by_rows, by_maps, strict=True):
+        torch.testing.assert_close(one.rows, other.rows, rtol=0, atol=2e-5)
+        torch.testing.assert_close(one.rollout, other.rollout, rtol=0, atol=2e-5)
+        torch.testing.assert_close(one.verdict_logits, other.verdict_logits, rtol=0, atol=2e-5)
 
 
 def test_hybrids_are_known_by_the_layers_that_have_attention(tmp_path: Path) -> None:

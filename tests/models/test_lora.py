@@ -10,8 +10,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from attnpo.conformance.family_models import tiny_model
 from attnpo.models.layouts import padded
-from attnpo.models.lora import AdapterOff, adapters_disabled, add_lora, has_adapters, merged_state
+from attnpo.models.lora import (
+    AdapterOff,
+    adapters_disabled,
+    add_lora,
+    has_adapters,
+    merged_state,
+    reach,
+    refused_names,
+    target_names,
+)
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
@@ -117,6 +127,29 @@ def test_a_target_that_cannot_be_adapted_is_named_beside_those_that_can(tiny: Bu
         add_lora(model, LoraSpec(target_modules=("q_proj", target)))
     assert not has_adapters(model)
     assert all(parameter.requires_grad for parameter in model.parameters()), "refused before anything changed"
+
+
+def test_modules_that_peft_refuses_are_left_out_and_named() -> None:
+    mamba = tiny_model("mamba")
+    assert {name.rpartition(".")[2] for name in target_names(mamba, SPEC)} == {"in_proj", "x_proj", "dt_proj"}
+    assert reach(mamba, SPEC).endswith("; none on out_proj, whose weight is used otherwise than by a plain product")
+    with pytest.raises(UserError, match="'out_proj' is a module whose weight is used otherwise"):
+        add_lora(mamba, LoraSpec(target_modules=("in_proj", "out_proj")))
+    assert has_adapters(add_lora(mamba, SPEC))
+    assert refused_names(tiny_model("llama4_text")) == ["router"], "a linear module that gives more than its product"
+
+
+def test_the_log_says_which_share_adapters_reach() -> None:
+    routed = tiny_model("qwen3_moe")
+    parameters = dict(routed.named_parameters())
+    stacked = sum(part.numel() for name, part in parameters.items() if part.dim() == 3)
+    reached = sum(parameters[f"{name}.weight"].numel() for name in target_names(routed, SPEC))
+    total = sum(part.numel() for part in parameters.values())
+    assert stacked > 0 and reached > 0
+    said = reach(routed, SPEC)
+    assert f"which hold {reached / total:.0%} of the parameters" in said
+    assert f"{stacked / total:.0%} are weights of several experts in one tensor" in said and "experts." in said
+    assert "experts" not in reach(tiny_model("llama"), SPEC)
 
 
 def test_a_second_adapter_is_refused(tiny: Build) -> None:

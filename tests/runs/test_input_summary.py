@@ -13,13 +13,16 @@ from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
 from attnpo.machine import planned_processes, versions
+from attnpo.models.loading import load_config
+from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.runs import startup
-from attnpo.runs.context import log_store, make_context
+from attnpo.runs.context import log_model, log_store, make_context
 from attnpo.runs.folders import store_root
 from attnpo.runs.input_summary import example_statistics, log_inputs, token_percentiles
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.startup import announce, log_once, opening
 from attnpo.schema import UserError
+from attnpo.training.model_shape import Shape
 from attnpo.weights.cache import Store
 from tests.runs.worlds import TRAIN, VAL, World, build_world, judge_loads
 
@@ -172,6 +175,14 @@ def test_the_model_is_told_once_from_its_config(world: World, caplog: pytest.Log
         make_context(world.config())
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("model: ")]
     assert told == [f"model: {world.model}, LlamaForCausalLM, 20,064 parameters, float32, 2 layers"]
+
+
+def test_the_shares_that_adapters_and_four_bits_reach_are_told(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    log_model(ModelSpec(str(world.model), lora=LoraSpec(), quantize="nf4"))
+    shape = Shape.of(load_config(world.model))
+    share = f"{shape.linear / shape.parameters:.0%} of the parameters"
+    assert f"model.lora: adapters on 14 linear modules, which hold {share}" in caplog.text
+    assert f"model.quantize: {share}, the blocks' linear modules, are kept in 4 bits" in caplog.text
 
 
 def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog: pytest.LogCaptureFixture) -> None:

@@ -105,6 +105,19 @@ def test_a_reference_that_cannot_be_frozen_is_refused() -> None:
     check_ready(module.policy, frozen(module.reference), rounding=False)
 
 
+def test_an_activation_that_both_models_share_has_one_mode() -> None:
+    module = make_module(1).train()
+    assert module.reference is not None
+    frozen(module.reference)
+    shared = torch.nn.ReLU().eval()
+    for model in (module.policy, module.reference):
+        model.add_module("act", shared)
+    check_ready(module.policy, module.reference, rounding=False)
+    module.policy.add_module("own", torch.nn.ReLU().eval())
+    with pytest.raises(UserError, match=r"1 modules of the policy stay in eval mode \(first: own\)"):
+        check_ready(module.policy, module.reference, rounding=False)
+
+
 # ---------------------------------------------------------------------------------------------------- number formats
 
 
