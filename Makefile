@@ -48,8 +48,9 @@ lengths: $(READY) ## how a step's time and memory grow from 2k to 16k tokens, on
 browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
 	@$(BIN)/pytest -s tests/display/large_explorer.py
 
-screenshots: $(READY) ## pictures of the pages in light and dark, in outputs/screenshots; PAGES="FILE.html ..." adds others
+screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots; PAGES="FILE.html ..." adds others
 	@$(BIN)/python -m tests.display.screenshots outputs/screenshots $(PAGES)
+	@$(BIN)/python -m tests.display.terminals outputs/screenshots
 
 figures: $(READY) ## the README's picture of one pair, made anew; experiment=why makes the other (docs/results.md)
 	@$(BIN)/python -m experiments.pages.judge_to_loss

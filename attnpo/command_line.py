@@ -3,8 +3,8 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +14,9 @@ from attnpo import config
 from attnpo.components import ABSENT, required
 from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
 from attnpo.config_help import Arguments
-from attnpo.console import guarded, is_user_error, leads, reporting, stoppable, user_error, world_size
+from attnpo.console import guarded, reporting, stoppable, world_size
+from attnpo.errors import UserError
+from attnpo.live import heartbeat, waiting
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ def _shown(cfg: DictConfig, key: str) -> str:
         node = OmegaConf.select(node, key, default=ABSENT)
     if node is ABSENT:
         names = ", ".join(str(name) for name in cfg if name != "_target_")
-        raise user_error(f"--cfg {key}: expected `job` or a key of the configuration: {names}")
+        raise UserError(f"--cfg {key}: expected `job` or a key of the configuration: {names}")
     return OmegaConf.to_yaml(node) if OmegaConf.is_config(node) else f"{node}\n"
 
 
@@ -54,7 +56,7 @@ def run_entry(
         try:
             return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
         except MissingMandatoryValue as error:
-            raise user_error(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
+            raise UserError(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
 
     with reporting(), stoppable():
         return guarded(command)
@@ -76,7 +78,7 @@ def _run(
     bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
-        raise user_error(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
+        raise UserError(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")
 
     def ready(job: Sequence[str]) -> DictConfig:
         cfg = compose(name, job, options.config_dir)
@@ -88,34 +90,21 @@ def _run(
         sys.stdout.write(_shown(ready(overrides), options.cfg))
         return 0
     if options.multirun and world_size() > 1:
-        raise user_error(
+        raise UserError(
             f"--multirun: its jobs run one after the other in one process, WORLD_SIZE is {world_size()}; "
             "start one group of processes per job without -m"
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
     composed = [ready(job) for job in jobs]
-    with _waiting("checking the configuration ..."):  # brings torch: seconds
-        readings = [_whole(cfg, complete) for cfg in composed]
-    _note_idle([reading.idle_overrides() for reading in readings])
-    roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own class, as its _target_ says
-    if not options.multirun:
-        return main(roots[0]) or 0
-    return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
-
-
-@contextmanager
-def _waiting(what: str) -> Iterator[None]:
-    """A context whose long work a terminal shows as ``what`` until it is over; elsewhere there is no such line."""
-    shown = sys.stderr.isatty() and leads()
-    if shown:
-        sys.stderr.write(what)
-        sys.stderr.flush()
-    try:
-        yield
-    finally:
-        if shown:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+    with heartbeat(name):
+        # Brings torch, which takes seconds, in a process that has not loaded it.
+        with nullcontext() if "torch" in sys.modules else waiting("checking the configuration"):
+            readings = [_whole(cfg, complete) for cfg in composed]
+        _note_idle([reading.idle_overrides() for reading in readings])
+        roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own, as its _target_ says
+        if not options.multirun:
+            return main(roots[0]) or 0
+        return _each(main, [(" ".join(job), root) for job, root in zip(jobs, roots, strict=True)])
 
 
 def _whole(cfg: DictConfig, complete: Callable[[SomeRoot], bool]) -> Reading:
@@ -145,7 +134,7 @@ def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, Some
             if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
                 raise
             status = 1  # one job's failure is reported, the others still run
-            if is_user_error(error):
+            if isinstance(error, UserError):
                 _log.error("error: %s", error)
             else:
                 _log.exception("job %d failed", number)

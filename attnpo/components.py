@@ -31,7 +31,8 @@ from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origi
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from attnpo.console import is_user_error, missing_package
+from attnpo.console import missing_package
+from attnpo.errors import UserError
 
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
 MISSING = "???"  # OmegaConf's mark of a value that the user must give
@@ -369,7 +370,7 @@ class Reader:
         try:
             built = target(**values)
         except Exception as error:
-            if not isinstance(error, ValueError) and not is_user_error(error):
+            if not isinstance(error, ValueError | UserError):
                 raise
             return self.refuse(f"{path}: {error}" if path else str(error))
         unread = getattr(built, "unread", None)

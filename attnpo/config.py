@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from attnpo.component_fields import as_values
 from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, join, required, resolve
 from attnpo.components import MISSING as MISSING
-from attnpo.console import user_error
+from attnpo.errors import UserError
 from attnpo.files import Json
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
@@ -51,10 +51,10 @@ def _register_resolvers() -> None:
 
 def _folders(config_dir: Path | None) -> list[Path]:
     if config_dir is not None and not config_dir.is_dir():
-        raise user_error(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
+        raise UserError(f"--config-dir {config_dir}: expected a folder of YAML files, there is none")
     folders = [folder.resolve() for folder in (CONFIG_DIR, config_dir) if folder is not None and folder.is_dir()]
     if not folders:
-        raise user_error(
+        raise UserError(
             f"no configurations at {CONFIG_DIR}: this installation of attnpo is not whole; install it again, or name a "
             "folder with --config-dir DIR"
         )
@@ -101,14 +101,14 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             text = _hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
             text = _nearest_option(text, overrides, known)
-            raise user_error(text + _nearest_key(text, name, [*searchpath, *overrides], list(known))) from error
+            raise UserError(text + _nearest_key(text, name, [*searchpath, *overrides], list(known))) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
         if isinstance(choice, str) and group in known and option.removesuffix(".yaml") not in known[group]:
             close = did_you_mean(option, known[group], f"{group}=")
             listed = ", ".join(known[group])
-            raise user_error(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
+            raise UserError(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
     choices = {str(key): choice for key, choice in cfg.hydra.runtime.choices.items() if isinstance(choice, str)}
     with open_dict(cfg):
         del cfg["hydra"]
@@ -126,18 +126,18 @@ def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None
         if key == "study":
             name = "none" if value in ("", "null") else value
             file = f", with your file as experiment/{name}.yaml, first line `# @package study`"
-            raise user_error(
+            raise UserError(
                 f"{override}: the group is called experiment now; give experiment={name}"
                 f"{'' if name in known.get('experiment', []) else file}"
             )
         if key.partition("@")[0] == "methods":
-            raise user_error(
+            raise UserError(
                 f"{override}: the methods' grids stand in the settings now; give setting={value}, or single "
                 "grids such as grids.simpo.beta=[2.0]"
             )
         if key in ("answers.batch_size", "answers.token_budget", "answers.max_length"):
             name = key.partition(".")[2]
-            raise user_error(f"{override}: the key stands in the group answering now; give answering.{name}={value}")
+            raise UserError(f"{override}: the key stands in the group answering now; give answering.{name}={value}")
 
 
 def _hydra_text(error: Exception) -> str:
@@ -195,7 +195,7 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
         try:
             return BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
         except HydraException as error:
-            raise user_error(_hydra_text(error)) from error
+            raise UserError(_hydra_text(error)) from error
 
 
 # --------------------------------------------------------------------------------------------- components
@@ -204,9 +204,9 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
 def report_problems(problems: list[str]) -> None:
     """Raises one UserError with all ``problems``, if there are any."""
     if len(problems) == 1:
-        raise user_error(problems[0])
+        raise UserError(problems[0])
     if problems:
-        raise user_error(f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems))
+        raise UserError(f"{len(problems)} problems in the configuration:\n  " + "\n  ".join(problems))
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Reading:
         report_problems(self.problems or [required(path) for path in self.missing if self.root is ABSENT])
         if not isinstance(self.root, kind):
             got = type(self.root).__name__
-            raise user_error(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
+            raise UserError(f"configuration: expected a {kind.__name__} as _target_ of its root, got {got}")
         return self.root
 
     def is_idle(self, key: str) -> bool:
@@ -345,7 +345,7 @@ def build(node: object) -> Any:
     path = str(node._get_full_key(None)) if isinstance(node, DictConfig) else ""
     value = resolve(node, path, reader.problems)
     if not isinstance(value, dict) or "_target_" not in value:
-        raise user_error(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
+        raise UserError(f"{path or 'configuration'}: expected a component (a node with _target_), got {value!r}")
     built = reader.component(value, Any, path)
     report_problems(reader.problems)
     return built

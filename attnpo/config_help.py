@@ -10,7 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
-from attnpo.console import as_called, user_error
+from attnpo.console import as_called
+from attnpo.errors import UserError
 
 WIDTH, NOTES = 100, 51  # columns of a line, and before the notes
 _HEADING = re.compile(r" *# (.+)")
@@ -116,7 +117,7 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises a UserError that points to the help."""
-        raise user_error(f"{message}; see --help")
+        raise UserError(f"{message}; see --help")
 
     def text(self, root: Path, options: Mapping[str, Sequence[str]]) -> str:
         """All that ``--help`` shows."""

@@ -22,6 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from attnpo.errors import UserError
+
 FORMAT = "%(asctime)s %(message)s"
 CLOCK = "%H:%M:%S"
 # Read by the libraries when they are imported, and inherited by the processes of a study.
@@ -332,7 +334,7 @@ def ending_of(error: BaseException) -> tuple[int, str] | None:
         return status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if is_user_error(error):
+    if isinstance(error, UserError):
         return 2, f"error: {error}"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return (
@@ -341,19 +343,6 @@ def ending_of(error: BaseException) -> tuple[int, str] | None:
         )
     lacking = missing_package(error)
     return None if lacking is None else (2, f"error: {lacking}")
-
-
-def user_error(text: str) -> Exception:
-    """A UserError. attnpo.schema brings torch (seconds): imported when there is something to report, not before."""
-    from attnpo.schema import UserError
-
-    return UserError(text)
-
-
-def is_user_error(error: BaseException) -> bool:
-    """Whether ``error`` is a UserError, without importing torch to find out."""
-    schema = sys.modules.get("attnpo.schema")
-    return schema is not None and isinstance(error, schema.UserError)
 
 
 def missing_package(error: BaseException) -> str | None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from attnpo.console import command_text, hear_signals, leads, leave, world_size
+from attnpo.live import phase
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,7 +74,8 @@ def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
 
 
 def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
-    from attnpo.runs.resume import check_folder, refuse_taken
+    with phase("loading transformers"):
+        from attnpo.runs.resume import check_folder, refuse_taken
 
     refuse_taken(cfg, folder)
     if cfg.resume is None:
@@ -93,10 +95,11 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:
-        from attnpo.runs.resume import refuse_taken
+        with phase("loading transformers"):
+            from attnpo.runs.resume import refuse_taken
+            from attnpo.runs.run import run
 
         refuse_taken(cfg, folder)
-        from attnpo.runs.run import run
 
         try:
             result = run(cfg, folder)

@@ -22,8 +22,7 @@ from rich.text import Text
 from attnpo.console import leads
 
 log = logging.getLogger(__name__)
-QUIET_FOR = 9.0  # seconds without a line after which a phase says that it is still at work: to a terminal
-LONGEST = 60.0  # and to a file, where the gaps grow up to this
+QUIET_FOR = 9.0  # seconds without a line after which a command says what it is at
 WRITTEN_EVERY = 0.5  # seconds between two notes of a point
 NOTE = ".progress.json"  # in the folder of a study's point, while it trains
 
@@ -73,7 +72,7 @@ def drawn(rows: Sequence[Row], width: int) -> Table:
     return table
 
 
-_drawing: list[Live] = []
+_drawing: list[object] = []  # what stands at the foot of the terminal
 
 
 @contextmanager
@@ -129,31 +128,67 @@ class _Last(logging.Handler):
         self.at = time.monotonic()
 
 
+_phases: list[tuple[str, float]] = []  # what is at work, the innermost last, and since when
+
+
+@contextmanager
+def phase(what: str) -> Iterator[None]:
+    """A context, or a function's decorator, that ``heartbeat`` tells of as ``what``."""
+    this = (what, time.monotonic())
+    _phases.append(this)
+    try:
+        yield
+    finally:
+        _phases.remove(this)
+
+
 @contextmanager
 def heartbeat(what: str) -> Iterator[None]:
-    """A context that says every while that ``what`` is still at work, when no line was logged and nothing is drawn."""
+    """A context that names the innermost ``phase`` (outside any, ``what``) whenever it has long been quiet.
+
+    Quiet: for ``QUIET_FOR`` seconds no line was logged, and nothing is drawn. Only the process that leads a job tells.
+    """
     if not leads():
         yield
         return
-    began, over, last = time.monotonic(), threading.Event(), _Last()
+    over, last = threading.Event(), _Last()
 
     def beat() -> None:
-        gap = QUIET_FOR
-        while not over.wait(min(1.0, gap)):
-            if time.monotonic() - last.at >= gap and not _drawing:
-                log.info("%s: at work for %s", what, duration(time.monotonic() - began))
-                gap = gap if on_terminal() else min(LONGEST, 2 * gap)
+        while not over.wait(min(1.0, QUIET_FOR)):
+            if time.monotonic() - last.at >= QUIET_FOR and not _drawing:
+                now, began = _phases[-1]
+                log.info("%s: at work for %s", now, duration(time.monotonic() - began))
 
     root = logging.getLogger("attnpo")
     root.addHandler(last)
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
+    with phase(what):
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            root.removeHandler(last)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A ``phase`` told of at once: on a terminal until it is over, elsewhere by a line of the log."""
+    if not on_terminal():
+        log.info(what)
+        with phase(what):
+            yield
+        return
+    sys.stderr.write(f"{what} ...")
+    sys.stderr.flush()
+    _drawing.append(what)
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-        root.removeHandler(last)
+        _drawing.remove(what)
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
 
 
 # ------------------------------------------------------------------------------------------------ points of a study

@@ -22,7 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from attnpo.console import before_sudden_end, user_error
+from attnpo.console import before_sudden_end
+from attnpo.errors import UserError
 from attnpo.files import share, write_whole
 
 log = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def locked(
                 _acquire(mark, this, timeout, leading, str(folder / file), instead)
             except OSError as problem:
                 text = f"output=: {folder} must be a folder to work in, but its {lock.name} cannot be made or read"
-                raise user_error(f"{text}: {problem.strerror}") from problem
+                raise UserError(f"{text}: {problem.strerror}") from problem
             if leading:
                 threading.Thread(target=_keep, args=(mark, this.beat, stop), name="heartbeat", daemon=True).start()
             yield
@@ -150,7 +151,7 @@ def _acquire(mark: Path, this: Holder, timeout: float, leading: bool, place: str
             log.info("%s: %s is gone; going on", place, holder)
             path.unlink(missing_ok=True)
         elif gone is False and (ends or not waits):
-            raise user_error(_refusal(place, holder, instead, timeout, now - began if waits else 0.0))
+            raise UserError(_refusal(place, holder, instead, timeout, now - began if waits else 0.0))
         elif leading and waits and not said:
             said = True
             log.info("%s is in use by %s, started earlier for this job: waiting for its end", place, holder)

@@ -1,6 +1,6 @@
 """Plain data that the rooms hand to each other, and the protocols through which they use each other.
 
-Owns no behaviour beyond checks of its own fields. Imports nothing from attnpo.
+Owns no behaviour beyond checks of its own fields.
 
 Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, then all rejected rows), ``R`` response
 positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
@@ -17,16 +17,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from attnpo.errors import UserError as UserError
 from attnpo.files import Json as Json
 
 _T = TypeVar("_T")
-
-
-class UserError(Exception):
-    """A problem the user can mend; its text says what was expected, what came, where, and what to do.
-
-    Entry points print it as one line without a traceback.
-    """
 
 
 BOOKKEEPING = {"moves_numbers": False}

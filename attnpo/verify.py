@@ -3,6 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from shutil import get_terminal_size
+from textwrap import fill
 
 from attnpo.console import as_called, guarded, hear_signals, reporting
 
@@ -46,10 +48,17 @@ def _verify(paths: Sequence[str], only: Sequence[str]) -> int:
     outcomes = []
     for outcome in verify(paths, only):
         outcomes.append(outcome)
-        sys.stdout.write(outcome.line() + "\n")
-        sys.stdout.flush()
+        _write(outcome.line())
     sys.stdout.write((summary(outcomes) if outcomes else "no golden record found") + "\n")
     return 0 if passed(outcomes) else 1
+
+
+def _write(line: str) -> None:
+    """Writes a line at once; what it says beyond a terminal's edge goes on below it, set in."""
+    if sys.stdout.isatty():
+        line = fill(line, get_terminal_size().columns, subsequent_indent=" " * 6, break_on_hyphens=False)
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _families(words: Sequence[str]) -> int:
@@ -74,8 +83,7 @@ def _families(words: Sequence[str]) -> int:
     done = []
     for family in verify_families(ways, [name for name in given.get("only", "").split(",") if name], keep):
         done.append(family)
-        sys.stdout.write(family.line() + "\n")
-        sys.stdout.flush()
+        _write(family.line())
     sys.stdout.write(summary(done) + "\n")
     return 1 if any(family.status == FAILED for family in done) else 0
 

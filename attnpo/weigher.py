@@ -82,7 +82,8 @@ class Weigher:
         layer: 1-based number, "last", a fraction of the depth such as "1/2".
         source: "attention", "rollout", or a weight source of ``attnpo.weights.sources`` that reads a judge or the texts
             alone, whose own settings hold then (heads, several layers, order of averaging, ...).
-        sink_tokens: so many first tokens get 1/|y|, against the attention sink (paper: 1); 0 keeps their attention.
+        sink_tokens: so many first tokens get 1/|y|, against the attention sink (paper: 1), in responses of five or more
+            tokens that the judge read; 0 keeps their attention.
         both_orders: average over both orders of the answers (paper); False keeps the order with the chosen one first.
         template: the judge's wording: a file (also one of ``configs/``), or the text itself with {question},
             {answer_a} and {answer_b}.

@@ -20,6 +20,7 @@ EDGE = {
         "config",
         "config_files",
         "console",
+        "errors",
         "live",
         "locks",
         "machine",
@@ -37,18 +38,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"losses", "reports", "runs", "version", "weigher"},
     "version": set(),
     "losses": {"models", "objectives", "schema"},
-    "schema": {"files"},
-    "console": {"schema"},
-    "components": {"console", "files", "schema"},
+    "schema": {"errors", "files"},
+    "console": {"errors"},
+    "components": {"console", "errors", "files"},
     "component_fields": {"components", "files"},
-    "config": {"component_fields", "components", "console", "files", "schema"},
-    "config_help": {"console"},
-    "command_line": {"components", "config", "config_help", "console"},
+    "config": {"component_fields", "components", "errors", "files"},
+    "config_help": {"console", "errors"},
+    "command_line": {"components", "config", "config_help", "console", "errors", "live"},
     "config_files": {"config", "schema"},
     "hub": set(),
+    "errors": set(),
     "files": set(),
     "live": {"console"},
-    "locks": {"console", "files"},
+    "locks": {"console", "errors", "files"},
     "threads": set(),
     "machine": {"config", "console", "schema", "training", "version"},
     "text": TEXT,
@@ -78,7 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 HEAVY = {"torch", "lightning", "transformers", "datasets", "matplotlib"}
 LIGHT_FILES = ENTRY_POINTS | {
     *("command_line", "component_fields", "components", "config", "config_files", "config_help", "console"),
-    *("__init__", "__main__", "files", "hub", "live", "locks", "machine", "threads", "version"),
+    *("__init__", "__main__", "errors", "files", "hub", "live", "locks", "machine", "threads", "version"),
 }
 
 

@@ -399,13 +399,11 @@ def test_one_that_comes_between_two_steps_of_a_starter_keeps_its_lock(
 
 
 RACERS, ROUNDS = 4, 50
-# A UserError would bring torch into each of them.
 RACES = """
 import sys
 import time
 from pathlib import Path
 from attnpo import locks
-locks.user_error = RuntimeError
 for line in sys.stdin:
     folder, start = line.split()
     while time.monotonic() < float(start):

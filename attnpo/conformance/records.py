@@ -62,10 +62,10 @@ class Outcome:
     def line(self) -> str:
         """Name, case, absolute error, relative error, status and, in brackets, why."""
         errors = (
-            f"{self.absolute:9.1e} {self.relative:9.1e}" if self.status is not Status.NOT_BUILT else f"{'-':>9} " * 2
+            f"{self.absolute:7.1e} {self.relative:7.1e}" if self.status is not Status.NOT_BUILT else f"{'-':>7} " * 2
         )
         note = f"  ({self.note})" if self.note else ""
-        return f"{self.name:<24} {self.case:<34} {errors.rstrip():>19}  {self.status.value}{note}"
+        return f"{self.name:<22} {self.case:<30} {errors.rstrip():>15}  {self.status.value}{note}"
 
 
 @dataclass

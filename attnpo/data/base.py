@@ -76,6 +76,7 @@ class PairSet:
         """One line with all counts, with the first row numbers of each reason and note."""
         events = [*sorted(self.counts.items()), *sorted(self.notes.items())]
         parts = [counted(name, count, self.examples.get(name, ())) for name, count in events]
+        parts += ["the first row is row 0"] if parts else []
         return "; ".join([f"{self.read} rows read, {self.kept} kept, {self.dropped} dropped", *parts])
 
 

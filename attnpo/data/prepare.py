@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
@@ -174,6 +176,15 @@ def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: Lengt
             + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
         )
     return replace(out, read=read)
+
+
+def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:
+    """The share of response tokens that stand for text the tokenizer does not know; 0 where it marks none as such."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown == tokenizer.eos_token_id:
+        return 0.0
+    ids = [token for sides in encoded.encoded for side in SIDES for token in sides[side].response_ids]
+    return ids.count(unknown) / max(1, len(ids))
 
 
 def fit_transforms(

@@ -57,8 +57,7 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
         return _from_saved(place / split, path)
     if place.is_dir():
         return _from_files(_split_files(place, split, option), path)
-    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
-        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
+    _require_hub_name(path)
     return _from_hub(path, split, subset, revision)
 
 
@@ -69,13 +68,22 @@ def is_one_table(path: str) -> bool:
 
 
 def has_split(path: str, split: str) -> bool:
-    """Whether a split has this name; True on the hub, which only loading would tell."""
+    """Whether a split has this name; True on the hub, which only loading would tell. UserError: nothing is there."""
     place = Path(path).expanduser()
+    if not place.exists():
+        _require_hub_name(path)
     if not place.is_dir():
         return not place.exists()
     if (place / _SAVED_SPLITS).is_file():
         return split in _saved_splits(place, path)
     return split in _stems(place).values()
+
+
+def _require_hub_name(path: str) -> None:
+    """UserError for a path with nothing at it that can be no name of the hub either."""
+    place = Path(path).expanduser()
+    if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
+        raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
 
 
 def _suffix(file: Path) -> str | None:

@@ -1,6 +1,8 @@
 """Sections as text: on a terminal, in Markdown and LaTeX, and as JSON that is read back; ``page`` writes pages."""
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -11,6 +13,8 @@ from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
+from rich.padding import Padding
+from rich.text import Text
 
 from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import (
@@ -29,8 +33,8 @@ WIDTH = 190  # columns, where the output is no terminal
 
 
 def terminal() -> Console:
-    """The console that tables are printed to."""
-    return Console(width=None if Console().is_terminal else WIDTH)
+    """The console that tables are printed to: as wide as the terminal, or as COLUMNS says."""
+    return Console(width=None if Console().is_terminal or "COLUMNS" in os.environ else WIDTH)
 
 
 def print_sections(console: Console, sections: Sequence[Section]) -> None:
@@ -53,35 +57,66 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
             elif drawn:
                 console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
             for line in lines:
-                console.print(f"  {line}", highlight=False, markup=False)
+                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     """A table as parts that are as narrow as the console, each with the columns that name its rows.
 
-    As it is where it has room.
-
-    Columns are kept whole: what cannot be broken between words sets their width, and heads are broken to it.
+    As it is where it has room. Numbers are kept whole, with their intervals; the names of rows and texts above a third
+    of the console are broken between words, and heads to their cells. Of the widths for names the one that takes the
+    fewest parts is chosen.
     """
-    if _width(console, table).maximum <= console.width:
+    if _width(console, table) <= console.width:
         return [table]
-    table = _with_narrow_heads(table)
-    cells = ordered_cells(table.columns, table.rows)
-    naming = list(range(min(table.naming, len(table.columns))))
-    parts: list[list[int]] = [naming]
-    for place in range(len(naming), len(table.columns)):
+    naming = min(table.naming, len(table.columns))
+    cells = [
+        [*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])]
+        for line in ordered_cells(table.columns, table.rows)
+    ]
+    table = _with_narrow_heads(replace(table, rows=cells))
+    widths = [console.width // share for share in (2, 3, 4, 5)]
+    tried = [_parts_of(console, table, naming, width) for width in widths]
+    best = min(range(len(tried)), key=lambda place: len(tried[place]))
+    made = [_cut(table, part, naming, widths[best]) for part in tried[best]]
+    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(made)]
+
+
+def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:
+    """The columns of each part of a table whose names are in lines of ``width``."""
+    names = list(range(naming))
+    parts = [names]
+    for place in range(naming, len(table.columns)):
         wider = [*parts[-1], place]
-        if len(parts[-1]) > len(naming) and _width(console, _cut(table, cells, wider)).minimum > console.width:
-            parts.append([*naming, place])
+        if len(parts[-1]) > naming and _width(console, _cut(table, wider, naming, width)) > console.width:
+            parts.append([*names, place])
         else:
             parts[-1] = wider
-    cut = [_cut(table, cells, part) for part in parts]
-    return [part if number == 0 else replace(part, caption="") for number, part in enumerate(cut)]
+    return parts
 
 
-def _cut(table: TableBlock, cells: Sequence[Sequence[Cell]], places: Sequence[int]) -> TableBlock:
+def _cut(table: TableBlock, places: Sequence[int], naming: int, width: int) -> TableBlock:
+    """The columns at ``places``, the names of rows in lines of ``width`` where words allow."""
     columns = [table.columns[place] for place in places]
-    return replace(table, columns=columns, rows=[[line[place] for place in places] for line in cells])
+    lines = [
+        [*(_broken(cell, width) for cell in line[:naming]), *line[naming:]]
+        for line in ordered_cells(table.columns, table.rows)
+    ]
+    return replace(table, columns=columns, rows=[[line[place] for place in places] for line in lines])
+
+
+def _broken(cell: Cell, width: int) -> Cell:
+    """A text in lines between words, what stands in brackets kept together; numbers as they are."""
+    if not isinstance(cell, str) or cell_len(cell) <= width:
+        return cell
+    kept = re.sub(r"\[[^\[\]]*\]|\([^()]*\)", lambda found: found[0].replace(" ", _KEPT), cell)
+    lines = wrap(kept, width, break_long_words=False, break_on_hyphens=False)
+    if any(cell_len(line) > width for line in lines):  # a long remark in brackets
+        lines = wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(_KEPT, " ")
+
+
+_KEPT = "\ue000"  # of no font: stands for a blank that is not broken at
 
 
 def _with_narrow_heads(table: TableBlock) -> TableBlock:
@@ -99,10 +134,10 @@ def _with_narrow_heads(table: TableBlock) -> TableBlock:
     return replace(table, columns=list(heads.values()), rows=rows, digits=renamed)
 
 
-def _width(console: Console, table: TableBlock) -> Measurement:
-    """Columns of the terminal that a table needs: with texts broken between words, and with none broken."""
+def _width(console: Console, table: TableBlock) -> int:
+    """Columns of the terminal that a table needs where no cell is broken."""
     drawn = table_rich(table.columns, table.rows, digits=table.digits)
-    return Measurement.get(console, console.options.update(width=10_000), drawn)
+    return Measurement.get(console, console.options.update(width=10_000), drawn).maximum
 
 
 def latex(sections: Sequence[Section], title: str = "") -> str:

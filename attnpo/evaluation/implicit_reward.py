@@ -38,14 +38,14 @@ POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
 GAIN = "gain"
 
 
-class WeighedPair(NamedTuple):
+class RewardFactors(NamedTuple):
     """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
 
     response_ids: tuple[list[int], list[int]]
     factors: tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
 
 
-Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, WeighedPair]]
+Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
 """Token weights of pairs by their ids; what it leaves out has none."""
 
 
@@ -217,7 +217,7 @@ def reward_gaps(pair_ids: Sequence[str], policy: Logps, reference: Logps | None)
 
 
 def weighted_gaps(
-    pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, WeighedPair]
+    pair_ids: Sequence[str], policy: Logps, reference: Logps, weighed: Mapping[str, RewardFactors]
 ) -> Values:
     """The same of ``sum_t f_t (log pi - log ref)_t``; NaN for a pair without factors f."""
     ratios = _ratios(policy, reference)
@@ -291,7 +291,9 @@ def _require_same_tokens(
         )
 
 
-def _matching(weighed: Mapping[str, WeighedPair], examples: Mapping[str, TrainingExample]) -> Mapping[str, WeighedPair]:
+def _matching(
+    weighed: Mapping[str, RewardFactors], examples: Mapping[str, TrainingExample]
+) -> Mapping[str, RewardFactors]:
     """The weights, as far as there is such a pair; UserError where they were made for other tokens."""
     found = {pair_id: pair for pair_id, pair in weighed.items() if pair_id in examples}
     for pair_id, pair in found.items():

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from attnpo.console import user_error
+from attnpo.errors import UserError
 
 KEYS = ("prompt", "chosen", "rejected")
 
@@ -27,12 +27,12 @@ def take_texts(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
         if not equals or key not in KEYS:
             rest.append(word)
         elif key in given:
-            raise user_error(f"{key}= is given twice; a pair has one {key}")
+            raise UserError(f"{key}= is given twice; a pair has one {key}")
         else:
             given[key] = text
     asked = [key for key, text in given.items() if text == "-"]
     if len(asked) > 1:
-        raise user_error(f"{' and '.join(f'{key}=-' for key in asked)}: standard input can be read once; name files")
+        raise UserError(f"{' and '.join(f'{key}=-' for key in asked)}: standard input can be read once; name files")
     _require_all(given, rest)
     return {key: _text(key, text) for key, text in given.items()}, rest
 
@@ -45,7 +45,7 @@ def _require_all(given: Mapping[str, str], rest: Sequence[str]) -> None:
     words = [word.partition("=")[0] for word in rest if "=" in word]
     near = [f"{close[0]}= looks like {key}=" for key in lacking if (close := get_close_matches(key, words, 1))]
     wanted = " ".join(f"{key}=TEXT" for key in lacking)
-    raise user_error(
+    raise UserError(
         f"a pair is {', '.join(f'{key}=' for key in KEYS)}: got {', '.join(f'{key}=' for key in given)}; "
         f"give {wanted} as well{''.join(f' ({words})' for words in near)}"
     )
@@ -59,7 +59,7 @@ def _text(key: str, text: str) -> str:
     try:
         read = sys.stdin.read() if text == "-" else Path(text[1:]).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
-        raise user_error(
+        raise UserError(
             f"{key}={text}: cannot be read as UTF-8 text ({problem}); a text that begins with @ is typed as @{text}"
         ) from problem
     return read.removesuffix("\n")

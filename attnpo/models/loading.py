@@ -296,8 +296,8 @@ def _locate(path: str | Path, what: str) -> Path | str:
     parts = text.split("/")
     if isinstance(path, Path) or len(parts) > 2 or not all(parts) or text.startswith((".", "~")):
         raise UserError(
-            f"no {what} folder at {text!r} (looked from {Path.cwd()}); give an existing folder or a hub name such as "
-            "organisation/model"
+            f"no folder at {text!r} to read the {what} from (looked from {Path.cwd()}); give an existing folder or a "
+            "hub name such as organisation/model"
         )
     return text
 

@@ -10,6 +10,7 @@ from transformers.utils import logging as quiet
 from attnpo.config import MISSING
 from attnpo.config_files import read_template
 from attnpo.files import in_bytes
+from attnpo.live import phase
 from attnpo.models.compiled import require_backend
 from attnpo.models.described import require_exact
 from attnpo.models.loading import (
@@ -54,6 +55,7 @@ class RunContext:
     prepared: dict[str, object]
 
 
+@phase("building or finding model and data")
 def settle(cfg: Config) -> tuple[Config, dict[str, object]]:
     """The config with the paths of model, data and judge known, and what ``prepare`` reports (empty without one).
 
@@ -101,6 +103,7 @@ def settle_judge(cfg: Config) -> tuple[Config, dict[str, object]]:
     return cfg, {**made.report, "reused": made.reused}
 
 
+@phase("reading the model's configuration and tokenizer")
 def make_context(cfg: RunConfig) -> RunContext:
     """The settled config with store, model description, tokenizer and chat format.
 

@@ -14,6 +14,7 @@ import numpy as np
 from attnpo.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
 from attnpo.analysis.freedom import both
 from attnpo.data.collate import TrainingExample, bare_rows, collate
+from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
@@ -30,6 +31,7 @@ TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
 
 
+@phase("measuring where the policy moved")
 def measure_drift(inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
     """Where the policy moved, as ``RunResult.drift`` holds it; empty where it is not asked for or cannot be measured.
 

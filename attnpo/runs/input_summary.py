@@ -14,6 +14,7 @@ from attnpo.data.mixture import SET
 from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
 from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
+from attnpo.live import phase
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.settings import CHOICE
@@ -43,6 +44,7 @@ def weight_statistics(kept: Sequence[TrainingExample]) -> dict[str, float]:
     }
 
 
+@phase("statistics of the inputs")
 def example_statistics(inputs: Inputs) -> dict[str, Any]:
     """Counts, coverage and weight statistics of both splits, and of the judge."""
     out: dict[str, Any] = {}

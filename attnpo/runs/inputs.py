@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 from attnpo.data.base import PairSet, name_unused
-from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
+from attnpo.live import phase
 from attnpo.machine import planned_processes
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
@@ -20,6 +21,7 @@ from attnpo.weights.base import ColumnSource
 log = logging.getLogger(__name__)
 
 
+UNKNOWN = 0.05  # of the response tokens; above it, a warning
 EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
 WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
 Some = TypeVar("Some", EncodedPairs, WeighedExamples)
@@ -35,6 +37,7 @@ class Inputs:
     examples: dict[str, ExampleSet]
 
 
+@phase("reading the pairs")
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits; logs which columns of the training data nothing reads."""
     source = context.cfg.data
@@ -44,6 +47,7 @@ def read_pairs(context: RunContext) -> dict[str, PairSet]:
     return pairs
 
 
+@phase("tokenising the pairs")
 def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
     rules = context.cfg.lengths
@@ -53,6 +57,15 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
             encoded[split] = encode_pairs(found.pairs, context.chat, rules)
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
+        share = unknown_share(encoded[split], context.tokenizer)
+        if share > UNKNOWN:
+            log.warning(
+                "%s: %.0f %% of the response tokens are %s, text that the tokenizer does not know: neither judge nor "
+                "policy can tell such words apart; take a model whose tokenizer fits the data",
+                split,
+                100 * share,
+                context.tokenizer.unk_token,
+            )
     return encoded
 
 
@@ -75,6 +88,7 @@ def _read(context: RunContext) -> EncodedPairs:
     return pairs, encode(context, pairs)
 
 
+@phase("weights of the training tokens")
 def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExamples:
     weighed = weigh(context, encoded)
     align = context.cfg.align

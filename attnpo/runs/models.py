@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
+from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.models.backbone import frozen
 from attnpo.models.compiled import compile_blocks, require_same_numbers
@@ -36,6 +37,7 @@ PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
 
 
+@phase("reference pass")
 def fill_reference(
     context: RunContext, sets: Mapping[str, ExampleSet], model: ScoredLM, shard: tuple[int, int] | None = None
 ) -> Table:
@@ -94,6 +96,7 @@ def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
     return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
 
 
+@phase("loading the model")
 def load_start(context: RunContext) -> PreTrainedModel:
     """The model that training starts from, in eval mode and without adapters."""
     model = context.model

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnpo.data.collate import TrainingExample, collate
 from attnpo.data.prepare import EncodedSet, encode_pairs, prepare_examples
-from attnpo.evaluation.implicit_reward import WeighedPair
+from attnpo.evaluation.implicit_reward import RewardFactors
 from attnpo.models.layouts import padded
 from attnpo.objectives.base import LengthScaled, PreferenceObjective, mean_factors
 from attnpo.runs.inputs import Inputs
@@ -82,7 +82,7 @@ def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tenso
     return weights if lengths is None else weights * lengths.unsqueeze(-1)
 
 
-def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[str, WeighedPair]:
+def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[str, RewardFactors]:
     """What the run's objective multiplies the log-ratios of other pairs by; pairs without any weight are left out."""
     found = {}
     objective, factors = inputs.context.cfg.objective, inputs.weighed.source.kind is Kind.FACTOR
@@ -93,5 +93,5 @@ def reward_factors(inputs: Inputs, pairs: Sequence[PreferencePair]) -> Mapping[s
         made = token_factors(objective, rows)
         chosen, rejected = (row[mask].double() for row, mask in zip(made, rows.response_mask, strict=True))
         ids = (example.chosen.response_ids, example.rejected.response_ids)
-        found[example.pair_id] = WeighedPair(ids, (chosen, rejected))
+        found[example.pair_id] = RewardFactors(ids, (chosen, rejected))
     return found

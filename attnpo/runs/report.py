@@ -29,6 +29,7 @@ from attnpo.display.page import (
 )
 from attnpo.display.tables import Cell
 from attnpo.files import Json, flat, write_whole
+from attnpo.live import phase
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
 from attnpo.models.older_readers import warning_for
@@ -49,6 +50,7 @@ log = logging.getLogger(__name__)
 CURVES, DRIFT, REPORT = "curves.png", "drift.png", "report.html"
 
 
+@phase("report and figures")
 def write_run_report(
     inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path, policy: Logps = ()
 ) -> None:
@@ -190,6 +192,7 @@ BOS_WRITTEN = (
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+@phase("handing the run to its loggers")
 def publish_run(
     loggers: Sequence[Logger], inputs: Inputs, result: RunResult, settings: CallbackSettings, folder: Path
 ) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.data.prompts import Prompt
+from attnpo.live import phase
 from attnpo.machine import as_launched, device_of, versions
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import context_length
@@ -83,9 +84,10 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         write_config(cfg, folder)
     log_inputs(inputs)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
-    from attnpo.runs.report import publish_run, write_run_report
-    from attnpo.runs.training import train
-    from attnpo.training.loggers import open_loggers
+    with phase("loading Lightning"):
+        from attnpo.runs.report import publish_run, write_run_report
+        from attnpo.runs.training import train
+        from attnpo.training.loggers import open_loggers
 
     with open_loggers(cfg.logger, folder, cfg.values) as loggers:
         trained = train(inputs, folder, loggers, resume)
@@ -116,6 +118,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     return result
 
 
+@phase("answers to held-out prompts, scored by the truth")
 def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | None, list[PreferencePair]]:
     """Scores against a known truth on validation and test prompts, and the answers to the test prompts.
 
@@ -151,6 +154,7 @@ def score_truth(inputs: Inputs, policy: ScoredLM) -> tuple[dict[str, Scores] | N
 _base_answers: dict[tuple[ModelSpec, Any, str], Any] = {}
 
 
+@phase("sample answers")
 def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSettings, path: Path) -> None:
     """Answers the first ``settings.samples`` validation prompts with both models, a JSON line per prompt.
 

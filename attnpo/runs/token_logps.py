@@ -3,6 +3,7 @@
 import torch
 
 from attnpo.data.collate import bare_rows
+from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.models.layouts import padded
 from attnpo.models.scored import ScoredLM
@@ -10,6 +11,7 @@ from attnpo.runs.inputs import Inputs
 from attnpo.runs.models import autocast
 
 
+@phase("log-probabilities of the first pairs")
 def first_logps(inputs: Inputs, policy: ScoredLM, count: int) -> list[tuple[list[float], list[float]]]:
     """Of the first ``count`` training pairs the log-probability of each response token, chosen and rejected."""
     cfg, pad_id = inputs.context.cfg, int(inputs.context.tokenizer.pad_token_id or 0)

@@ -18,6 +18,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prepare import ExampleSet
+from attnpo.live import phase
 from attnpo.machine import as_launched, device_of, environment, require_world
 from attnpo.models.backbone import parameter_count
 from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
@@ -70,6 +71,7 @@ class Trained:
     seconds: float
 
 
+@phase("setting up training")
 def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | None = None) -> Trained:
     """The trained policy of a run; writes logs and checkpoint folders under ``folder``."""
     cfg = inputs.context.cfg
@@ -199,6 +201,7 @@ def _datamodule(
     )
 
 
+@phase("training")
 def _fit(
     trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
 ) -> Trained:
@@ -207,7 +210,8 @@ def _fit(
     interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
     with quiet_lightning(), interruption.reported(trainer, steps, last):
         if resume is None:
-            trainer.validate(module, data, verbose=False)
+            with phase("validation before the first step"):
+                trainer.validate(module, data, verbose=False)
             past.first = first = _metrics(trainer)
             log.info("before the first step: val/loss %.6f", first.get("val/loss", float("nan")))
         training_began()

@@ -9,6 +9,7 @@ from functools import partial
 
 from attnpo.console import world_size
 from attnpo.data.prepare import EncodedSet, Tally
+from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, run_scorers, run_verbalizer
 from attnpo.runs.settings import require_reader
@@ -229,9 +230,10 @@ def weigh(
         return replace(method.tools(), progress=partial(log.info, "%s: %d of %d pairs", method.name))
 
     rows = layers if every_row else source.wanted()
-    captured, report = ensure_captured(
-        share, source, layers, context.store, key, tools, load_layers=rows, verdicts=method.verdict
-    )
+    with phase(f"{method.name} pass"):
+        captured, report = ensure_captured(
+            share, source, layers, context.store, key, tools, load_layers=rows, verdicts=method.verdict
+        )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)

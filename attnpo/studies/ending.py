@@ -7,7 +7,7 @@ from attnpo.console import command_text
 from attnpo.studies.arms import key_of
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.frontier import difference
-from attnpo.studies.selection import all_seeds, best_by_arm, difference_text, gather, has_truth, verdict
+from attnpo.studies.selection import all_seeds, best_by_arm, by_arm, difference_text, gather, has_truth, verdict
 from attnpo.studies.study import Outcome
 
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
@@ -50,6 +50,9 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
             yield f"{words} {control} (difference of reward, 95 %): {'; '.join(found[name])}"
     if not any(found.values()):
         yield f"no arm stands beside {control}: nothing is compared"
+    elif all(len(points) == 1 for points in by_arm(outcome, world).values()):
+        apart = ", ".join(f"{name} {point.truth('test', 'kl'):.2f}" for name, point in best.items())
+        yield f"one point each, nothing tuned, each at a KL to the base of its own ({apart}): no comparison at equal KL"
     elif sum(map(len, found.values())) > 1:
         yield "each arm at its best point; not corrected for the number of arms"
     if len(all_seeds(outcome)) == 1:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from attnpo.files import read_record, write_record
-from attnpo.live import Row, display, duration, heartbeat, noted
+from attnpo.live import Row, display, duration, noted, phase
 from attnpo.runs.folders import store_root
 from attnpo.studies.fit_config import FitConfig
 
@@ -91,8 +91,6 @@ def watching(labels: Sequence[str], folders: Sequence[Path], pace: Pace) -> Iter
                 found.append(Row(label, row.step, row.total, row.loss, row.left))
         return [*found, Row("all points", pace.over, pace.points, None, pace.seconds_left)]
 
-    def at_work() -> str:
-        return f"points {', '.join(labels[:1])} ..." if labels else "points"
-
-    with display(rows), heartbeat(at_work()):
+    at_work = f"points {labels[0]} ..." if labels else "points"
+    with display(rows), phase(at_work):
         yield ended

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from attnpo.live import heartbeat
+from attnpo.console import training_began
+from attnpo.live import phase
 from attnpo.runs.folders import make_folder
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import read_result
@@ -199,7 +200,7 @@ def make_bases(
         for seed in seeds:
             label = Basis(world, seed).label
             try:
-                with heartbeat(f"{label}: base, pairs and judge pass"):
+                with phase(f"{label}: base, pairs and judge pass"):
                     bases[world, seed] = make_basis(cfg, study, seed, world, composed, folder, scorers)
             except Exception as error:  # noqa: BLE001  the other worlds and seeds go on
                 errors[world, seed] = error
@@ -300,6 +301,7 @@ def _run_points(
     at_work = [points[i] for i in places]
     labels = [f"{point.arm.label} {label_of(point.values)} seed {point.seed}" for point in at_work]
     try:
+        training_began()
         with watching(labels, [at for _, at in jobs.values()], pace) as ended:
             for job, result, error in execute(
                 list(jobs.values()), study.workers, cfg.composed.config_dir, cfg.store, alone

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import wrap
 
 from attnpo.analysis.intervals import Interval
 from attnpo.display.page import Paragraph, Section, TableBlock
@@ -43,7 +42,6 @@ def main_table(outcome: Outcome) -> tuple[list[str], list[Row]]:
 
 
 SHORT = ("world", "arm", "reward", "win rate", "KL", "val loss", "val accuracy", "val margin")
-NARROW = 16  # columns of an arm's name in a terminal
 
 
 def short_table(outcome: Outcome) -> TableBlock:
@@ -58,7 +56,6 @@ def short_table(outcome: Outcome) -> TableBlock:
     made: list[Row] = []
     for row in rows:
         short = {name: row.get(name) for name in kept}
-        short["arm"] = "\n".join(wrap(str(row["arm"]), NARROW)) or str(row["arm"])
         reward, interval = row.get("reward"), row.get("95 %")
         if isinstance(reward, float) and interval:
             short["reward"] = f"{reward:.3f} {interval}"

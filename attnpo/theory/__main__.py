@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from attnpo.console import as_called, guarded, hear_signals, reporting
@@ -30,16 +31,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _study(folder: Path, *, markdown: bool) -> int:
+    from attnpo.display.output import print_sections, terminal
+    from attnpo.display.page import Section
     from attnpo.theory.figures import theory_figure
     from attnpo.theory.study import run_study
-    from attnpo.theory.tables import report_markdown, report_text
+    from attnpo.theory.tables import report_markdown, tables
     from attnpo.theory.tightness_figure import tightness_figure
 
     study = run_study()
     first = theory_figure(study, folder / "theory.png")
     second = tightness_figure(study, folder / "tightness.png")
-    report = report_markdown(study) if markdown else report_text(study)
-    sys.stdout.write(f"{report}\n\nfigures: {first} {second}\n")
+    if markdown:
+        sys.stdout.write(f"{report_markdown(study)}\n\n")
+    else:
+        print_sections(terminal(), [Section(one.caption, [replace(one, caption="")]) for one in tables(study)])
+    sys.stdout.write(f"figures: {first} {second}\n")
     return 0
 
 

@@ -1,7 +1,7 @@
 """The theory study's results as tables: every statement with the number that decides it, and what it rests on."""
 
 from attnpo.display.page import TableBlock
-from attnpo.display.tables import Cell, table_html, table_markdown, table_text
+from attnpo.display.tables import Cell, table_html, table_markdown
 from attnpo.theory.paper import PaperRow
 from attnpo.theory.published import CONSTANTS, TABLE
 from attnpo.theory.statements import statements
@@ -11,7 +11,7 @@ from attnpo.theory.study import Study
 def statement_table(study: Study) -> TableBlock:
     """Every statement, what became of it, and the number that says so."""
     rows = [(one.section, one.name, one.source, one.verdict.value, one.by, one.number) for one in statements(study)]
-    return TableBlock(("section", "statement", "source", "verdict", "by", "number"), rows, "statements")
+    return TableBlock(("section", "statement", "source", "verdict", "by", "number"), rows, "statements", naming=2)
 
 
 def tables(study: Study) -> tuple[TableBlock, ...]:
@@ -21,11 +21,6 @@ def tables(study: Study) -> tuple[TableBlock, ...]:
         *(_paper(study), _tightness(study), _published(), _properties(study), _note(study)),
         *(_policies(study), _lemmas(study), _existence(study), _freedom(study)),
     )
-
-
-def report_text(study: Study) -> str:
-    """All tables as plain text."""
-    return "\n\n".join(table_text(one.columns, one.rows, title=one.caption) for one in tables(study))
 
 
 def report_html(study: Study) -> str:
@@ -48,7 +43,10 @@ def _paper(study: Study) -> TableBlock:
         for row in (*study.paper, study.ending)
     ]
     return TableBlock(
-        ("weights read", "delta", *heads, "TV(pi*,h)", "theorem"), rows, "constants, the paper's quantities and bounds"
+        ("weights read", "delta", *heads, "TV(pi*,h)", "theorem"),
+        rows,
+        "constants, the paper's quantities and bounds",
+        naming=2,
     )
 
 
@@ -68,6 +66,7 @@ def _tightness(study: Study) -> TableBlock:
         ("varied", "value", "C", "lemma 1", "lemma 2", "theorem", "its bound", "our theorem (a)", "our bound"),
         rows,
         "tightness: bound over actual, weights that read the response",
+        naming=2,
     )
 
 
@@ -84,7 +83,7 @@ def _published() -> TableBlock:
     ]
     heads = ("model", "side", "tokens", "delta", "effective tokens", "share")
     return TableBlock(
-        (*heads, *names, "C where TV bound is 1"), rows, "bounds at the paper's table of weight statistics"
+        (*heads, *names, "C where TV bound is 1"), rows, "bounds at the paper's table of weight statistics", naming=2
     )
 
 
@@ -124,7 +123,10 @@ def _policies(study: Study) -> TableBlock:
     )
     names = ("weights read", "delta", "residual h", "gradient pi*", "spread", "reward error pi*", "J(pi*)-J(h)")
     return TableBlock(
-        (*names, "TV(pi*,h)", "our bound (a)", "TV(h,DPO)", "our bound (b)"), rows, "three policies, our bounds"
+        (*names, "TV(pi*,h)", "our bound (a)", "TV(h,DPO)", "our bound (b)"),
+        rows,
+        "three policies, our bounds",
+        naming=2,
     )
 
 
@@ -137,7 +139,7 @@ def _lemmas(study: Study) -> TableBlock:
         for row in study.lemmas
     )
     heads = ("our lemma 1 error", "KL_w/KL min", "max", "outside", "negative", "used")
-    return TableBlock(("weights read", "delta", "pairs", *heads), rows, "our lemmas")
+    return TableBlock(("weights read", "delta", "pairs", *heads), rows, "our lemmas", naming=2)
 
 
 def _existence(study: Study) -> TableBlock:

@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
@@ -23,7 +24,7 @@ class Progress(L.Callback):
     ``label`` names the row. At least eight log lines over the run, and one for every ``EVERY`` seconds.
     """
 
-    EVERY = 30.0
+    EVERY = 8.0  # below that of a heartbeat
 
     def __init__(self, label: str = "training") -> None:
         self.label = label
@@ -62,6 +63,14 @@ class Progress(L.Callback):
         if due and (is_noted() or not on_terminal()):
             self._said = now
             log.info("step %d/%d  loss %.4f  %.2f s/step  %.0f s left", step, total, loss, pace, pace * (total - step))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Says in the row that the step it shows is over and waits."""
+        self._row = replace(self._row, label=f"{self.label}, validating")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gives the row its name back."""
+        self._row = replace(self._row, label=self.label)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Takes the display away."""

@@ -195,9 +195,9 @@ CELL, LINE, LABEL, PER_LINE = 68, 22, 150, 10
 STYLE = """
   text { font: 12px ui-monospace, Menlo, Consolas, monospace; fill: #1f2328 }
   .note { font-family: system-ui, sans-serif } .head { font: 600 14px system-ui, sans-serif }
-  .page { fill: #ffffff } .w { fill: #0969da } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
+  .page { fill: #ffffff } .w { fill: #e8590c } .up { fill: #1a7f37 } .down { fill: #cf222e } .grid { stroke: #d0d7de }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #4493f8 } .up { fill: #3fb950 } .down { fill: #f85149 }
+    text { fill: #e6edf3 } .page { fill: #0d1117 } .w { fill: #ff8a3d } .up { fill: #3fb950 } .down { fill: #f85149 }
     .grid { stroke: #3d444d }
   }
 """

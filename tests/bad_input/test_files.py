@@ -133,7 +133,9 @@ def test_a_sheet_with_an_empty_and_a_ragged_row(attempts: Attempts, record: Reco
     message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).noted(
         "(train)", "rows read,"
     )
-    assert message.endswith(f"{TRAIN + 1} rows read, {TRAIN} kept, 1 dropped; value is missing: 1 (row {TRAIN})")
+    assert message.endswith(
+        f"{TRAIN + 1} rows read, {TRAIN} kept, 1 dropped; value is missing: 1 (row {TRAIN}); the first row is row 0"
+    )
     record("CSV with an empty cell", message.partition("(train): ")[2], "1 pair, counted")
     sheet.writerow(["p", "a", "b", "c"])
     message = attempts.weigh(world=attempts.content(held.getvalue().encode(), "train.csv")).refused()
@@ -148,7 +150,9 @@ def test_rows_whose_columns_change_their_type(attempts: Attempts, record: Record
     rows[2]["topic"] = ["a"]
     del rows[3]["rejected"]
     message = attempts.weigh(world=attempts.with_rows(rows)).noted("(train)", "rows read,")
-    assert message.endswith(f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped; value is missing: 1 (row 3)")
+    assert message.endswith(
+        f"{TRAIN} rows read, {TRAIN - 1} kept, 1 dropped; value is missing: 1 (row 3); the first row is row 0"
+    )
     record("a column of mixed types, a key left out", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -192,7 +196,7 @@ def test_parquet_with_nulls_and_other_kinds_of_text(attempts: Attempts, record: 
         }
     )
     message = attempts.weigh(world=parquet(attempts, table)).noted("(train)", "rows read,")
-    assert message.endswith("3 rows read, 2 kept, 1 dropped; value is missing: 1 (row 1)")
+    assert message.endswith("3 rows read, 2 kept, 1 dropped; value is missing: 1 (row 1); the first row is row 0")
     record("Parquet with nulls", message.partition("(train): ")[2], "1 of 3 pairs, counted")
 
 

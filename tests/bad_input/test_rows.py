@@ -41,7 +41,7 @@ def test_two_responses_that_show_no_preference(
 ) -> None:
     answer = attempts.weigh(world=attempts.saying(chosen, rejected))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith(f"{ONE_DROPPED}; identical responses: 1 (row 0)")
+    assert message.endswith(f"{ONE_DROPPED}; identical responses: 1 (row 0); the first row is row 0")
     record(case, message.rpartition(": data.path")[2].partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -230,7 +230,7 @@ def test_a_row_of_the_wrong_shape_is_dropped_by_its_reason(
 ) -> None:
     answer = attempts.weigh(world=attempts.with_first({**attempts.rows[0], **row}))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith(f"{reason}: 1 (row 0)")
+    assert message.endswith(f"{reason}: 1 (row 0); the first row is row 0")
     record(case, message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -251,7 +251,7 @@ def test_lone_surrogates_cost_their_row(attempts: Attempts, record: Record) -> N
     """Written as the escape \\ud800, which is JSON and yet no text."""
     answer = attempts.weigh(world=attempts.saying(chosen="a \ud800 b"))
     message = answer.noted(ONE_DROPPED)
-    assert message.endswith("text is not valid Unicode: 1 (row 0)")
+    assert message.endswith("text is not valid Unicode: 1 (row 0); the first row is row 0")
     record("lone surrogate", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 
@@ -260,7 +260,7 @@ def test_bytes_that_are_no_utf8_cost_their_row(attempts: Attempts, record: Recor
     lines[2] = lines[2].replace(b"the", b"th\xe9", 1)
     answer = attempts.weigh(world=attempts.content(b"\n".join(lines)))
     message = answer.noted("rows read", "not valid Unicode")
-    assert message.endswith(f"{ONE_DROPPED}; text is not valid Unicode: 1 (row 2)")
+    assert message.endswith(f"{ONE_DROPPED}; text is not valid Unicode: 1 (row 2); the first row is row 0")
     record("a byte that is not UTF-8", message.partition("(train): ")[2], f"1 of {TRAIN} pairs, counted")
 
 

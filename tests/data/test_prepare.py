@@ -18,6 +18,7 @@ from attnpo.data.prepare import (
     fit_transforms,
     percentiles,
     prepare_examples,
+    unknown_share,
 )
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
@@ -52,6 +53,17 @@ def make_pair(chosen: int, rejected: int, shift: int = 0, question: int = 4) -> 
 
 # Prompts of <bos> <user> 4 words <assistant>: 7 tokens. Responses of n words: n + 1 tokens with the end of turn.
 PROMPT = 7
+
+
+def test_the_share_of_unknown_tokens(chat: ChatFormat) -> None:
+    """Of the pair's 7 response tokens, ends of turn among them, the two of foreign words."""
+    pair = PreferencePair.make(
+        [{"role": "user", "content": WORDS[0]}], f"{WORDS[1]} qwzx qzzx", f"{WORDS[2]} {WORDS[3]}"
+    )
+    known = encode_pairs([make_pair(3, 6)], chat, LengthRules())
+    assert unknown_share(known, chat.tokenizer) == 0
+    assert unknown_share(encode_pairs([pair], chat, LengthRules()), chat.tokenizer) == pytest.approx(2 / 7)
+    assert unknown_share(EncodedSet([], [], Tally(), 0), chat.tokenizer) == 0
 
 
 def test_the_lengths_this_file_counts_with(chat: ChatFormat) -> None:

@@ -7,6 +7,8 @@ import math
 import pytest
 from rich.console import Console
 
+from attnpo.display.output import print_sections
+from attnpo.display.page import Section, TableBlock
 from attnpo.display.tables import format_cell, table_csv, table_html, table_markdown, table_rich, table_text
 from attnpo.schema import UserError
 
@@ -81,3 +83,25 @@ def test_mistakes_are_named() -> None:
 
 def test_a_table_without_rows_has_its_head() -> None:
     assert table_text(["a", "bb"], []) == "a  bb\n-  --"
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_number_of_a_wide_table_is_broken(width: int) -> None:
+    """Each part names its rows, intervals stay in one line, and long texts are broken between words alone."""
+    names = ["uniform", "inverse of true importance", "uniform length-normalised"]
+    columns = ["arm", "point", "minus uniform, KL 0.5", "reward", "95 %", "win rate", "why"]
+    rows = [
+        [name, "lr 2.5e-05 beta 0.01", f"+0.07{i} [-0.028, 0.190] (4 of 5 seeds)", i + 0.25, "[-0.150, 0.301]", 0.5 + i,
+         "the judge sees it in the first of two rounds, and only there"]
+        for i, name in enumerate(names)
+    ]  # fmt: skip
+    out = io.StringIO()
+    print_sections(Console(file=out, width=width), [Section("Arms", [TableBlock(columns, rows)])])
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    for i in range(3):
+        for whole in (f"+0.07{i}", "[-0.028, 0.190]", f"{i}.250", f"{0.5 + i:.3f}", "[-0.150, 0.301]"):
+            assert any(whole in line for line in lines), whole
+    assert text.count("[-0.150, 0.301]") == 3 and text.count("2.5e-05") == 3
+    assert set(" ".join([*names, "the judge sees it in first of two rounds,"]).split()) <= set(text.split())

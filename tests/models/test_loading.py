@@ -39,9 +39,9 @@ def test_a_cast_model_is_refused(folder: Path) -> None:
 
 
 def test_missing_places_say_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no model folder at '.*nowhere'.*hub name"):
+    with pytest.raises(UserError, match=r"no folder at '.*nowhere' to read the model from.*hub name"):
         load_model(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"no tokenizer folder at '\./nowhere'"):
+    with pytest.raises(UserError, match=r"no folder at '\./nowhere' to read the tokenizer from"):
         load_tokenizer("./nowhere")
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file; give the folder"):

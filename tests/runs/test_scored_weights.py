@@ -142,7 +142,7 @@ def test_selections_that_keep_nothing_are_void_and_counted(world: World, other: 
     [
         (["weights=contrast"], "weights.positive.path"),
         (["weights=selection", "weights.oracle.path=null"], "are both the run's own model, asked in the same way"),
-        (["weights=selection", "weights.oracle.path=./nowhere"], "weights.oracle.path: no tokenizer folder"),
+        (["weights=selection", "weights.oracle.path=./nowhere"], "weights.oracle.path: no folder"),
         (["weights=selection", "weights.oracle.path=FOREIGN"], "has another vocabulary than"),
         (["weights=selection", "weights.oracle.path=SAME"], "hold the same weights, so that they agree on every token"),
         (["weights=selection", "weights.oracle.path=OTHER", "weights.oracle.dtype=int8"], "weights.oracle.dtype must"),

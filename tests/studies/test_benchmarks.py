@@ -263,10 +263,10 @@ def test_the_base_file_names_every_benchmark() -> None:
             r"limits\.max_cost=1 needs the price",
         ),
         ([ASKED[0], "study.evaluate.testbed={grader:truth,limits.dry_run:true}"], r"limits\.dry_run=true"),
-        ([*ASKED, "study.published=[/no/such/model]"], r"study\.published has /no/such/model: no model folder"),
+        ([*ASKED, "study.published=[/no/such/model]"], r"study\.published has /no/such/model: no folder"),
         (
             ["study.benchmarks=[testbed]", "study.evaluate.testbed={grader:local,grader.path:/no/such/judge}"],
-            r"no model folder at '/no/such/judge'",
+            r"no folder at '/no/such/judge' to read the model from",
         ),
         (
             ["study.benchmarks=[implicit_reward]", "study.evaluate.implicit_reward={benchmark.reference:BASE,"
@@ -312,7 +312,7 @@ def test_what_needs_a_base_that_is_still_to_be_built_waits_for_it(monkeypatch: p
     given = ["experiment=layer_sweep", "study.benchmarks=[testbed]"]
     cfg = load("fit", [*given, "study.evaluate.testbed={grader:local,grader.path:BASE}"])
     check_benchmarks(cfg)
-    with pytest.raises(UserError, match="no model folder at '/gone"):
+    with pytest.raises(UserError, match="no folder at '/gone"):
         check_benchmarks(cfg, ModelSpec("/gone/base"))
     with pytest.raises(UserError, match="OPENAI_API_KEY"):
         check_benchmarks(load("fit", [*given, "study.evaluate.testbed={benchmark.baseline:BASE}"]))

@@ -41,9 +41,10 @@ def test_the_table_of_a_terminal_has_every_digit_in_80_columns(width: int) -> No
     out = io.StringIO()
     print_sections(Console(file=out, width=width), [Section("Arms", [short_table(compared(0.25))])])
     text = out.getvalue()
-    assert max(map(len, text.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= width
     (row,) = [line for line in text.splitlines() if "+0.250" in line]
-    assert re.search(r"words by\s+0\.450 \[0\.\d{3}, 0\.\d{3}\]\s+\+0\.250 \[0\.250, 0\.250\]\s+0\.750\s+0\.75", row)
+    numbers = r"0\.450 \[0\.\d{3}, 0\.\d{3}\]\s+\+0\.250 \[0\.250, 0\.250\]\s+0\.750\s+0\.75"
+    assert re.search(rf"words by(?: position L1)?\s+{numbers}", row)
     assert "eff. weights" not in text
 
 
@@ -57,8 +58,16 @@ def test_a_point_that_failed_keeps_its_mark() -> None:
     ("gain", "words"), [(0.25, "better than uniform"), (-0.25, "worse than uniform"), (0.0, "a tie with uniform")]
 )
 def test_the_outcome_is_said_with_its_interval_and_a_tie_as_a_tie(gain: float, words: str) -> None:
-    (line,) = ending.came_out(compared(gain), "")
+    line, apart = ending.came_out(compared(gain), "")
     assert line.startswith(words) and f"{LONG.name} {gain:+.3f} [" in line
+    assert apart.startswith("one point each, nothing tuned") and f"{LONG.name} 0.75" in apart
+
+
+def test_arms_with_a_grid_are_not_called_untuned() -> None:
+    outcome = compared(0.25)
+    other = [(replace(point, values=("objective.beta=9",)), result) for point, result in outcome.points]
+    (line,) = ending.came_out(replace(outcome, points=[*outcome.points, *other]), "")
+    assert line.startswith("better than uniform")
 
 
 def test_one_seed_is_said_to_be_one() -> None:
