@@ -9,6 +9,7 @@ import torch
 
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
 
+os.environ.pop("COLUMNS", None)  # readline in the process that starts the workers hands them one of its own
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -128,6 +128,7 @@ HIDDEN = {
     "show": {"experiment", "optimizer", "callbacks", "logger", "hardware", "debug"},
     "generate": {"model"},  # adapters and reward models are refused
     "evaluate": {"model"},
+    "pair": set(),
 }
 
 

@@ -403,7 +403,7 @@ RACES = """
 import sys
 import time
 from pathlib import Path
-from attnpo import locks
+from attnpo import errors, locks
 for line in sys.stdin:
     folder, start = line.split()
     while time.monotonic() < float(start):
@@ -412,7 +412,7 @@ for line in sys.stdin:
         with locks.locked(Path(folder), 300.0):
             print("won", flush=True)
             sys.stdin.readline()
-    except RuntimeError:
+    except errors.UserError:
         print("refused", flush=True)
         sys.stdin.readline()
     print("over", flush=True)

@@ -13,8 +13,6 @@ from rich.cells import cell_len
 from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
-from rich.padding import Padding
-from rich.text import Text
 
 from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import (
@@ -58,7 +56,15 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
             elif drawn:
                 console.print(Columns(drawn, padding=(0, 4)) if len(drawn) > 1 else drawn[0])
             for line in lines:
-                console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
+                console.print(_note(console, line), highlight=False, markup=False, soft_wrap=True)
+
+
+def _note(console: Console, line: str) -> str:
+    """A line below a table, set in: broken between words on a terminal, whole where programs read it."""
+    if console.width >= WIDTH:
+        return f"  {line}"
+    edge = {"initial_indent": "  ", "subsequent_indent": "  "}
+    return "\n".join(wrap(line, console.width, break_long_words=False, break_on_hyphens=False, **edge))
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:

@@ -85,7 +85,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
-def set_statistics(pairs: PairSet, kept: Sequence[TrainingExample]) -> dict[str, dict[str, Any]]:
+def set_statistics(pairs: PairSet, kept: Sequence[TrainingExample]) -> dict[str, dict[str, str | int | float]]:
     """Of each set of a mixture its account, how many pairs are trained on, and their coverage."""
     home = {pair.pair_id: pair.extra[SET] for pair in pairs.pairs}  # of one that several sets have, the last one's
     found = {}

@@ -269,6 +269,13 @@ def swapped_rounds(build: Any) -> Any:
     return lambda self, pair: build(self, pair)[::-1]
 
 
+def with_other_verdicts(function: Callable[..., Any]) -> Callable[..., Any]:
+    def broken(probe: Any, wanted: Any, logits: Any, *rest: Any) -> Any:
+        return function(probe, wanted, None if logits is None else -logits, *rest)
+
+    return broken
+
+
 TWDPO, DPO, OBJECTIVES = "attnpo.objectives.twdpo.", "attnpo.objectives.dpo.", "attnpo.objectives."
 LENGTHS = OBJECTIVES + "base.response_lengths"
 POST, TAP = "attnpo.weights.postprocess.", "attnpo.models.attention_tap."
@@ -311,7 +318,7 @@ BREAKS: list[tuple[str, Broken, str]] = [
     ("attnpo.text.chat.ChatFormat.encode", without_end_of_turn, "extraction/training_ids *"),
     (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last - 1), "extraction/rows *"),
     (TAP + "LayerAttention.rows", lambda f: lambda self, last: f(self, last).roll(1, 1), "extraction/rows_per_head *"),
-    ("attnpo.models.judge.project", lambda f: lambda *args: -f(*args), "extraction/verdict *"),
+    ("attnpo.models.judge.readings_of", with_other_verdicts, "extraction/verdict *"),
     ("attnpo.weights.sources.attention.Attention.wanted", lambda f: lambda self: (2,), "extraction/weights *"),
 ]  # fmt: skip
 

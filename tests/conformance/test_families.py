@@ -1,5 +1,6 @@
 """Every causal LM of transformers, built tiny: here a fixed dozen; all of them by `make families`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from attnpo.conformance import family_checks
 from attnpo.conformance.families import Ways, verify_families
 from attnpo.conformance.family_checks import findings
 from attnpo.conformance.family_models import LARGEST, families, tiny_config, tiny_model
@@ -26,8 +28,9 @@ from attnpo.conformance.family_table import (
     write_page,
 )
 from attnpo.models.backbone import first_position
+from attnpo.models.layouts import LAYOUTS
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import UserError
+from attnpo.schema import TokenStats, UserError
 
 DOZEN = (
     "llama", "mistral_window", "qwen2_window", "qwen3", "gemma2", "gpt_oss", "qwen3_next", "deepseek_v3", "gemma4_text",
@@ -62,7 +65,19 @@ def test_a_wrong_number_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", other)
     failed = {one.check for one in findings(tmp_path) if one.problem}
-    assert {"rows together", "verdict alone", "padded log-probs", "packed gradients"} <= failed
+    assert {"rows together", "verdict alone", "rollout alone"} <= failed
+
+
+def test_a_wrong_log_probability_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(ScoredLM):
+        def forward(self, *given: Any) -> TokenStats:
+            found = super().forward(*given)
+            return replace(found, logps=found.logps * 1.01)
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(family_checks, "ScoredLM", Off)
+    failed = {one.check for one in findings(tmp_path) if one.problem}
+    assert failed == {f"{name} {what}" for name in LAYOUTS for what in ("log-probs", "gradients")}
 
 
 def test_what_the_library_cannot_run_or_we_refuse_has_its_reason(tmp_path: Path) -> None:

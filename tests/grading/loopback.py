@@ -129,9 +129,12 @@ class Loopback:
             self.at_once = max(self.at_once, self._open)
         return request
 
-    def _leave(self, request: Request, whole: bool) -> None:
+    def _close(self) -> None:
         with self._lock:
             self._open -= 1
+
+    def _leave(self, request: Request, whole: bool) -> None:
+        with self._lock:
             self.answered[request.digest] += whole
 
     def _completion(self, body: Body) -> Body:
@@ -225,6 +228,7 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
         def _answer(self, request: Request) -> bool:
             fault = request.fault or Fault()
             time.sleep(fault.seconds)
+            loopback._close()  # before the client can know and ask again
             if fault.what == "drop":
                 self.close_connection = True
                 return False

@@ -212,7 +212,7 @@ def test_a_model_that_mixes_tokens_elsewhere_gets_padded_prompts(tiny: Build, ca
         assert reading.verdict_token == int(output.logits[0, -1].argmax())
 
 
-def test_a_model_whose_last_layer_takes_no_probe_gets_padded_prompts(
+def test_a_model_whose_last_layer_takes_no_probe_is_read_by_its_maps(
     tiny: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, prompts = tiny("llama"), judged(1)
@@ -221,7 +221,7 @@ def test_a_model_whose_last_layer_takes_no_probe_gets_padded_prompts(
     model.model.layers[3] = Wrapped(model.model.layers[3])
     with caplog.at_level(logging.INFO, "attnpo"):
         readings = CausalJudge(model).read(prompts, layers=(1,))
-    assert "prompts are padded instead" in caplog.text
+    assert "layer 4 does not pass on what it is called with; the maps of eager attention are read" in caplog.text
     assert [reading.verdict_token for reading in readings] == expected
 
 

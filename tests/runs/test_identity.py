@@ -77,6 +77,8 @@ def test_what_counts_asks_what_shows_results_for_pages_alone() -> None:
             asked = {"/".join(parts[:end]) + ".py" for end in range(1, len(parts) + 1)}
             found |= {(name, other) for other in asked if shows(other) and (PACKAGE / other).is_file()}
     assert found == {
+        ("fitting.py", "fit.py"),  # the command, called from Python
+        ("fitting.py", "reports/frames.py"),  # what it gave, read back
         ("runs/other_pairs.py", "evaluation/implicit_reward.py"),  # the type of what it weighs for a benchmark
         ("runs/for_page.py", "display/heat.py"),
         ("runs/for_page.py", "display/heat_record.py"),
