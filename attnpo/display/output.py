@@ -63,8 +63,8 @@ def _note(console: Console, line: str) -> str:
     """A line below a table, set in: broken between words on a terminal, whole where programs read it."""
     if console.width >= WIDTH:
         return f"  {line}"
-    edge = {"initial_indent": "  ", "subsequent_indent": "  "}
-    return "\n".join(wrap(line, console.width, break_long_words=False, break_on_hyphens=False, **edge))
+    lines = wrap(line, console.width - 2, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(f"  {text}" for text in lines)
 
 
 def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
