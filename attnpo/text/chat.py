@@ -15,6 +15,9 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
+from attnpo.text.refusals import RefusedText as RefusedText
+from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
+from attnpo.text.refusals import check_text as check_text
 from attnpo.text.template_options import with_options
 
 if TYPE_CHECKING:
@@ -35,18 +38,6 @@ NOT_A_PREFIX = "prompt is not a token prefix"
 _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
 
 Range = tuple[int, int]
-
-
-class RefusedText(UserError):
-    """A text that cannot become training ids; ``reason`` says why in words that fit every such text."""
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-class RunawayTemplate(UserError):
-    """A chat template that does not come to an end within the time limit."""
 
 
 class ChatFormat:
@@ -101,6 +92,7 @@ class ChatFormat:
         self._last_prompt: tuple[str, list[int], list[Range]] | None = None
         self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
+        self._told: str | None = None
         self._check_time()
 
     def _check_time(self) -> None:
@@ -222,6 +214,8 @@ class ChatFormat:
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
         """Prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
 
+        Visible text that the template puts between its generation prompt and the response (an empty thought) is part of
+        the prompt; a blank there is not, as the response's first token mostly holds it.
         Ranges are half open in ``response`` as given, also when the template trims it; tokens that hold none of its
         characters (text the template puts around the response, the end of turn) have (len, len). A turn that the
         template does not close with a special token gets the tokenizer's EOS. An empty response is the end token alone.
@@ -239,15 +233,23 @@ class ChatFormat:
         before = self.render(prompt, add_generation_prompt=True)
         full = self._with_response(prompt, before, response)
         trimmed, begin, end = self._locate(prompt, before, full, response)
-        prompt_ids, prompt_offsets = self._prompt(before)
         ids, offsets = self.tokenize(full)
+        seam = len(before)
+        if full[seam:begin].strip():
+            self._tell(full[seam:begin])
+            seam = len(full[:begin].rstrip())
+        prompt_ids, prompt_offsets = self._prompt(full[:seam])
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
         if is_prefix:
-            ids, offsets = ids[count:], offsets[count:]
+            while seam > len(before) and count < len(ids) and offsets[count][1] <= begin:
+                count += 1  # a blank on its own; one that the response's first token holds stays there
+            prompt_ids, ids, offsets = ids[:count], ids[count:], offsets[count:]
         else:
-            ids, offsets = self.tokenize(full[len(before) :], start=False)
-            offsets = [(start + len(before), stop + len(before)) for start, stop in offsets]
+            seam = begin if seam > len(before) else seam
+            prompt_ids, _ = self._prompt(full[:seam])
+            ids, offsets = self.tokenize(full[seam:], start=False)
+            offsets = [(start + seam, stop + seam) for start, stop in offsets]
         ids, offsets = self._close(ids, offsets, end)
         shift, last = begin - trimmed, len(response)
         ranges = [
@@ -255,6 +257,11 @@ class ChatFormat:
             for start, stop in offsets
         ]
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
+
+    def _tell(self, head: str) -> None:
+        if head != self._told:
+            self._told = head
+            log.info("the chat template writes %r in front of an answer: it counts as part of the prompt", head)
 
     def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
         full = self.render([*prompt, Message(role="assistant", content=response)], add_generation_prompt=False)
@@ -317,9 +324,20 @@ class ChatFormat:
                 log.debug("no end-of-turn token learnt from the template: %s", problem)
         return frozenset(self._ends)
 
+    def _head(self) -> str:
+        """The text between the generation prompt and an answer to one turn; empty where the template refuses it."""
+        try:
+            turns = [Message(role="user", content="a")]
+            before = self.render(turns, add_generation_prompt=True)
+            return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
+        except UserError as problem:
+            log.debug("the template's text in front of an answer is not known: %s", problem)
+            return ""
+
     def fingerprint(self) -> dict[str, object]:
         """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
         if self._fingerprint is None:
+            head = self._head()
             self.tokenize("")  # forgets padding and truncation, which are part of the backend's text
             self._fingerprint = {
                 "tokenizer": hashlib.sha256(self._backend.to_str().encode()).hexdigest(),
@@ -328,20 +346,9 @@ class ChatFormat:
                 "bos_token": self.tokenizer.bos_token,
                 "bos_added": self._bos,
                 "eos": self._eos,
+                **({"part_of_the_prompt": head} if head.strip() else {}),
             }
         return dict(self._fingerprint)
-
-
-def check_text(text: str, what: str) -> None:
-    """Raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise RefusedText(
-            "its text holds a lone surrogate",
-            f"{what} holds the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
-            "cannot be encoded: repair the text or drop the row",
-        ) from problem
 
 
 def split_frame(rendered: str) -> tuple[str, str]:
