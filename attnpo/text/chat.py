@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from attnpo.schema import EncodedResponse, Message, UserError
+from attnpo.schema import REASONING, EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
 from attnpo.text.template_options import with_options
+from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, without_trace
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,6 +32,8 @@ SENTINEL = "ATTNPOPLACEHOLDER"
 
 RENDERING = 10.0
 """Seconds of computing that one conversation may take to render; real templates take milliseconds."""
+
+_LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
@@ -117,7 +120,7 @@ class ChatFormat:
         """
         if self._runaway is not None:
             raise self._runaway
-        turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+        turns = [dict(turn) for turn in messages]
         try:
             with deadline(RENDERING):
                 text = self.tokenizer.apply_chat_template(
@@ -145,7 +148,7 @@ class ChatFormat:
                 "model.chat_template",
             ) from problem
         except _FAULTS as problem:
-            roles = ", ".join(turn["role"] for turn in turns)
+            roles = ", ".join(turn["role"] for turn in messages)
             fold = f", set {self._part}.fold_system=true to put a system turn's text in front of the first user turn,"
             system = not self._folds and "system" in roles.split(", ")
             raise RefusedText(
@@ -232,7 +235,8 @@ class ChatFormat:
         check_text(response, "the response")
         before = self.render(prompt, add_generation_prompt=True)
         full = self._with_response(prompt, before, response)
-        trimmed, begin, end = self._locate(prompt, before, full, response)
+        pieces = self._locate(prompt, before, full, response)
+        begin, end = len(before) if len(pieces) > 1 else pieces[0].start, pieces[-1].end
         ids, offsets = self.tokenize(full)
         seam = len(before)
         if full[seam:begin].strip():
@@ -251,11 +255,7 @@ class ChatFormat:
             ids, offsets = self.tokenize(full[seam:], start=False)
             offsets = [(start + seam, stop + seam) for start, stop in offsets]
         ids, offsets = self._close(ids, offsets, end)
-        shift, last = begin - trimmed, len(response)
-        ranges = [
-            (max(start, begin) - shift, min(stop, end) - shift) if start < end and stop > begin else (last, last)
-            for start, stop in offsets
-        ]
+        ranges = [in_response(start, stop, pieces, len(response)) for start, stop in offsets]
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
 
     def _tell(self, head: str) -> None:
@@ -263,8 +263,16 @@ class ChatFormat:
             self._told = head
             log.info("the chat template writes %r in front of an answer: it counts as part of the prompt", head)
 
+    def _answer(self, response: str) -> Message:
+        """The assistant's turn; a trace stands in a variable of its own where the template reads one."""
+        apart = trace_of(response) if REASONING in self.chat_template else None
+        if apart is None:
+            return Message(role="assistant", content=response)
+        answer = without_trace(response)
+        return Message(role="assistant", content=answer, reasoning_content=apart)
+
     def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
-        full = self.render([*prompt, Message(role="assistant", content=response)], add_generation_prompt=False)
+        full = self.render([*prompt, self._answer(response)], add_generation_prompt=False)
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
@@ -272,23 +280,28 @@ class ChatFormat:
             "the chat template renders its prompt differently once an answer follows",
             "the chat template renders the prompt differently once an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
-            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: give a "
-            "template that keeps it as model.chat_template",
+            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: "
+            f"{_LEAVE_OUT * has_trace(response)}give a template that keeps it as model.chat_template",
         )
 
-    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> tuple[int, int, int]:
-        """Leading characters of the response that the template drops, and where the rest stands in ``full``."""
+    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[Piece]:
+        """Where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
         for learn in (False, True):
             if learn or self._frame is None:
                 probe = self._with_response(prompt, before, SENTINEL)
                 self._frame = split_frame(probe[len(before) :])
             place = place_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
-                return place[0], place[1] + len(before), place[2] + len(before)
+                return [Piece(place[1] + len(before), place[2] + len(before), place[0])]
+            body = full[len(before) : len(full) - len(self._frame[1])]
+            traced = place_traced(body, response) if full.endswith(self._frame[1]) else None
+            if traced is not None:
+                return [Piece(start + len(before), stop + len(before), at) for start, stop, at in traced]
         raise RefusedText(
             "the chat template rewrites its response",
             "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
-            f"{response[:60]!r} became {full[len(before) :][:80]!r}; give another template as model.chat_template",
+            f"{response[:60]!r} became {full[len(before) :][:80]!r}; "
+            f"{_LEAVE_OUT * has_trace(response)}give another template as model.chat_template",
         )
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
