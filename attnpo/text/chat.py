@@ -15,20 +15,20 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import REASONING, EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
+from attnpo.text.frames import SENTINEL as SENTINEL
+from attnpo.text.frames import place_in_frame as place_in_frame
+from attnpo.text.frames import split_frame as split_frame
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
-from attnpo.text.template_options import with_options
-from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, without_trace
+from attnpo.text.template_options import settable, with_options
+from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-SENTINEL = "ATTNPOPLACEHOLDER"
-"""Stands for a message's content where only the text around it is wanted."""
 
 RENDERING = 10.0
 """Seconds of computing that one conversation may take to render; real templates take milliseconds."""
@@ -276,20 +276,21 @@ class ChatFormat:
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
+        read = ", ".join(settable(self.chat_template, self.tokenizer))
+        options = f"set {self._part}.chat_template_kwargs (the template reads {read}), or " if read else ""
         raise RefusedText(
             "the chat template renders its prompt differently once an answer follows",
             "the chat template renders the prompt differently once an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
             f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: "
-            f"{_LEAVE_OUT * has_trace(response)}give a template that keeps it as model.chat_template",
+            f"{_LEAVE_OUT * has_trace(response)}{options}give a template that keeps it as model.chat_template",
         )
 
     def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[Piece]:
         """Where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
         for learn in (False, True):
             if learn or self._frame is None:
-                probe = self._with_response(prompt, before, SENTINEL)
-                self._frame = split_frame(probe[len(before) :])
+                self._frame = self._learned(prompt, before, has_trace(response))
             place = place_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
                 return [Piece(place[1] + len(before), place[2] + len(before), place[0])]
@@ -303,6 +304,16 @@ class ChatFormat:
             f"{response[:60]!r} became {full[len(before) :][:80]!r}; "
             f"{_LEAVE_OUT * has_trace(response)}give another template as model.chat_template",
         )
+
+    def _learned(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
+        """The text around an answer, which may have to follow a trace to be one that follows this prompt."""
+        try:
+            probe = self._with_response(prompt, before, SENTINEL)
+        except RefusedText:
+            if not traced:
+                raise
+            probe = self._with_response(prompt, before, with_trace("a", SENTINEL))
+        return split_frame(probe[len(before) :])
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
         """Tokens up to the first special one after the content's last character, or all of them and EOS."""
@@ -362,34 +373,3 @@ class ChatFormat:
                 **({"part_of_the_prompt": head} if head.strip() else {}),
             }
         return dict(self._fingerprint)
-
-
-def split_frame(rendered: str) -> tuple[str, str]:
-    """The text before and after the sentinel. Raises UserError unless the sentinel stands there exactly once."""
-    before, sentinel, after = rendered.partition(SENTINEL)
-    if not sentinel or SENTINEL in after:
-        raise UserError(
-            f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
-            "give another template as model.chat_template"
-        )
-    return before, after
-
-
-def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
-    """How ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
-
-    The leading characters of the content that were trimmed away, and the half-open range of what is left in
-    ``rendered``. Only blanks at either end may be missing.
-    """
-    head, tail = frame
-    body = rendered[len(head) : len(rendered) - len(tail)]
-    if rendered != head + body + tail:
-        return None
-    trimmed = 0
-    if body != content:
-        if body.strip() != content.strip():
-            return None
-        trimmed = (len(content) - len(content.lstrip())) - (len(body) - len(body.lstrip()))
-        if trimmed < 0 or content[trimmed : trimmed + len(body)] != body:
-            return None
-    return trimmed, len(head), len(head) + len(body)

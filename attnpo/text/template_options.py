@@ -60,6 +60,11 @@ def variables(template: str) -> frozenset[str]:
         ) from problem
 
 
+def settable(template: str, tokenizer: "PreTrainedTokenizerBase") -> list[str]:
+    """The variables that a chat template reads and its user may set. Raises UserError for text that is not Jinja."""
+    return sorted(variables(template) - SUPPLIED - set(tokenizer.special_tokens_map))
+
+
 def with_options(
     template: str,
     tokenizer: "PreTrainedTokenizerBase",
@@ -77,17 +82,17 @@ def with_options(
     """
     kwargs = kwargs or {}
     supplied = SUPPLIED | set(tokenizer.special_tokens_map)
-    read = variables(template) if kwargs else frozenset()
+    read = settable(template, tokenizer) if kwargs else []
+    named = ", ".join(read) or "none that can be set"
     lines = []
     for name, value in kwargs.items():
         key = f"{part}.chat_template_kwargs.{name}"
-        settable = ", ".join(sorted(read - supplied)) or "none that can be set"
         if name in supplied:
-            raise UserError(f"{key}: the renderer itself supplies {name}; variables of this chat template: {settable}")
+            raise UserError(f"{key}: the renderer itself supplies {name}; variables of this chat template: {named}")
         if name not in read:
             raise UserError(
                 f"{key}: the chat template never reads {name}, so it would change nothing; variables it reads: "
-                f"{settable}: correct the name or leave it out"
+                f"{named}: correct the name or leave it out"
             )
         lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {literal(value, key)} %}}{{% endif %}}\n")
     return "".join(lines) + FOLD * fold_system + template  # a newline after a block is dropped by the renderer
