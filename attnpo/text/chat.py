@@ -120,7 +120,7 @@ class ChatFormat:
         """
         if self._runaway is not None:
             raise self._runaway
-        turns = [dict(turn) for turn in messages]
+        turns = [{name: str(value) for name, value in turn.items()} for turn in messages]
         try:
             with deadline(RENDERING):
                 text = self.tokenizer.apply_chat_template(

@@ -5,7 +5,7 @@ A template with its options is a template again, so whatever renders, stores or 
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -38,7 +38,7 @@ FOLD = (
 class _Generation(Extension):
     """The tag pair that marks an assistant's text in templates of transformers; it renders its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  the base class has it as an instance's
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

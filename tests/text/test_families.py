@@ -54,8 +54,8 @@ def check(format_: ChatFormat, messages: list[Message], response: str, head: str
     assert isinstance(encoded, EncodedResponse)
     shown = "".join(response[start:end] for start, end in encoded.offsets)
     assert shown.endswith(without_trace(response)) and "Rayleigh" in shown if response == TRACED else shown == response
-    decoded = format_.tokenizer.decode(encoded.prompt_ids)
-    assert decoded == format_.tokenizer.decode(format_.prompt_ids(messages)) + head
+    opened = str(format_.tokenizer.decode(format_.prompt_ids(messages)))
+    assert format_.tokenizer.decode(encoded.prompt_ids) == opened + head
     assert encoded.response_ids[-1] in format_.end_ids and not format_.counts
 
 
