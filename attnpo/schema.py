@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol, TypedDict, TypeVar, cast, runtime_checkable
+from typing import NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,10 +50,23 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 class Message(TypedDict):
-    """One chat turn in the Hugging Face convention."""
+    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]
+
+
+REASONING = "reasoning_content"
+"""The key of a turn's reasoning trace, and the variable that chat templates read it by."""
+
+
+def copied(turn: Message) -> Message:
+    """A new turn with the role, the content and, where it has one, the reasoning trace of ``turn``, in this order."""
+    made = Message(role=turn["role"], content=turn["content"])
+    if turn.get("reasoning_content"):
+        made["reasoning_content"] = turn["reasoning_content"]
+    return made
 
 
 def digest(value: object) -> str:
@@ -84,8 +97,8 @@ class PreferencePair:
         cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, object] | None = None
     ) -> "PreferencePair":
         """The pair with its content digest as id."""
-        turns = tuple(Message(role=turn["role"], content=turn["content"]) for turn in prompt)
-        key = digest([[[turn["role"], turn["content"]] for turn in turns], chosen, rejected])
+        turns = tuple(copied(turn) for turn in prompt)
+        key = digest([[list(turn.values()) for turn in turns], chosen, rejected])
         return cls(pair_id=key[:32], prompt=turns, chosen=chosen, rejected=rejected, extra=dict(extra or {}))
 
     def response(self, side: str) -> str:

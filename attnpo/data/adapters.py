@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from attnpo.files import shortened
-from attnpo.schema import Message, PreferencePair, UserError
+from attnpo.schema import REASONING, Message, PreferencePair, UserError
+from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
 
 
 class Reason(StrEnum):
@@ -37,12 +38,14 @@ class Reason(StrEnum):
     WRITTEN = "messages are written as one text"
     NO_PROMPT = "no prompt"
     IDENTICAL = "identical responses"
+    UNCLOSED = "reasoning trace is not closed"
 
 
 class Note(StrEnum):
     """What is worth knowing of a row that was kept."""
 
     EMPTY = "empty response kept"
+    STRIPPED = "reasoning trace stripped"
     UNASKED = "empty prompt kept"
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
@@ -65,7 +68,8 @@ class Columns:
     with the text of a system message, blank or missing where a row has none. ``input``: column with a text that
     continues a prompt text on a new line (Alpaca's), blank or missing where a row has none. ``role`` and ``content``
     are the keys of one message ("from" and "value" in ShareGPT files, whose role names "human" and "gpt" are
-    understood).
+    understood). ``traces`` says what becomes of a reasoning trace: the assistant's ``reasoning_content`` or
+    ``<think>...</think>`` at the beginning of a response.
     """
 
     prompt: str | None = "prompt"
@@ -75,6 +79,7 @@ class Columns:
     input: str | None = None
     role: str = "role"
     content: str = "content"
+    traces: Traces = Traces.KEEP
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The columns among ``names`` that no option maps, in their order."""
@@ -151,11 +156,12 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     if system is not None and (said := _text(system)).strip():
         turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
+    turns, stripped = _traced(turns, columns.traces)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
         raise RowProblem(Reason.IDENTICAL)
     unasked = not turns.history[-1]["content"].strip()
-    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
+    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT), (stripped, Note.STRIPPED)]
     pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns))
     return AdaptedRow(pair, tuple(note for holds, note in noticed if holds))
 
@@ -201,7 +207,11 @@ def _messages(value: object, columns: Columns) -> list[Message]:
         raise RowProblem(Reason.MALFORMED)
     roles: list[str] = [cell[columns.role] for cell in cells]
     texts = [_text(_joined(cell.get(columns.content))) for cell in cells]
-    return [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
+    turns = [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
+    for turn, cell in zip(turns, cells, strict=True):
+        if turn["role"] == "assistant" and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
+            turn["reasoning_content"] = _text(trace)
+    return turns
 
 
 def _cell(value: object, columns: Columns) -> str | list[Message]:
@@ -239,7 +249,23 @@ def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], re
     history = chosen[:-1]
     if isinstance(prompt, str) and not any(prompt.strip() in turn["content"] for turn in history):
         raise RowProblem(Reason.PROMPT)
-    return _Turns(history, chosen[-1]["content"], rejected[-1]["content"])
+    return _Turns(history, _answer(chosen[-1]), _answer(rejected[-1]))
+
+
+def _answer(turn: Message) -> str:
+    trace = turn.get("reasoning_content")
+    return turn["content"] if trace is None else with_trace(trace, turn["content"])
+
+
+def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, bool]:
+    """The turns under the rule for traces, and whether a response lost one."""
+    both = (turns.chosen, turns.rejected)
+    if any(map(is_unclosed, both)):
+        raise RowProblem(Reason.UNCLOSED)
+    if traces is Traces.KEEP:
+        return turns, False
+    history = [Message(role=turn["role"], content=turn["content"]) for turn in turns.history]
+    return _Turns(history, *map(without_trace, both)), any(map(has_trace, both))
 
 
 def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:

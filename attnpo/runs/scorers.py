@@ -10,7 +10,7 @@ from attnpo.data.rules import LengthRules
 from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import DTYPES, ModelSpec
-from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError, check_choice
+from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError, check_choice, copied
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.training.scoring import ModelScorer
 from attnpo.weights.base import ScoredSource, Scorer, ScorerModel, Tools
@@ -69,7 +69,7 @@ def _with_instruction(pair: PreferencePair, instruction: str) -> list[Message]:
     if not places:
         reason = "a prompt has no user turn for a scorer's instruction"
         raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")
-    turns = [Message(role=turn["role"], content=turn["content"]) for turn in pair.prompt]
+    turns = [copied(turn) for turn in pair.prompt]
     turns[places[-1]]["content"] += f"\n\n{instruction}"
     return turns
 

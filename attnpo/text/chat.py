@@ -8,13 +8,21 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from attnpo.schema import EncodedResponse, Message, UserError
+from attnpo.schema import REASONING, EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
+from attnpo.text.frames import SENTINEL as SENTINEL
+from attnpo.text.frames import place_in_frame as place_in_frame
+from attnpo.text.frames import split_frame as split_frame
+from attnpo.text.refusals import RefusedText as RefusedText
+from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
+from attnpo.text.refusals import check_text as check_text
+from attnpo.text.template_options import settable, with_options
+from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,11 +30,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SENTINEL = "ATTNPOPLACEHOLDER"
-"""Stands for a message's content where only the text around it is wanted."""
-
 RENDERING = 10.0
 """Seconds of computing that one conversation may take to render; real templates take milliseconds."""
+
+_LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
 
 NOT_A_PREFIX = "prompt is not a token prefix"
 
@@ -36,48 +43,42 @@ _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, A
 Range = tuple[int, int]
 
 
-class RefusedText(UserError):
-    """A text that cannot become training ids; ``reason`` says why in words that fit every such text."""
-
-    def __init__(self, reason: str, text: str) -> None:
-        super().__init__(text)
-        self.reason = reason
-
-
-class RunawayTemplate(UserError):
-    """A chat template that does not come to an end within the time limit."""
-
-
-class Cut(NamedTuple):
-    """Which sides of a training sequence lost tokens."""
-
-    prompt: bool
-    response: bool
-
-
 class ChatFormat:
     """A tokenizer and a chat template as one function from messages to ids.
 
-    ``chat_template`` replaces the tokenizer's own template text. ``counts`` has "prompt is not a token prefix" for
+    ``chat_template`` replaces the tokenizer's own template text. ``kwargs`` are values of variables that the template
+    reads (``enable_thinking``); ``fold_system`` puts a system turn's text in front of the first user turn, a blank line
+    between. Both stand in front of ``chat_template`` from then on, so in every rendering, in the fingerprint and in
+    what is exported; ``part`` is the config node that they belong to. ``counts`` has "prompt is not a token prefix" for
     responses whose first characters merge with the prompt's last token and were therefore tokenised on their own.
 
-    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), and for a
-    template that does not come to an end.
+    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), for
+    ``kwargs`` that the template never reads, and for a template that does not come to an end.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        *,
+        kwargs: Mapping[str, object] | None = None,
+        fold_system: bool = False,
+        part: str = "model",
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
                 "not a fast tokenizer); spans and alignment need them: use a model folder with a tokenizer.json"
             )
         try:
-            self.chat_template: str = tokenizer.get_chat_template(chat_template)
+            template: str = tokenizer.get_chat_template(chat_template)
         except ValueError as problem:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template to the "
                 "template's text or to a file that holds it"
             ) from problem
+        self.chat_template = with_options(template, tokenizer, kwargs, fold_system, part)
+        self._part, self._folds = part, fold_system
         if "strftime_now" in self.chat_template:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
         self.tokenizer = tokenizer
@@ -94,6 +95,7 @@ class ChatFormat:
         self._last_prompt: tuple[str, list[int], list[Range]] | None = None
         self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
+        self._told: str | None = None
         self._check_time()
 
     def _check_time(self) -> None:
@@ -118,7 +120,7 @@ class ChatFormat:
         """
         if self._runaway is not None:
             raise self._runaway
-        turns = [{"role": turn["role"], "content": turn["content"]} for turn in messages]
+        turns = [{name: str(value) for name, value in turn.items()} for turn in messages]
         try:
             with deadline(RENDERING):
                 text = self.tokenizer.apply_chat_template(
@@ -146,11 +148,13 @@ class ChatFormat:
                 "model.chat_template",
             ) from problem
         except _FAULTS as problem:
-            roles = ", ".join(turn["role"] for turn in turns)
+            roles = ", ".join(turn["role"] for turn in messages)
+            fold = f", set {self._part}.fold_system=true to put a system turn's text in front of the first user turn,"
+            system = not self._folds and "system" in roles.split(", ")
             raise RefusedText(
                 "the chat template refuses its turns",
                 f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "
-                "roles or give another template as model.chat_template",
+                f"roles{fold * system} or give another template as model.chat_template",
             ) from problem
         return str(text)
 
@@ -213,6 +217,8 @@ class ChatFormat:
     def encode(self, prompt: Sequence[Message], response: str) -> EncodedResponse:
         """Prompt ids, response ids up to and with the end-of-turn token, and the response tokens' characters.
 
+        Visible text that the template puts between its generation prompt and the response (an empty thought) is part of
+        the prompt; a blank there is not, as the response's first token mostly holds it.
         Ranges are half open in ``response`` as given, also when the template trims it; tokens that hold none of its
         characters (text the template puts around the response, the end of turn) have (len, len). A turn that the
         template does not close with a special token gets the tokenizer's EOS. An empty response is the end token alone.
@@ -229,51 +235,85 @@ class ChatFormat:
         check_text(response, "the response")
         before = self.render(prompt, add_generation_prompt=True)
         full = self._with_response(prompt, before, response)
-        trimmed, begin, end = self._locate(prompt, before, full, response)
-        prompt_ids, prompt_offsets = self._prompt(before)
+        pieces = self._locate(prompt, before, full, response)
+        begin, end = len(before) if len(pieces) > 1 else pieces[0].start, pieces[-1].end
         ids, offsets = self.tokenize(full)
+        seam = len(before)
+        if full[seam:begin].strip():
+            self._tell(full[seam:begin])
+            seam = len(full[:begin].rstrip())
+        prompt_ids, prompt_offsets = self._prompt(full[:seam])
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
         if is_prefix:
-            ids, offsets = ids[count:], offsets[count:]
+            while seam > len(before) and count < len(ids) and offsets[count][1] <= begin:
+                count += 1  # a blank on its own; one that the response's first token holds stays there
+            prompt_ids, ids, offsets = ids[:count], ids[count:], offsets[count:]
         else:
-            ids, offsets = self.tokenize(full[len(before) :], start=False)
-            offsets = [(start + len(before), stop + len(before)) for start, stop in offsets]
+            seam = begin if seam > len(before) else seam
+            prompt_ids, _ = self._prompt(full[:seam])
+            ids, offsets = self.tokenize(full[seam:], start=False)
+            offsets = [(start + seam, stop + seam) for start, stop in offsets]
         ids, offsets = self._close(ids, offsets, end)
-        shift, last = begin - trimmed, len(response)
-        ranges = [
-            (max(start, begin) - shift, min(stop, end) - shift) if start < end and stop > begin else (last, last)
-            for start, stop in offsets
-        ]
+        ranges = [in_response(start, stop, pieces, len(response)) for start, stop in offsets]
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
 
+    def _tell(self, head: str) -> None:
+        if head != self._told:
+            self._told = head
+            log.info("the chat template writes %r in front of an answer: it counts as part of the prompt", head)
+
+    def _answer(self, response: str) -> Message:
+        """The assistant's turn; a trace stands in a variable of its own where the template reads one."""
+        apart = trace_of(response) if REASONING in self.chat_template else None
+        if apart is None:
+            return Message(role="assistant", content=response)
+        answer = without_trace(response)
+        return Message(role="assistant", content=answer, reasoning_content=apart)
+
     def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
-        full = self.render([*prompt, Message(role="assistant", content=response)], add_generation_prompt=False)
+        full = self.render([*prompt, self._answer(response)], add_generation_prompt=False)
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
+        read = ", ".join(settable(self.chat_template, self.tokenizer))
+        options = f"set {self._part}.chat_template_kwargs (the template reads {read}), or " if read else ""
         raise RefusedText(
             "the chat template renders its prompt differently once an answer follows",
             "the chat template renders the prompt differently once an assistant turn follows: at character "
             f"{place} the prompt alone has {before[place : place + 40]!r}, the conversation has "
-            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: give a "
-            "template that keeps it as model.chat_template",
+            f"{full[place : place + 40]!r}; training needs the prompt to be the beginning of the conversation: "
+            f"{_LEAVE_OUT * has_trace(response)}{options}give a template that keeps it as model.chat_template",
         )
 
-    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> tuple[int, int, int]:
-        """Leading characters of the response that the template drops, and where the rest stands in ``full``."""
+    def _locate(self, prompt: Sequence[Message], before: str, full: str, response: str) -> list[Piece]:
+        """Where the response stands in ``full``: in one piece, or tags, trace and answer apart."""
         for learn in (False, True):
             if learn or self._frame is None:
-                probe = self._with_response(prompt, before, SENTINEL)
-                self._frame = split_frame(probe[len(before) :])
+                self._frame = self._learned(prompt, before, has_trace(response))
             place = place_in_frame(full[len(before) :], self._frame, response)
             if place is not None:
-                return place[0], place[1] + len(before), place[2] + len(before)
+                return [Piece(place[1] + len(before), place[2] + len(before), place[0])]
+            body = full[len(before) : len(full) - len(self._frame[1])]
+            traced = place_traced(body, response) if full.endswith(self._frame[1]) else None
+            if traced is not None:
+                return [Piece(start + len(before), stop + len(before), at) for start, stop, at in traced]
         raise RefusedText(
             "the chat template rewrites its response",
             "the chat template changes the text of an assistant turn beyond trimming blanks at its ends: the response "
-            f"{response[:60]!r} became {full[len(before) :][:80]!r}; give another template as model.chat_template",
+            f"{response[:60]!r} became {full[len(before) :][:80]!r}; "
+            f"{_LEAVE_OUT * has_trace(response)}give another template as model.chat_template",
         )
+
+    def _learned(self, prompt: Sequence[Message], before: str, traced: bool) -> tuple[str, str]:
+        """The text around an answer, which may have to follow a trace to be one that follows this prompt."""
+        try:
+            probe = self._with_response(prompt, before, SENTINEL)
+        except RefusedText:
+            if not traced:
+                raise
+            probe = self._with_response(prompt, before, with_trace("a", SENTINEL))
+        return split_frame(probe[len(before) :])
 
     def _close(self, ids: list[int], offsets: list[Range], end: int) -> tuple[list[int], list[Range]]:
         """Tokens up to the first special one after the content's last character, or all of them and EOS."""
@@ -308,9 +348,20 @@ class ChatFormat:
                 log.debug("no end-of-turn token learnt from the template: %s", problem)
         return frozenset(self._ends)
 
+    def _head(self) -> str:
+        """The text between the generation prompt and an answer to one turn; empty where the template refuses it."""
+        try:
+            turns = [Message(role="user", content="a")]
+            before = self.render(turns, add_generation_prompt=True)
+            return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
+        except UserError as problem:
+            log.debug("the template's text in front of an answer is not known: %s", problem)
+            return ""
+
     def fingerprint(self) -> dict[str, object]:
         """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
         if self._fingerprint is None:
+            head = self._head()
             self.tokenize("")  # forgets padding and truncation, which are part of the backend's text
             self._fingerprint = {
                 "tokenizer": hashlib.sha256(self._backend.to_str().encode()).hexdigest(),
@@ -319,71 +370,6 @@ class ChatFormat:
                 "bos_token": self.tokenizer.bos_token,
                 "bos_added": self._bos,
                 "eos": self._eos,
+                **({"part_of_the_prompt": head} if head.strip() else {}),
             }
         return dict(self._fingerprint)
-
-
-def check_text(text: str, what: str) -> None:
-    """Raises UserError naming ``what`` when the text holds a lone surrogate, which no encoding can write."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as problem:
-        raise RefusedText(
-            "its text holds a lone surrogate",
-            f"{what} holds the lone surrogate U+{ord(text[problem.start]):04X} at character {problem.start}, which "
-            "cannot be encoded: repair the text or drop the row",
-        ) from problem
-
-
-def split_frame(rendered: str) -> tuple[str, str]:
-    """The text before and after the sentinel. Raises UserError unless the sentinel stands there exactly once."""
-    before, sentinel, after = rendered.partition(SENTINEL)
-    if not sentinel or SENTINEL in after:
-        raise UserError(
-            f"the chat template writes a message's content {rendered.count(SENTINEL)} times, expected exactly once: "
-            "give another template as model.chat_template"
-        )
-    return before, after
-
-
-def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple[int, int, int] | None:
-    """How ``content`` stands between the two texts of ``frame``; None when ``rendered`` is anything else.
-
-    The leading characters of the content that were trimmed away, and the half-open range of what is left in
-    ``rendered``. Only blanks at either end may be missing.
-    """
-    head, tail = frame
-    body = rendered[len(head) : len(rendered) - len(tail)]
-    if rendered != head + body + tail:
-        return None
-    trimmed = 0
-    if body != content:
-        if body.strip() != content.strip():
-            return None
-        trimmed = (len(content) - len(content.lstrip())) - (len(body) - len(body.lstrip()))
-        if trimmed < 0 or content[trimmed : trimmed + len(body)] != body:
-            return None
-    return trimmed, len(head), len(head) + len(body)
-
-
-def truncate(
-    encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
-) -> tuple[EncodedResponse, Cut]:
-    """The sequence cut to length, and which sides lost tokens.
-
-    The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
-    then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the
-    caller drops such a pair and counts it.
-
-    With ``keep_end`` prompt and response keep their last ``max_length`` tokens instead, as in TRL's keep_end. Of a
-    response that fills them all the first one stands for the prompt, since nothing predicts it.
-    """
-    prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
-    over = len(prompt) + len(encoded.response_ids) - max_length
-    if keep_end and over > 0:
-        kept, left = (prompt + encoded.response_ids)[over:], max(1, len(prompt) - over)
-        lost = len(encoded.response_ids) - (len(kept) - left)
-        return EncodedResponse(kept[:left], kept[left:], encoded.offsets[lost:]), Cut(prompt=True, response=lost > 0)
-    room = max(0, max_length - len(prompt))
-    cut = Cut(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
-    return EncodedResponse(prompt, encoded.response_ids[:room], encoded.offsets[:room]), cut

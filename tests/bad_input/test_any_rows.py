@@ -33,6 +33,7 @@ from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.alignment import AlignMethod
 from attnpo.text.chat import SENTINEL, ChatFormat
 from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules
+from attnpo.text.traces import Traces
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import ensure_captured
@@ -52,7 +53,7 @@ _SNIPPETS = [
     "\u200b", "\ufeff", "👩🏽‍🔬", "e\u0301\u0323", "日本語", "\u2028", "\r\n", "</s>", "<end>", "<|end|>",
     "<bos><user>", "<|endoftext|>", "[INST]", "<unk>", "<pad>", SENTINEL, "{answer_b}", "{question}", "{{ x }}",
     "review B :\n", "which is better , A or B ?", "\n\nHuman:", "\n\nAssistant:", "\n\nHuman: Hi\n\nAssistant: Yo",
-    "{% raw %}", "forbidden", "\\", '"', "'; --", "%s {0}",
+    "<think>", "</think>", "{% raw %}", "forbidden", "\\", '"', "'; --", "%s {0}",
 ]  # fmt: skip
 _WHOLE = st.one_of(
     st.lists(st.sampled_from(_SNIPPETS), max_size=3).map("".join),
@@ -62,7 +63,17 @@ _WHOLE = st.one_of(
     ),
 )
 _PLAIN = st.sampled_from(
-    ["the seat was good .", "tedious", "a forbidden word", "a {{ brace", "Jinja", "A", "the seat was large . " * 40]
+    [
+        "the seat was good .",
+        "tedious",
+        "<think>so",
+        "<think>so</think>good .",
+        "a forbidden word",
+        "a {{ brace",
+        "Jinja",
+        "A",
+        "the seat was large . " * 40,
+    ]
 )
 _TEXT = st.one_of(_PLAIN, _WHOLE)
 _JUNK: st.SearchStrategy[Any] = st.recursive(
@@ -283,7 +294,9 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     )
     @given(
         rows=st.lists(_ROW, min_size=ROWS, max_size=ROWS).map(_with_exchanged),
-        columns=st.sampled_from([Columns(), Columns(), Columns(prompt=None), Columns(system="prompt", prompt=None)]),
+        columns=st.sampled_from(
+            [Columns(), Columns(traces=Traces.STRIP), Columns(prompt=None), Columns(system="prompt", prompt=None)]
+        ),
         chat=st.sampled_from(chats),
         rules=st.sampled_from([LengthRules(200, 150), LengthRules(80, 40), LengthRules(60, 30, Overlong.DROP)]),
         judge=st.builds(

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from attnpo.data.adapters import Columns, Note, Reason, RowProblem, adapt
 from attnpo.data.base import PairSet, PairSource, name_unused, pairs_from_rows, row_range
 from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.text.traces import Traces
 
 USER = {"role": "user", "content": "Name a colour."}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -203,6 +204,7 @@ PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.NOT_TEXT, {"chosen": [USER, said("a")], "rejected": [USER, {"role": "assistant", "content": [{}]}]}),
     (Reason.UNICODE, {"prompt": "p", "chosen": "a\ud800", "rejected": "b"}),
     (Reason.UNICODE, {"chosen": [asked("\udfff"), said("a")], "rejected": [asked("\udfff"), said("b")]}),
+    (Reason.UNCLOSED, {"prompt": "p", "chosen": "<think>a", "rejected": "b"}),
     (Reason.MALFORMED, {"prompt": "p", "chosen": "a", "rejected": [said("b")]}),
     (Reason.MALFORMED, {"chosen": [], "rejected": []}),
     (Reason.MALFORMED, {"chosen": ["a"], "rejected": ["b"]}),
@@ -560,3 +562,41 @@ def test_source_is_a_config_component() -> None:
     assert source == PairSource("x", val_rows="500", columns=Columns(prompt=None, chosen="good"))
     with pytest.raises(Exception, match="typo"):
         OmegaConf.merge(node, {"typo": 1})
+
+
+# ---------------------------------------------------------------------------------------------- reasoning traces
+
+
+def reasoned(trace: str | None, answer: str) -> list[dict[str, object]]:
+    return [
+        {"role": "user", "content": "Q1"},
+        {"role": "assistant", "content": "A1", "reasoning_content": "earlier"},
+        {"role": "user", "content": "Q2"},
+        {"role": "assistant", "content": answer, "reasoning_content": trace},
+    ]
+
+
+def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
+    row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
+    kept = adapt(row, Columns())
+    assert (kept.pair.chosen, kept.pair.rejected) == ("<think>\nwhy\n</think>\n\ngood", "bad")
+    assert [turn.get("reasoning_content") for turn in kept.pair.prompt] == [None, "earlier", None]
+    assert not kept.notes
+    stripped = adapt(row, Columns(traces=Traces.STRIP))
+    without = {side: [{**turn, "reasoning_content": None} for turn in turns] for side, turns in row.items()}
+    assert stripped.pair == adapt(without, Columns()).pair != kept.pair
+    assert stripped.notes == (Note.STRIPPED,)
+
+
+@pytest.mark.parametrize("traces", Traces)
+def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
+    rows = [
+        {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "<think>c"},
+        {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "<think>c</think>b"},
+        {"prompt": "Q", "chosen": "<think>a</think>b", "rejected": "d"},
+    ]
+    found = pairs_from_rows(rows, Columns(traces=traces))
+    strip = traces is Traces.STRIP
+    assert found.counts == {"reasoning trace is not closed": 1} | ({"identical responses": 1} if strip else {})
+    assert found.pairs[-1].chosen == ("b" if strip else "<think>a</think>b")
+    assert found.notes == ({"reasoning trace stripped": 1} if strip else {})

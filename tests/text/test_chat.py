@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.text.truncation import truncate
 from tests.text.formats import FORMATS, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -242,6 +243,53 @@ def test_a_template_that_changes_the_prompt_is_refused_for_training_only(formats
     assert chat.end_ids == {chat.tokenizer.eos_token_id}
     with pytest.raises(UserError, match=r"renders the prompt differently.*'<think>"):
         chat.encode(TURNS, "Yes.")
+
+
+def thinking(formats: Formats, opening: str, thought: str, folder: str = FORMATS["golden"][0]) -> ChatFormat:
+    """ChatML whose answers begin with ``thought``, as Qwen3's and Qwen3.5's do, and prompts end with ``opening``."""
+    tokenizer = formats.tokenizer(folder, fresh=True)
+    words = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}"
+        f"{thought}{{% endif %}}{{{{ m['content'] }}}}<|im_end|>\n{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}<|im_start|>assistant\n{opening}{{% endif %}}"
+    )
+    return ChatFormat(tokenizer, template)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n", "<think>\n\n</think>\n\n"])
+def test_text_between_prompt_and_response_is_part_of_the_prompt(
+    formats: Formats, opening: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same ids whether the generation prompt has all of the empty thought, opens it, or leaves it to the answer."""
+    thought = "<think>\n\n</think>\n\n"
+    chat = thinking(formats, opening, thought)
+    plain = thinking(formats, "", "")
+    with caplog.at_level("INFO"):
+        both = [chat.encode(DIALOGUE, text) for text in ("Rayleigh.", "", "\nDust.", " It is 5.")]
+    bare = plain.encode(DIALOGUE, "Rayleigh.")
+    assert both[0].response_ids == bare.response_ids and both[0].offsets == bare.offsets
+    assert both[0].prompt_ids == bare.prompt_ids + chat.tokenizer.encode(thought, add_special_tokens=False)
+    assert both[1].prompt_ids == both[0].prompt_ids and both[1].response_ids == bare.response_ids[-1:]
+    for one, text in zip(both, ("Rayleigh.", "", "\nDust.", " It is 5."), strict=True):
+        assert covered(one) == set(range(len(text)))
+        whole = chat.render([*DIALOGUE, {"role": "assistant", "content": text}], False)
+        assert whole.startswith(chat.tokenizer.decode((one.prompt_ids + one.response_ids)[1:]))
+    assert chat.tokenizer.decode(chat.prompt_ids(DIALOGUE)).endswith("assistant\n" + opening)
+    told = opening != thought
+    assert caplog.text.count("it counts as part of the prompt") == told
+    assert ("part_of_the_prompt" in chat.fingerprint()) == told and "part_of_the_prompt" not in plain.fingerprint()
+    assert not chat.counts
+
+
+def test_a_blank_that_the_first_token_takes_stays_with_it(formats: Formats) -> None:
+    """Behind "</think>" and a blank, " Yes" is one token; it is the response's, and both prompts end before it."""
+    chat = thinking(formats, "", "<think></think> ", "models/tokenizers/gpt2")
+    one, other = chat.encode(TURNS, "Yes."), chat.encode(TURNS, "No.")
+    assert chat.tokenizer.convert_ids_to_tokens(one.response_ids) == ["ĠYes", ".", "<|im_end|>"]
+    assert one.offsets == [(0, 3), (3, 4), (4, 4)] and one.prompt_ids == other.prompt_ids
+    assert chat.tokenizer.decode(one.prompt_ids).endswith("<think></think>") and not chat.counts
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""Reasoning traces: what a model wrote for itself, as ``<think>...</think>``, in front of its answer."""
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+OPEN, CLOSE = "<think>", "</think>"
+_TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+class Traces(Enum):
+    """What becomes of a reasoning trace in a response: trained on with its answer, or taken out of the data."""
+
+    KEEP = "keep"
+    STRIP = "strip"
+
+
+class Piece(NamedTuple):
+    """A stretch of a rendered text, half open, and where its first character stands in the response."""
+
+    start: int
+    end: int
+    place: int
+
+
+def has_trace(response: str) -> bool:
+    """Whether a closed trace begins the response."""
+    return _TRACED.match(response) is not None
+
+
+def trace_of(response: str) -> str | None:
+    """The text of the trace that begins the response, without blanks around it; None without one."""
+    found = _TRACED.match(response)
+    return None if found is None else found[1].strip()
+
+
+def is_unclosed(response: str) -> bool:
+    """Whether the response begins with a trace that never ends."""
+    return response.lstrip().startswith(OPEN) and CLOSE not in response
+
+
+def with_trace(trace: str, answer: str) -> str:
+    """Trace and answer as one response."""
+    return f"{OPEN}\n{trace.strip()}\n{CLOSE}\n\n{answer}"
+
+
+def without_trace(response: str) -> str:
+    """The answer alone; a response without a trace as it is."""
+    found = _TRACED.match(response)
+    return response if found is None else response[found.end() :].lstrip()
+
+
+def place_traced(body: str, response: str) -> list[Piece] | None:
+    """Where the tags, the trace and the answer of ``response`` stand in ``body``, what a template made of it.
+
+    The template may have changed the blanks around trace and answer, and may have the opening tag in its prompt. None
+    for a response without a trace, and where the template did more than that.
+    """
+    given = _TRACED.match(response)
+    if given is None:
+        return None
+    trace, answer = given[1].strip(), response[given.end() :].lstrip()
+    whole, trimmed = re.escape(answer), re.escape(answer.rstrip())
+    pattern = rf"\s*({OPEN})?\s*({re.escape(trace)})\s*({CLOSE})\s*({whole}|{trimmed})\s*"
+    found = re.fullmatch(pattern, body)
+    if found is None:
+        return None
+    places = [
+        response.index(OPEN),
+        given.start(1) + len(given[1]) - len(given[1].lstrip()),
+        given.end() - len(CLOSE),
+        len(response) - len(response[given.end() :].lstrip()),
+    ]
+    spans = [found.span(group) for group in range(1, 5)]
+    return [Piece(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
+
+
+def in_response(start: int, end: int, pieces: list[Piece], last: int) -> tuple[int, int]:
+    """The characters of the response that [start, end) of the rendered text holds; (last, last) for none."""
+    held = [piece for piece in pieces if start < piece.end and end > piece.start]
+    if not held:
+        return last, last
+    first, final = held[0], held[-1]
+    return max(start, first.start) - first.start + first.place, min(end, final.end) - final.start + final.place
