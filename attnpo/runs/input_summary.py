@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -77,6 +78,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
     if CHOICE in inputs.context.prepared:
         out[CHOICE] = inputs.context.prepared[CHOICE]
+    if weighed.label_mass is not None:
+        out["label_mass"] = asdict(weighed.label_mass)
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         warning = judge_warning(weighed.verdicts)

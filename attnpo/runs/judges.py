@@ -92,6 +92,10 @@ class RunJudge:
             "kernel": kernel_for(described(self.path, self.revision)),
         }
 
+    def written(self, token: int) -> str:
+        """A token of the judge as text."""
+        return str(self.tokenizer.decode([token]))
+
     def tools(self, device: torch.device) -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``."""
         found = described(self.path, self.revision)

@@ -72,6 +72,9 @@ def wants_auto(source: WeightSource) -> bool:
     return True
 
 
+WARN, STOP = "warn", "stop"
+
+
 @runtime_checkable
 class JudgePreparer(Protocol):
     """A ``prepare`` component that can also build another model to judge."""
@@ -87,6 +90,9 @@ class Judge(JudgeRules):
     ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
     full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward.
     ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
+    ``min_label_mass``: the probability that both labels together should have at the verdict position, in the mean over
+    the first prompts; one half, since below it the judge more likely writes something else there than a verdict.
+    ``low_label_mass``: warn or stop, what a judge below it does to a pass that is not paid for yet.
     """
 
     path: str | None = None
@@ -96,11 +102,16 @@ class Judge(JudgeRules):
     verdict: bool = True
     token_budget: int = field(default=16384, metadata=BOOKKEEPING)
     other: bool = False
+    min_label_mass: float = field(default=0.5, metadata=BOOKKEEPING)
+    low_label_mass: str = field(default=WARN, metadata=BOOKKEEPING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("judge.dtype", self.dtype, DTYPES)
+        check_choice("judge.low_label_mass", self.low_label_mass, (WARN, STOP))
         check_least("judge", 1, token_budget=self.token_budget)
+        if not 0 <= self.min_label_mass <= 1:
+            raise UserError(f"judge.min_label_mass: expected a probability from 0 to 1, got {self.min_label_mass}")
 
     def rules(self) -> JudgeRules:
         """The prompt rules alone, with the template's path settled."""
