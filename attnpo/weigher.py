@@ -24,7 +24,8 @@ from attnpo.models.loading import described, heads_of, load_model, load_tokenize
 from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import PLACEHOLDERS, Assembly, JudgePrompts, JudgeTemplate
+from attnpo.text.judge_template import Assembly, JudgePrompts
+from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.weights.base import OnlineSource, Tools, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
 from attnpo.weights.layers import Depth, Row
@@ -88,6 +89,7 @@ class Weigher:
         template: the judge's wording: a file (also one of ``configs/``), or the text itself with {question},
             {answer_a} and {answer_b}.
         chat: whether the wording is one user message of the chat template, or the whole prompt.
+        prefill: the beginning of the judge's reply, up to the letter; None for none.
         labels: the letters that the wording asks for.
         assembly: "text" tokenises the rendered prompt (paper), "ids" splices the training-side ids.
         max_length: tokens of a judge prompt from which it is cut; ``max_response_length`` tokens a response keeps then.
@@ -114,6 +116,7 @@ class Weigher:
         both_orders: bool = True,
         template: str | Path = TEMPLATE,
         chat: bool = True,
+        prefill: str | None = None,
         labels: tuple[str, str] = ("A", "B"),
         assembly: str = "text",
         max_length: int = 2048,
@@ -135,6 +138,7 @@ class Weigher:
             max_response_length=max_response_length,
             labels=labels,
             chat=chat,
+            prefill=prefill,
             dtype=dtype,
             verdict=verdict,
             token_budget=token_budget,

@@ -40,8 +40,9 @@ class LabelMass:
         return (
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
             f"{100 * minimum:.3g} % of judge.min_label_mass, and would write {in_words(self.written, self.prompts)}: "
-            "the attention that is read is not that of a verdict. What helps: another wording (judge=..., "
-            "judge.template_file), the letters that it does write (judge.labels)"
+            "the attention that is read is not that of a verdict. What helps: the beginning of its reply up to the "
+            "letter (judge.prefill), another wording (judge=..., judge.template_file), the letters that it does write "
+            "(judge.labels)"
         )
 
 

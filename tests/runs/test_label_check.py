@@ -3,11 +3,12 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from attnpo import fit, weigh
 from attnpo.command_line import run_entry
@@ -25,12 +26,13 @@ SAID, LOW = "of the probability at the verdict position is on its two labels", "
 class ScriptedJudge:
     """Puts ``mass`` on its two labels, evenly, and the rest on the token ``other``; looks at every token alike.
 
-    ``asked``: prompts and layers of each call, and whether it was for a verdict.
+    ``asked``: prompts and layers of each call, and whether it was for a verdict; ``last``: each prompt's last token.
     """
 
     mass: float
     other: int
     asked: list[tuple[int, tuple[int, ...], bool]]
+    last: list[int] = field(default_factory=list)
     num_layers: int = 2
 
     def read(
@@ -44,6 +46,7 @@ class ScriptedJudge:
         label_ids: tuple[int, int] | None = None,
     ) -> list[JudgeReading]:
         self.asked.append((len(prompts), tuple(layers), verdict))
+        self.last += [ids[-1] for ids in prompts]
         found = []
         for ids in prompts:
             rows = torch.full((len(layers), len(ids)), 1 / len(ids))
@@ -126,6 +129,19 @@ def test_stop_ends_it_before_the_pass(
         assert LOW in told and "judge.low_label_mass=warn goes on" in told and told.count("\n") == 1
     assert judge.asked == [(PROMPTS, (), True)], "the second time from the store, and never the pass"
     assert not list(world.store.glob("weights/*/*.parquet"))
+
+
+@pytest.mark.parametrize("assembly", ["text", "ids"])
+def test_the_verdict_is_read_after_the_prefill(assembly: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = scripted(monkeypatch, 0.75)
+    given = ("judge.prefill=the better review is", "judge.labels=[' A',' B']", f"judge.assembly={assembly}")
+    assert weighs(world, *given) == 0
+    decode = AutoTokenizer.from_pretrained(world.model).decode
+    assert len(judge.last) == PROMPTS + 2 * (TRAIN + VAL)
+    assert {decode([token]).strip() for token in judge.last} == {"is"}
+    judge.last.clear()
+    assert weighs(world, f"judge.assembly={assembly}") == 0, "other prompts, so that nothing of it is in the store"
+    assert {decode([token]).strip() for token in judge.last} == {"<assistant>"}
 
 
 def test_a_real_judge_through_fit(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ def test_a_problem_begins_below_the_minimum() -> None:
     mass = LabelMass(0.5, 4, (("<think>", 4),))
     assert mass.problem(0.5) is None
     told = mass.problem(math.nextafter(0.5, 1))
-    assert told is not None and "'<think>' (4 of 4)" in told and "judge.labels" in told
+    assert told is not None and "'<think>' (4 of 4)" in told and "judge.prefill" in told and "judge.labels" in told
 
 
 def test_what_is_not_known() -> None:
