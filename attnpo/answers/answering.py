@@ -174,7 +174,8 @@ def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
             f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
         )
     model = replace(model, chat_template=read_template(model.chat_template))
-    return model, ChatFormat(load_tokenizer(model.path, model.revision, model.chat_template))
+    tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
+    return model, ChatFormat(tokenizer, kwargs=model.chat_template_kwargs, fold_system=model.fold_system)
 
 
 def _require_room(limit: int | None, sampling: Sampling) -> None:

@@ -69,6 +69,11 @@ class OpenAIAnswering:
 
         key = self._key()
         _require_package()
+        if model.fold_system:
+            raise UserError(
+                "model.fold_system=true cannot reach a server, which renders its own chat template: leave it out and "
+                "serve a folder whose template folds the system turn (what a run with this option exports does)"
+            )
         if not Path(model.path).expanduser().is_dir():
             log.info("%s is no folder here: its name on the server stands for its weights", model.path)
             return ServedAnswerer(self, model, None, self.max_length, key)
@@ -118,7 +123,12 @@ class ServedAnswerer:
         from attnpo.models.loading import weights_fingerprint
 
         if self.chat is None:
-            return {"answering": "server", "model": {"served": self.name}}
+            kwargs = self.model.chat_template_kwargs
+            return {
+                "answering": "server",
+                "model": {"served": self.name},
+                **({"chat_template_kwargs": dict(kwargs)} if kwargs else {}),
+            }
         weights = weights_fingerprint(self.model.path, self.model.revision)
         return {"answering": "server", "model": weights, "chat": self.chat.fingerprint()}
 
@@ -143,7 +153,17 @@ class ServedAnswerer:
         if self.settings.extensions:
             ends = set(sampling.stop_ids) | (set() if self.chat is None else set(self.chat.end_ids))
             neutral = {"top_k": sampling.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0}
-            body["extra_body"] = neutral | ({"stop_token_ids": sorted(ends)} if ends else {})
+            kwargs = self.model.chat_template_kwargs
+            body["extra_body"] = (
+                neutral
+                | ({"stop_token_ids": sorted(ends)} if ends else {})
+                | ({"chat_template_kwargs": dict(kwargs)} if kwargs else {})
+            )
+        elif self.model.chat_template_kwargs:
+            raise UserError(
+                "answering.extensions=false cannot send model.chat_template_kwargs to the server: leave them out, or "
+                "set answering.extensions=true"
+            )
         elif sampling.top_k or sampling.stop_ids:
             raise UserError(
                 f"answering.extensions=false cannot send sampling.top_k={sampling.top_k} and sampling.stop_ids="

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row

@@ -1,6 +1,7 @@
 """Which model, from where, in what number format, with which adapters: plain settings without any heavy import."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from attnpo.schema import UserError
 
@@ -42,7 +43,9 @@ class LoraSpec:
 class ModelSpec:
     """A causal LM: a local folder or a hub name.
 
-    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none. ``dtype`` is that of the
+    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none.
+    ``chat_template_kwargs`` are values of variables that the template reads ({enable_thinking: false});
+    ``fold_system`` puts a system turn's text in front of the first user turn. ``dtype`` is that of the
     weights: float32 masters for training (``trainer.precision`` sets autocast); bfloat16 for a frozen base
     under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
@@ -57,6 +60,8 @@ class ModelSpec:
     dtype: str = "float32"
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
+    fold_system: bool = False
     gradient_checkpointing: bool = False
     checkpoint_every: int = 1
     lora: LoraSpec | None = None

@@ -121,7 +121,8 @@ def make_context(cfg: RunConfig) -> RunContext:
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-    context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, ChatFormat(tokenizer), prepared)
+    chat = ChatFormat(tokenizer, kwargs=model.chat_template_kwargs, fold_system=model.fold_system)
+    context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, chat, prepared)
     require_reader(cfg.weights, cfg.objective)
     if "generator" in cfg.weights.requires:
         run_verbalizer(context)

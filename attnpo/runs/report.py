@@ -295,6 +295,14 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
     if template != context.chat.chat_template:
         notes.append(BOS_WRITTEN)
         log.info("checkpoints: %s", BOS_WRITTEN)
+    options = {
+        "chat_template_kwargs": dict(context.model.chat_template_kwargs or {}),
+        "fold_system": context.model.fold_system,
+    }
+    if any(options.values()):
+        told = ", ".join(f"model.{key}={json.dumps(value)}" for key, value in options.items() if value)
+        notes.append(f"the exported chat template sets what training had: {told}")
+        log.info("checkpoints: %s", notes[-1])
     older = warning_for(text_config(context.model.path, context.model.revision))
     if older is not None:
         notes.append(older)

@@ -90,8 +90,12 @@ def evaluation_config(
     except UserError as problem:
         raise UserError(_told(study, benchmark, problem)) from problem
     template = model.chat_template or made.model.chat_template
-    return made.with_value("model.revision", model.revision or made.model.revision).with_value(
-        "model.chat_template", template
+    kwargs = {**(made.model.chat_template_kwargs or {}), **(model.chat_template_kwargs or {})}
+    return (
+        made.with_value("model.revision", model.revision or made.model.revision)
+        .with_value("model.chat_template", template)
+        .with_value("model.chat_template_kwargs", kwargs or None)
+        .with_value("model.fold_system", model.fold_system or made.model.fold_system)
     )
 
 

@@ -8,13 +8,14 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import EncodedResponse, Message, UserError
 from attnpo.text.deadline import Overran, deadline
+from attnpo.text.template_options import with_options
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,36 +49,42 @@ class RunawayTemplate(UserError):
     """A chat template that does not come to an end within the time limit."""
 
 
-class Cut(NamedTuple):
-    """Which sides of a training sequence lost tokens."""
-
-    prompt: bool
-    response: bool
-
-
 class ChatFormat:
     """A tokenizer and a chat template as one function from messages to ids.
 
-    ``chat_template`` replaces the tokenizer's own template text. ``counts`` has "prompt is not a token prefix" for
+    ``chat_template`` replaces the tokenizer's own template text. ``kwargs`` are values of variables that the template
+    reads (``enable_thinking``); ``fold_system`` puts a system turn's text in front of the first user turn, a blank line
+    between. Both stand in front of ``chat_template`` from then on, so in every rendering, in the fingerprint and in
+    what is exported; ``part`` is the config node that they belong to. ``counts`` has "prompt is not a token prefix" for
     responses whose first characters merge with the prompt's last token and were therefore tokenised on their own.
 
-    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), and for a
-    template that does not come to an end.
+    Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), for
+    ``kwargs`` that the template never reads, and for a template that does not come to an end.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        chat_template: str | None = None,
+        *,
+        kwargs: Mapping[str, object] | None = None,
+        fold_system: bool = False,
+        part: str = "model",
+    ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
                 "not a fast tokenizer); spans and alignment need them: use a model folder with a tokenizer.json"
             )
         try:
-            self.chat_template: str = tokenizer.get_chat_template(chat_template)
+            template: str = tokenizer.get_chat_template(chat_template)
         except ValueError as problem:
             raise UserError(
                 f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template to the "
                 "template's text or to a file that holds it"
             ) from problem
+        self.chat_template = with_options(template, tokenizer, kwargs, fold_system, part)
+        self._part, self._folds = part, fold_system
         if "strftime_now" in self.chat_template:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
         self.tokenizer = tokenizer
@@ -147,10 +154,12 @@ class ChatFormat:
             ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
+            fold = f", set {self._part}.fold_system=true to put a system turn's text in front of the first user turn,"
+            system = not self._folds and "system" in roles.split(", ")
             raise RefusedText(
                 "the chat template refuses its turns",
                 f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "
-                "roles or give another template as model.chat_template",
+                f"roles{fold * system} or give another template as model.chat_template",
             ) from problem
         return str(text)
 
@@ -364,26 +373,3 @@ def place_in_frame(rendered: str, frame: tuple[str, str], content: str) -> tuple
         if trimmed < 0 or content[trimmed : trimmed + len(body)] != body:
             return None
     return trimmed, len(head), len(head) + len(body)
-
-
-def truncate(
-    encoded: EncodedResponse, max_prompt_length: int, max_length: int, *, keep_end: bool = False
-) -> tuple[EncodedResponse, Cut]:
-    """The sequence cut to length, and which sides lost tokens.
-
-    The prompt keeps its last ``max_prompt_length`` tokens (a BOS in front goes with the rest, as in the paper's run),
-    then the response keeps its first ``max_length`` less the prompt's length. The response may come out empty: the
-    caller drops such a pair and counts it.
-
-    With ``keep_end`` prompt and response keep their last ``max_length`` tokens instead, as in TRL's keep_end. Of a
-    response that fills them all the first one stands for the prompt, since nothing predicts it.
-    """
-    prompt = encoded.prompt_ids[max(0, len(encoded.prompt_ids) - max(0, max_prompt_length)) :]
-    over = len(prompt) + len(encoded.response_ids) - max_length
-    if keep_end and over > 0:
-        kept, left = (prompt + encoded.response_ids)[over:], max(1, len(prompt) - over)
-        lost = len(encoded.response_ids) - (len(kept) - left)
-        return EncodedResponse(kept[:left], kept[left:], encoded.offsets[lost:]), Cut(prompt=True, response=lost > 0)
-    room = max(0, max_length - len(prompt))
-    cut = Cut(prompt=len(prompt) < len(encoded.prompt_ids), response=room < len(encoded.response_ids))
-    return EncodedResponse(prompt, encoded.response_ids[:room], encoded.offsets[:room]), cut

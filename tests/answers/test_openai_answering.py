@@ -91,8 +91,20 @@ def test_greedy_decoding_and_no_top_k(world: World) -> None:
             served_body(OpenAIAnswering("http://localhost:1/v1", extensions=False), sampling)
 
 
-def served_body(settings: OpenAIAnswering, sampling: Sampling) -> dict[str, Any]:
-    answerer = settings.open(ModelSpec(MODEL), CPU)
+def test_options_of_the_template_go_to_the_server_or_are_refused() -> None:
+    off = ModelSpec(MODEL, chat_template_kwargs={"enable_thinking": False})
+    settings = OpenAIAnswering("http://localhost:1/v1")
+    body = served_body(settings, Sampling(8), off)
+    assert body["extra_body"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert settings.open(off, CPU).key() != settings.open(ModelSpec(MODEL), CPU).key()
+    with pytest.raises(UserError, match=r"extensions=false cannot send model\.chat_template_kwargs"):
+        served_body(OpenAIAnswering("http://localhost:1/v1", extensions=False), Sampling(8), off)
+    with pytest.raises(UserError, match=r"model\.fold_system=true cannot reach a server"):
+        settings.open(ModelSpec(MODEL, fold_system=True), CPU)
+
+
+def served_body(settings: OpenAIAnswering, sampling: Sampling, model: ModelSpec | None = None) -> dict[str, Any]:
+    answerer = settings.open(model or ModelSpec(MODEL), CPU)
     assert isinstance(answerer, ServedAnswerer)
     return answerer.parameters(asked("a")[0], sampling)
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from attnpo.answers.answering import answer_prompts
+from attnpo.answers.answering import answer_prompts, described
 from attnpo.config import load
 from attnpo.models.loading import load_tokenizer
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.runs.report import make_exporter
 from attnpo.runs.run import run
+from attnpo.schema import UserError
 from tests.runs.worlds import World, build_world
 from tests.text.formats import PLAIN
 
@@ -63,6 +64,36 @@ def test_the_exported_template_gives_the_ids_of_training(world: World, template:
     assert ids.count(chat.tokenizer.bos_token_id) == 1 and exported_ids(tmp_path / "out") == ids
     assert ("so the exported chat template writes it" in (tmp_path / "out/README.md").read_text()) == bool(template)
     assert inputs.context.tokenizer.chat_template == chat.chat_template, "the run's own tokenizer stays as it is"
+
+
+THINKS = "{{ '/off ' if enable_thinking is defined and not enable_thinking }}" + PLAIN
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+
+
+@pytest.mark.parametrize("world", ["mistral"], indirect=True)
+def test_options_of_the_template_are_exported_and_told(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the command line to the exported folder, whose template alone gives the prompts of training."""
+    (tmp_path / "chat.jinja").write_text(NO_SYSTEM + THINKS)
+    given = ["weights=uniform", f"model.chat_template={tmp_path / 'chat.jinja'}"]
+    plain = make_inputs(world.config(*given)).context.chat
+    options = ["model.chat_template_kwargs={enable_thinking: false}", "model.fold_system=true"]
+    inputs = make_inputs(world.config(*given, *options))
+    chat = inputs.context.chat
+    assert chat.render(QUESTION, True) == "/off " + plain.render(QUESTION, True)
+    with caplog.at_level(logging.INFO):
+        make_exporter(inputs).export(LlamaForCausalLM.from_pretrained(world.model), tmp_path / "out")
+    words = 'template sets what training had: model.chat_template_kwargs={"enable_thinking": false}, model.fold_system='
+    assert words in caplog.text and words in (tmp_path / "out/README.md").read_text()
+    assert exported_ids(tmp_path / "out") == chat.prompt_ids(QUESTION)
+    answering = load("generate", [f"model.path={tmp_path / 'out'}", "data.path=none.jsonl"]).model
+    turns = [{"role": "system", "content": "Be brief."}, *QUESTION]
+    assert described(answering)[1].prompt_ids(turns) == chat.prompt_ids(turns)
+    asked = load("generate", [f"model.path={world.model}", "data.path=none.jsonl", *given[1:], *options]).model
+    assert described(asked)[1].prompt_ids(turns) == chat.prompt_ids(turns)
+    with pytest.raises(UserError, match=r"kwargs\.enable_thinkin: the chat template never reads .*: enable_thinking:"):
+        make_inputs(world.config(*given, "model.chat_template_kwargs={enable_thinkin: false}"))
 
 
 @pytest.mark.parametrize("world", ["mistral"], indirect=True)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import EncodedResponse, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText, truncate
+from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.text.truncation import truncate
 from tests.text.formats import FORMATS, PLAIN, Formats
 
 TURNS = [{"role": "user", "content": "Why is the sky blue?"}]

@@ -1,0 +1,106 @@
+"""Options of a chat template, written in front of it: values of the variables it reads, its system turn folded.
+
+A template with its options is a template again, so whatever renders, stores or exports it keeps them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from jinja2 import TemplateSyntaxError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from attnpo.schema import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PASSED = "messages tools documents add_generation_prompt raise_exception strftime_now"
+_PARAMETERS = (  # of the renderer itself
+    "conversation chat_template continue_final_message tokenize padding truncation max_length return_tensors "
+    "return_dict return_assistant_tokens_mask tokenizer_kwargs sanitize_control_tokens"
+)
+SUPPLIED = frozenset((_PASSED + " " + _PARAMETERS).split())
+"""Names that a template is given by ``apply_chat_template``; a user sets none of them."""
+
+# A blank line between the system turn's text and the first user turn, as Gemma's own template has it.
+FOLD = (
+    "{% if messages and messages[0]['role'] == 'system' %}"
+    "{% if messages[1:] and messages[1]['role'] == 'user' %}"
+    "{% set messages = [dict(messages[1], content=messages[0]['content'] + '\\n\\n' + messages[1]['content'])]"
+    " + messages[2:] %}"
+    "{% else %}{% set messages = [dict(messages[0], role='user')] + messages[1:] %}{% endif %}{% endif %}\n"
+)
+
+
+class _Generation(Extension):
+    """The tag pair that marks an assistant's text in templates of transformers; it renders its body."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def variables(template: str) -> frozenset[str]:
+    """The names that a chat template looks up from outside, functions of Jinja not among them.
+
+    Raises UserError for text that is not valid Jinja.
+    """
+    environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except TemplateSyntaxError as problem:
+        raise UserError(
+            f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
+            "model.chat_template or the chat template in the model folder"
+        ) from problem
+
+
+def with_options(
+    template: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    kwargs: Mapping[str, object] | None = None,
+    fold_system: bool = False,
+    part: str = "model",
+) -> str:
+    """``template`` with the values of ``kwargs`` and, with ``fold_system``, the system turn in the first user turn.
+
+    A value holds where the caller of the template gives none. Without options the template is returned as it is.
+    ``part``: the config node the options belong to, for errors.
+
+    Raises UserError for a name that the template never reads or that the renderer supplies, and for a value that is
+    no plain data.
+    """
+    kwargs = kwargs or {}
+    supplied = SUPPLIED | set(tokenizer.special_tokens_map)
+    read = variables(template) if kwargs else frozenset()
+    lines = []
+    for name, value in kwargs.items():
+        key = f"{part}.chat_template_kwargs.{name}"
+        settable = ", ".join(sorted(read - supplied)) or "none that can be set"
+        if name in supplied:
+            raise UserError(f"{key}: the renderer itself supplies {name}; variables of this chat template: {settable}")
+        if name not in read:
+            raise UserError(
+                f"{key}: the chat template never reads {name}, so it would change nothing; variables it reads: "
+                f"{settable}: correct the name or leave it out"
+            )
+        lines.append(f"{{% if {name} is not defined %}}{{% set {name} = {literal(value, key)} %}}{{% endif %}}\n")
+    return "".join(lines) + FOLD * fold_system + template  # a newline after a block is dropped by the renderer
+
+
+def literal(value: object, key: str) -> str:
+    """Plain data as a Jinja expression. UserError naming ``key`` for any other value."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float | str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(literal(item, key) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{literal(str(name), key)}: {literal(item, key)}' for name, item in value.items())}}}"
+    raise UserError(f"{key}: expected a number, a text, true, false, null, a list or a mapping, got {value!r}")
