@@ -96,6 +96,7 @@ class Weigher:
         verdict: whether verdicts are read as well, which runs all layers.
         token_budget: the most tokens of one forward.
         chat_template: Jinja text or a file of it, for a tokenizer without one.
+        chat_template_kwargs: values of variables that the chat template reads, such as {"enable_thinking": False}.
         lengths: the length rules of training (2048 tokens, prompts 1800).
         revision: of the hub.
         dtype: number format of a model that is loaded here.
@@ -124,6 +125,7 @@ class Weigher:
         verdict: bool = True,
         token_budget: int = 16384,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         lengths: LengthRules | None = None,
         revision: str | None = None,
         dtype: str = "float32",
@@ -147,7 +149,7 @@ class Weigher:
         self.both_orders = both_orders
         self.lengths = LengthRules() if lengths is None else lengths
         self.tokenizer = _tokenizer(model, tokenizer, revision)
-        self.chat = ChatFormat(self.tokenizer, read_template(chat_template))
+        self.chat = ChatFormat(self.tokenizer, read_template(chat_template), kwargs=chat_template_kwargs)
         self.prompts = JudgePrompts(settings.rules(), self.chat, None if wording is None else JudgeTemplate(wording))
         loaded = _model(model, dtype, revision, device)
         found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     if CHOICE in inputs.context.prepared:
         out[CHOICE] = inputs.context.prepared[CHOICE]
     if weighed.label_mass is not None:
-        out["label_mass"] = asdict(weighed.label_mass)
+        out["label_mass"] = weighed.label_mass.numbers()
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         warning = judge_warning(weighed.verdicts)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class LabelCheck:
                 return
             path = self._path(pairs)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_record(path, asdict(mass))
+            write_record(path, mass.numbers())
         problem = mass.problem(self.judge.settings.min_label_mass)
         if problem is not None and self._stops:
             raise UserError(f"{problem}. Nothing was weighed; judge.low_label_mass=warn goes on all the same")

@@ -3,7 +3,7 @@
 Light: read before anything heavy is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,7 +87,9 @@ class JudgePreparer(Protocol):
 class Judge(JudgeRules):
     """The judge's prompt rules (``JudgeRules``) and its model.
 
-    ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
+    ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values of variables that the judge's
+    chat template reads ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` where the judge is the
+    run's own model, and none for another. ``verdict`` also reads the two label logits, which runs the
     full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward.
     ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
     ``min_label_mass``: the probability that both labels together should have at the verdict position, in the mean over
@@ -99,6 +101,7 @@ class Judge(JudgeRules):
     revision: str | None = None
     dtype: str = "float32"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
     verdict: bool = True
     token_budget: int = field(default=16384, metadata=BOOKKEEPING)
     other: bool = False
@@ -112,6 +115,11 @@ class Judge(JudgeRules):
         check_least("judge", 1, token_budget=self.token_budget)
         if not 0 <= self.min_label_mass <= 1:
             raise UserError(f"judge.min_label_mass: expected a probability from 0 to 1, got {self.min_label_mass}")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: a wording that is the whole prompt goes through no chat template."""
+        idle = not self.chat and self.chat_template_kwargs is not None
+        return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
     def rules(self) -> JudgeRules:
         """The prompt rules alone, with the template's path settled."""

@@ -125,6 +125,7 @@ def question_text(prompt: Sequence[Message]) -> str:
 class JudgePrompts:
     """Builds both rounds of a pair under fixed rules; ``template`` is the wording in place of the rules' file.
 
+    ``chat`` frames the question to the judge; ``training`` (None: the same) gives the ids of training under IDS.
     A prompt too long in either round is cut the same way in both, so that both rounds see the same text. ``counts`` has
     "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
     their end; weights exist for the kept part only) and "empty response shown as one space" (responses).
@@ -134,8 +135,16 @@ class JudgePrompts:
     merges it with a label.
     """
 
-    def __init__(self, rules: JudgeRules, chat: ChatFormat, template: JudgeTemplate | None = None) -> None:
+    def __init__(
+        self,
+        rules: JudgeRules,
+        chat: ChatFormat,
+        template: JudgeTemplate | None = None,
+        *,
+        training: ChatFormat | None = None,
+    ) -> None:
         self.rules, self.chat = rules, chat
+        self._training = chat if training is None else training
         self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
         self.counts: Counter[str] = Counter()
         self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
@@ -176,7 +185,13 @@ class JudgePrompts:
             "tokenizer": self.chat.fingerprint(),
             # Stored prompts from before there was a prefill are those without one.
             **({} if rules.prefill is None else {"prefill": rules.prefill}),
+            **self._of_training(),
         }
+
+    def _of_training(self) -> dict[str, object]:
+        """What identifies the ids of training where another chat format gives them than the judge's."""
+        other = self.rules.assembly is Assembly.IDS and self._training is not self.chat
+        return {"training": self._training.fingerprint()} if other else {}
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
@@ -227,7 +242,7 @@ class JudgePrompts:
         response = pair.response(side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
-            encoded = self.chat.encode(pair.prompt, response)
+            encoded = self._training.encode(pair.prompt, response)
             content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
             if not content:
                 return self._blank

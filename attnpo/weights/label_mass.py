@@ -6,7 +6,7 @@ with "The better answer is" has its verdict elsewhere, and its attention at this
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from attnpo.schema import JudgeModel, JudgeReading
 
@@ -26,6 +26,10 @@ class LabelMass:
     prompts: int
     written: tuple[tuple[str, int], ...]
 
+    def numbers(self) -> dict[str, object]:
+        """All of it as plain data."""
+        return {**asdict(self), "written": [list(one) for one in self.written]}
+
     def text(self) -> str:
         """The share with what the judge would write, for the log."""
         return (
@@ -40,9 +44,9 @@ class LabelMass:
         return (
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
             f"{100 * minimum:.3g} % of judge.min_label_mass, and would write {in_words(self.written, self.prompts)}: "
-            "the attention that is read is not that of a verdict. What helps: the beginning of its reply up to the "
-            "letter (judge.prefill), another wording (judge=..., judge.template_file), the letters that it does write "
-            "(judge.labels)"
+            "the attention that is read is not that of a verdict. What helps: thinking switched off "
+            "(judge.chat_template_kwargs), the beginning of its reply up to the letter (judge.prefill), another "
+            "wording (judge=..., judge.template_file), the letters that it does write (judge.labels)"
         )
 
 
