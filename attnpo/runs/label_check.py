@@ -55,9 +55,7 @@ class LabelCheck:
                 log.warning("the probability of the judge's labels was not measured: %s", unread)
             if mass is None:
                 return
-            path = self._path(pairs)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_record(path, mass.numbers())
+            self._keep(pairs, mass)
         problem = mass.problem(self.judge.settings.min_label_mass)
         if problem is not None and self._stops:
             raise UserError(f"{problem}. Nothing was weighed; judge.low_label_mass=warn goes on all the same")
@@ -80,6 +78,17 @@ class LabelCheck:
         prompts = self.judge.prompts
         rounds = [prompt.input_ids for both in islice(_built(prompts, pairs), PAIRS) for prompt in both]
         return measured(tools.judge, rounds, prompts.label_ids, self.judge.written) if rounds else None
+
+    def _keep(self, pairs: Sequence[PreferencePair], mass: LabelMass) -> None:
+        path = self._path(pairs)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_record(path, mass.numbers())
+        except OSError as error:
+            raise UserError(
+                f"store: the measurement of the judge's labels cannot be written to {path.parent} ({error}): make room "
+                "there, or name another folder with store=FOLDER"
+            ) from error
 
     def _path(self, pairs: Sequence[PreferencePair]) -> Path:
         key = {
