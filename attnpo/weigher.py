@@ -24,7 +24,8 @@ from attnpo.models.loading import described, heads_of, load_model, load_tokenize
 from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import PLACEHOLDERS, Assembly, JudgePrompts, JudgeTemplate
+from attnpo.text.judge_template import Assembly, JudgePrompts
+from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.weights.base import OnlineSource, Tools, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
 from attnpo.weights.layers import Depth, Row
@@ -88,12 +89,14 @@ class Weigher:
         template: the judge's wording: a file (also one of ``configs/``), or the text itself with {question},
             {answer_a} and {answer_b}.
         chat: whether the wording is one user message of the chat template, or the whole prompt.
+        prefill: the beginning of the judge's reply, up to the letter; None for none.
         labels: the letters that the wording asks for.
         assembly: "text" tokenises the rendered prompt (paper), "ids" splices the training-side ids.
         max_length: tokens of a judge prompt from which it is cut; ``max_response_length`` tokens a response keeps then.
         verdict: whether verdicts are read as well, which runs all layers.
         token_budget: the most tokens of one forward.
         chat_template: Jinja text or a file of it, for a tokenizer without one.
+        chat_template_kwargs: values of variables that the chat template reads, such as {"enable_thinking": False}.
         lengths: the length rules of training (2048 tokens, prompts 1800).
         revision: of the hub.
         dtype: number format of a model that is loaded here.
@@ -114,6 +117,7 @@ class Weigher:
         both_orders: bool = True,
         template: str | Path = TEMPLATE,
         chat: bool = True,
+        prefill: str | None = None,
         labels: tuple[str, str] = ("A", "B"),
         assembly: str = "text",
         max_length: int = 2048,
@@ -121,6 +125,7 @@ class Weigher:
         verdict: bool = True,
         token_budget: int = 16384,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
         lengths: LengthRules | None = None,
         revision: str | None = None,
         dtype: str = "float32",
@@ -135,6 +140,7 @@ class Weigher:
             max_response_length=max_response_length,
             labels=labels,
             chat=chat,
+            prefill=prefill,
             dtype=dtype,
             verdict=verdict,
             token_budget=token_budget,
@@ -143,7 +149,7 @@ class Weigher:
         self.both_orders = both_orders
         self.lengths = LengthRules() if lengths is None else lengths
         self.tokenizer = _tokenizer(model, tokenizer, revision)
-        self.chat = ChatFormat(self.tokenizer, read_template(chat_template))
+        self.chat = ChatFormat(self.tokenizer, read_template(chat_template), kwargs=chat_template_kwargs)
         self.prompts = JudgePrompts(settings.rules(), self.chat, None if wording is None else JudgeTemplate(wording))
         loaded = _model(model, dtype, revision, device)
         found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with

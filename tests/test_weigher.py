@@ -104,7 +104,7 @@ def test_the_defaults_are_those_of_the_configs() -> None:
     root = read(compose("fit", ["~setting"])).root
     judge, source = root.judge, root.weights
     given = {name: one.default for name, one in inspect.signature(Weigher.__init__).parameters.items()}
-    for name in ("max_length", "max_response_length", "labels", "chat", "verdict", "token_budget", "dtype"):
+    for name in ("max_length", "max_response_length", "labels", "chat", "prefill", "verdict", "token_budget", "dtype"):
         assert given[name] == getattr(judge, name), name
     assert given["template"] == judge.template_file and given["assembly"] == judge.assembly.value
     assert given["layer"] == source.layer and given["sink_tokens"] == source.postprocess.sink_tokens

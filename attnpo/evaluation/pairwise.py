@@ -21,7 +21,8 @@ from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.matching import matched
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import Message, Sampling, UserError, check_least, digest
-from attnpo.text.judge_template import JudgeTemplate, question_text
+from attnpo.text.judge_template import question_text
+from attnpo.text.judge_wording import JudgeTemplate
 
 MODEL_FIRST, MODEL_SECOND = "model first", "model second"
 ORDERS = (MODEL_FIRST, MODEL_SECOND)

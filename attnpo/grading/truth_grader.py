@@ -21,7 +21,7 @@ from attnpo.config_files import find_file
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.schema import Message, UserError, digest
 from attnpo.testbed.grammar import Grammar
-from attnpo.text.judge_template import JudgeTemplate
+from attnpo.text.judge_wording import JudgeTemplate
 
 REWARDS, VERDICT, TIE, UNREADABLE = "rewards", "verdict", "tie", "unreadable"
 

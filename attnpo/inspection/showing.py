@@ -88,6 +88,8 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     examples = {example.pair_id: example for _, _, example, _ in viewed}
     scores = _scores(cfg, context, list(examples.values())) if cfg.reads_logps else {}
     note = type(weighed.source).__name__.lower()
+    if "judge" in weighed.source.requires and (prefill := context.cfg.judge.prefill) is not None:
+        note += f" after {prefill!r}"
 
     def decode(token: int) -> str:
         return str(context.tokenizer.decode([token]))

@@ -53,6 +53,7 @@ from attnpo.testbed.importance import is_flipped
 from attnpo.weights.base import Tools, WeightSource
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import Unreadable, ensure_captured, rows_to_store
+from attnpo.weights.label_mass import LabelMass, written
 from attnpo.weights.layers import Row, attending, distinct_layers
 from attnpo.weights.verdicts import judge_statistics
 
@@ -208,14 +209,18 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
         dropped.update(pairs[split].counts)
         dropped.update(made.tally.counts)
     gains = {one.layer: one.gain for one in looks if one.gain is not None}
+    texts = written((item.verdict_token for pair in read for item in pair.rounds), judge.written)
+    low = LabelMass(float(masses.mean()), 2 * len(read), texts).problem(judge.settings.min_label_mass)
+    judgement = judge_the_judge(statistics, gains, left=different(pool) - len(judged.sample))
     return Passport(
-        judgement=judge_the_judge(statistics, gains, left=different(pool) - len(judged.sample)),
+        judgement=judgement if low is None else replace(judgement, reasons=(*judgement.reasons, low)),
         statistics=statistics,
         accuracy=accuracy(found),
         calibration=calibration(found, settings.bins, settings.seed),
         no_label=share(np.array(silent)),
         label_mass=mean(masses),
         label_mass_low=float(np.quantile(masses, 0.1)) if masses.size else math.nan,
+        written=texts,
         answer_tokens=answers / sum(judged.heard.lengths),
         layers=tuple(looks),
         full=full,

@@ -11,6 +11,7 @@ from attnpo.files import in_bytes
 from attnpo.machine import versions
 from attnpo.reports.passport_record import LayerLook, Passport
 from attnpo.runs.context import RunContext
+from attnpo.weights.label_mass import in_words
 
 COLUMNS = ("", "value", "95 % interval", "of")
 
@@ -67,7 +68,8 @@ def _verdicts(found: Passport) -> Section:
             _row("labels that are truly wrong", found.truth.wrong_labels, "pairs"),
             _row("right by the truth, averaged", found.truth.accuracy, "pairs"),
         ]
-    return Section("Verdicts against the labels", [TableBlock(COLUMNS, rows)])
+    texts = Paragraph(f"Written at the verdict position: {in_words(found.written, 2 * found.label_mass.count)}.")
+    return Section("Verdicts against the labels", [TableBlock(COLUMNS, rows), texts])
 
 
 def _row(name: str, value: Estimate, unit: str) -> list[Cell]:

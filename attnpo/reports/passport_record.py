@@ -69,7 +69,8 @@ class Passport:
     """A judge on labelled pairs. Pairs count once, with both orders.
 
     ``no_label``: verdicts whose most likely token is no label. ``label_mass``: probability of both labels at the
-    verdict position, and what its lowest tenth lies below.
+    verdict position, and what its lowest tenth lies below. ``written``: the texts that the judge would write there,
+    most likely tokens alone, with the number of prompts.
     ``answer_tokens``: the answers' share of a prompt's tokens, which attention spread evenly would give them.
     ``coverage``: share of training tokens with a partner on the judge's side. ``full``: mean log-odds of the judge's
     own verdict, the most that can fall. ``rows`` were read, and ``data`` tells by reason what became of them before any
@@ -83,6 +84,7 @@ class Passport:
     no_label: Estimate
     label_mass: Estimate
     label_mass_low: float
+    written: tuple[tuple[str, int], ...]
     answer_tokens: float
     layers: tuple[LayerLook, ...]
     full: float | None

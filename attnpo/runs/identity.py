@@ -52,7 +52,8 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
-    **{"judge.span_drop": 2, "optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "model.fold_system": False},
+    **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},

@@ -77,6 +77,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
     if CHOICE in inputs.context.prepared:
         out[CHOICE] = inputs.context.prepared[CHOICE]
+    if weighed.label_mass is not None:
+        out["label_mass"] = weighed.label_mass.numbers()
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         warning = judge_warning(weighed.verdicts)

@@ -37,8 +37,8 @@ class RunJudge:
     """A judge that is described cheaply and loaded at most once.
 
     Args:
-        judge: the component. UserError when another model is meant and none is named, and for a tokenizer that gives
-            no characters.
+        judge: the component. UserError when another model is meant and none is named, for a tokenizer that gives no
+            characters, and for ``chat_template_kwargs`` that its chat template never reads.
         model: the run's model, which judges unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
     """
@@ -62,8 +62,12 @@ class RunJudge:
                     f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
                     "training tokens: name a model folder with a tokenizer.json, or another judge"
                 )
-            chat = ChatFormat(self.tokenizer, read_template(judge.chat_template, "judge.chat_template"))
-        self.prompts = JudgePrompts(judge.rules(), chat)
+            template = read_template(judge.chat_template, "judge.chat_template")
+            chat = ChatFormat(self.tokenizer, template, kwargs=judge.chat_template_kwargs, part="judge")
+        asking = chat
+        if own and judge.chat and judge.chat_template_kwargs is not None:
+            asking = ChatFormat(self.tokenizer, kwargs=judge.chat_template_kwargs, part="judge")
+        self.prompts = JudgePrompts(judge.rules(), asking, training=chat)
 
     @property
     def num_layers(self) -> Depth:
@@ -91,6 +95,10 @@ class RunJudge:
             "dtype": self.settings.dtype,
             "kernel": kernel_for(described(self.path, self.revision)),
         }
+
+    def written(self, token: int) -> str:
+        """A token of the judge as text."""
+        return str(self.tokenizer.decode([token]))
 
     def tools(self, device: torch.device) -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``."""

@@ -3,7 +3,7 @@
 Light: read before anything heavy is loaded.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,6 +72,9 @@ def wants_auto(source: WeightSource) -> bool:
     return True
 
 
+WARN, STOP = "warn", "stop"
+
+
 @runtime_checkable
 class JudgePreparer(Protocol):
     """A ``prepare`` component that can also build another model to judge."""
@@ -84,23 +87,39 @@ class JudgePreparer(Protocol):
 class Judge(JudgeRules):
     """The judge's prompt rules (``JudgeRules``) and its model.
 
-    ``path`` None is the run's own model and chat format. ``verdict`` also reads the two label logits, which runs the
+    ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values of variables that the judge's
+    chat template reads ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` where the judge is the
+    run's own model, and none for another. ``verdict`` also reads the two label logits, which runs the
     full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward.
     ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
+    ``min_label_mass``: the probability that both labels together should have at the verdict position, in the mean over
+    the first prompts; one half, since below it the judge more likely writes something else there than a verdict.
+    ``low_label_mass``: warn or stop, what a judge below it does to a pass that is not paid for yet.
     """
 
     path: str | None = None
     revision: str | None = None
     dtype: str = "float32"
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
     verdict: bool = True
     token_budget: int = field(default=16384, metadata=BOOKKEEPING)
     other: bool = False
+    min_label_mass: float = field(default=0.5, metadata=BOOKKEEPING)
+    low_label_mass: str = field(default=WARN, metadata=BOOKKEEPING)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("judge.dtype", self.dtype, DTYPES)
+        check_choice("judge.low_label_mass", self.low_label_mass, (WARN, STOP))
         check_least("judge", 1, token_budget=self.token_budget)
+        if not 0 <= self.min_label_mass <= 1:
+            raise UserError(f"judge.min_label_mass: expected a probability from 0 to 1, got {self.min_label_mass}")
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: a wording that is the whole prompt goes through no chat template."""
+        idle = not self.chat and self.chat_template_kwargs is not None
+        return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
     def rules(self) -> JudgeRules:
         """The prompt rules alone, with the template's path settled."""

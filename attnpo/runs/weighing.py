@@ -12,6 +12,7 @@ from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, run_scorers, run_verbalizer
+from attnpo.runs.label_check import LabelCheck
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.answer_statistics import AnswerStatistics
@@ -28,6 +29,7 @@ from attnpo.weights.capture import (
     unreadable_pairs,
     weights_key,
 )
+from attnpo.weights.label_mass import LabelMass
 from attnpo.weights.layers import Row, layer_column, rows_in_words
 from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
@@ -47,8 +49,9 @@ class Weighed:
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
     is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
     ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
-    read. ``transforms`` are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair
-    to capture it; ``seconds``: what that took per pair, None where it is not known.
+    read; ``label_mass`` is what was measured of the judge's labels. ``transforms`` are the run's, fitted on its
+    training pairs. ``reads``: sequences that models read of each pair to capture it; ``seconds``: what that took per
+    pair, None where it is not known.
     """
 
     source: WeightSource
@@ -62,6 +65,7 @@ class Weighed:
     transforms: tuple[WeightTransform, ...] = ()
     reads: int = 0
     seconds: float | None = None
+    label_mass: LabelMass | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class CaptureMethod:
     ``rounds``: rows per response and layer. ``reads``: sequences that models read of a pair, an answer that one writes
     counted once. ``verdict``: verdicts are read as well. ``model`` and ``prompts`` are
     fingerprints for the store's key. ``tools`` loads the model and makes what capturing needs. ``verdicts`` and
-    ``answers`` are the account of what was captured.
+    ``answers`` are the account of what was captured. ``labels`` measures what a judge does with its labels.
     """
 
     name: str
@@ -89,6 +93,7 @@ class CaptureMethod:
     tools: Callable[[], Tools]
     verdicts: Callable[[Captured], JudgeStatistics | None]
     answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]
+    labels: LabelCheck | None = None
 
 
 def _judge(context: RunContext) -> CaptureMethod:
@@ -110,6 +115,7 @@ def _judge(context: RunContext) -> CaptureMethod:
             judge_statistics(list(captured.values()), judge.prompts.label_ids) if verdict else None
         ),
         answers=lambda pairs, captured: None,
+        labels=LabelCheck(judge, context.store),
     )
 
 
@@ -227,7 +233,10 @@ def weigh(
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
         log.info("%s", method.work(rows_in_words(layers)))
-        return replace(method.tools(), progress=partial(log.info, "%s: %d of %d pairs", method.name))
+        made = method.tools()
+        if method.labels is not None:
+            method.labels.before(made, wanted)
+        return replace(made, progress=partial(log.info, "%s: %d of %d pairs", method.name))
 
     rows = layers if every_row else source.wanted()
     with phase(f"{method.name} pass"):
@@ -236,6 +245,9 @@ def weigh(
         )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
+    label_mass = None if method.labels is None else method.labels.known(wanted)
+    if method.labels is not None and label_mass is not None and not report.computed:
+        method.labels.say(label_mass)
     _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)
     return Weighed(
         source,
@@ -248,6 +260,7 @@ def weigh(
         method.answers(share, captured),
         reads=method.reads,
         seconds=table.seconds_per_pair(captured),
+        label_mass=label_mass,
     )
 
 

@@ -10,7 +10,6 @@ change the length and leave U+FFFD), and spans that reach the response's last ch
 for the shorter ones.
 """
 
-import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,15 +17,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, check_least, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_frame, split_frame
-from attnpo.text.judge_labels import label_tokens
+from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
+from attnpo.text.judge_wording import JudgeTemplate
 
-PLACEHOLDERS = ("question", "answer_a", "answer_b")
 ANSWERS = ("answer_a", "answer_b")
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
 QUESTION_CUT = "judge prompt cut"
@@ -48,59 +46,6 @@ class SpanMode(Enum):
     REFERENCE = "reference"
 
 
-class Rendered(NamedTuple):
-    """A filled template and the half-open character range of each placeholder's text in it."""
-
-    text: str
-    spans: dict[str, Range]
-
-
-def file_text(path: str | Path, key: str) -> str:
-    """A UTF-8 text file as it is. Raises UserError naming the ``key`` of the file when it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UserError(f"{key}: cannot read {str(path)!r} as UTF-8 text ({problem})") from problem
-
-
-class JudgeTemplate:
-    """A text with {question}, {answer_a} and {answer_b}, each exactly once; other braces are plain text."""
-
-    def __init__(self, text: str) -> None:
-        pieces = re.split(r"\{(" + "|".join(PLACEHOLDERS) + r")\}", text)
-        self.text, self.literals, self.order = text, pieces[::2], pieces[1::2]
-        if sorted(self.order) != sorted(PLACEHOLDERS):
-            slots = ", ".join("{" + name + "}" for name in self.order) or "none"
-            expected = ", ".join("{" + name + "}" for name in PLACEHOLDERS)
-            raise UserError(
-                f"judge template: expected the placeholders {expected}, each exactly once; found {slots}: "
-                "correct the file named by judge.template_file"
-            )
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "JudgeTemplate":
-        """The template in a UTF-8 text file, as it is. Raises UserError when it cannot be read."""
-        return cls(file_text(path, "judge.template_file"))
-
-    def render(self, question: str, answer_a: str, answer_b: str) -> Rendered:
-        """The text with all three values put in at once (a placeholder inside a value stays as it is)."""
-        values = {"question": question, "answer_a": answer_a, "answer_b": answer_b}
-        parts, spans, position = [self.literals[0]], {}, len(self.literals[0])
-        for name, literal in zip(self.order, self.literals[1:], strict=True):
-            spans[name] = (position, position + len(values[name]))
-            position = spans[name][1] + len(literal)
-            parts += [values[name], literal]
-        return Rendered("".join(parts), spans)
-
-    def closing(self, name: str, text: str | None) -> int | None:
-        """Characters from a placeholder to ``text`` (None: to the next visible one); None where it does not follow."""
-        literal = self.literals[self.order.index(name) + 1]
-        if text is None:
-            return len(literal) - len(literal.lstrip()) if literal.strip() else None
-        place = literal.find(text)
-        return place if place >= 0 else None
-
-
 @dataclass(frozen=True)
 class JudgeRules:
     """How the judge is asked.
@@ -110,7 +55,8 @@ class JudgeRules:
     first visible character there). max_length: a prompt of this many tokens
     or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
     answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
-    chat: the text is one user message of the chat template; otherwise it is the whole prompt.
+    chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the beginning of
+    the judge's reply up to the letter, written after all of that (None: nothing).
     """
 
     template_file: str
@@ -123,12 +69,15 @@ class JudgeRules:
     labels: tuple[str, str] = ("A", "B")
     strip: bool = True
     chat: bool = True
+    prefill: str | None = None
 
     def __post_init__(self) -> None:
         check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
         check_least("judge", 0, span_drop=self.span_drop)
         if self.span_closing == "":
             raise UserError("judge.span_closing: expected text that follows both answers, or null, got an empty one")
+        if self.prefill == "":
+            raise UserError("judge.prefill: expected the beginning of a reply, or null for none, got an empty text")
         if self.labels[0] == self.labels[1]:
             raise UserError(f"judge.labels: expected two that differ, got {self.labels[0]} twice")
 
@@ -176,16 +125,26 @@ def question_text(prompt: Sequence[Message]) -> str:
 class JudgePrompts:
     """Builds both rounds of a pair under fixed rules; ``template`` is the wording in place of the rules' file.
 
+    ``chat`` frames the question to the judge; ``training`` (None: the same) gives the ids of training under IDS.
     A prompt too long in either round is cut the same way in both, so that both rounds see the same text. ``counts`` has
     "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
     their end; weights exist for the kept part only) and "empty response shown as one space" (responses).
 
     Raises UserError when the template cannot be read, lacks a placeholder, cannot give the asked spans, or does not
-    fit into ``rules.max_length`` even without texts.
+    fit into ``rules.max_length`` even without texts, and when the tokenizer drops the end of ``rules.prefill`` or
+    merges it with a label.
     """
 
-    def __init__(self, rules: JudgeRules, chat: ChatFormat, template: JudgeTemplate | None = None) -> None:
+    def __init__(
+        self,
+        rules: JudgeRules,
+        chat: ChatFormat,
+        template: JudgeTemplate | None = None,
+        *,
+        training: ChatFormat | None = None,
+    ) -> None:
         self.rules, self.chat = rules, chat
+        self._training = chat if training is None else training
         self.template = JudgeTemplate.from_file(rules.template_file) if template is None else template
         self.counts: Counter[str] = Counter()
         self._frame = split_frame(self._rendered(SENTINEL)) if rules.chat else ("", "")
@@ -207,6 +166,8 @@ class JudgePrompts:
                 f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens: "
                 "raise it or shorten judge.template_file"
             )
+        if rules.prefill is not None:
+            check_prefill(chat, self._to_label(), rules.prefill, rules.labels)
 
     def fingerprint(self) -> dict[str, object]:
         """Everything that changes a prompt, a span or a label: wording, rules, tokenizer and chat template."""
@@ -222,7 +183,15 @@ class JudgePrompts:
             "strip": rules.strip,
             "chat": rules.chat,
             "tokenizer": self.chat.fingerprint(),
+            # Stored prompts from before there was a prefill are those without one.
+            **({} if rules.prefill is None else {"prefill": rules.prefill}),
+            **self._of_training(),
         }
+
+    def _of_training(self) -> dict[str, object]:
+        """What identifies the ids of training where another chat format gives them than the judge's."""
+        other = self.rules.assembly is Assembly.IDS and self._training is not self.chat
+        return {"training": self._training.fingerprint()} if other else {}
 
     @cached_property
     def label_ids(self) -> tuple[int, int]:
@@ -231,9 +200,12 @@ class JudgePrompts:
         Raises UserError when a label is more than one token there and also on its own, when it is not in the
         vocabulary, or when both are the same token.
         """
-        text, *_ = self._full(self.template.render("x", "x", "x").text)
-        first, second = label_tokens(self.chat, text, self.rules.labels)
+        first, second = label_tokens(self.chat, self._to_label(), self.rules.labels)
         return first, second
+
+    def _to_label(self) -> str:
+        """A prompt as text, to where a label follows it."""
+        return self._full(self.template.render("x", "x", "x").text)[0]
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -270,7 +242,7 @@ class JudgePrompts:
         response = pair.response(side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
-            encoded = self.chat.encode(pair.prompt, response)
+            encoded = self._training.encode(pair.prompt, response)
             content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
             if not content:
                 return self._blank
@@ -351,8 +323,9 @@ class JudgePrompts:
 
     def _full(self, text: str) -> tuple[str, int, int, int]:
         """The whole prompt, what to add to a position in ``text`` to find it there, and the range ``text`` has."""
+        prefill = self.rules.prefill or ""
         if not self.rules.chat:
-            return text, 0, 0, len(text)
+            return text + prefill, 0, 0, len(text)
         full = self._rendered(text)
         place = place_in_frame(full, self._frame, text)
         if place is None:
@@ -360,7 +333,7 @@ class JudgePrompts:
                 "the chat template changes a user message beyond trimming blanks at its ends, so the responses cannot "
                 "be found in it: give another template as model.chat_template"
             )
-        return full, place[1] - place[0], place[1], place[2]
+        return full + prefill, place[1] - place[0], place[1], place[2]
 
     # ------------------------------------------------------------------------------------------ length
 

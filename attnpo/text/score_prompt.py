@@ -10,7 +10,8 @@ from pathlib import Path
 
 from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.judge_template import file_text, question_text
+from attnpo.text.judge_template import question_text
+from attnpo.text.judge_wording import file_text
 
 SLOTS = ("question", "answer")
 

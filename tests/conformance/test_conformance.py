@@ -18,7 +18,7 @@ from attnpo.conformance.records import Absent, Check, Comparison, Status
 from attnpo.objectives.base import LengthFrom
 from attnpo.objectives.terms import LossType, Sft
 from attnpo.text.chat import ChatFormat
-from attnpo.text.judge_template import JudgeTemplate, Rendered
+from attnpo.text.judge_wording import JudgeTemplate, Rendered
 from attnpo.verify import main
 
 KEPT = (2, 6, 16)  # with rows per head and a shared last token; an empty response; equal responses

@@ -1,12 +1,14 @@
 """docs/judge_prompts.md: its numbers are those of the record, the record adds up, and its command runs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from attnpo.config import load
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import SIDES
 from experiments.pages.judge_to_loss import DOCS, NAME, block, main, placed, svg
@@ -54,6 +56,14 @@ def test_the_page_and_its_picture_are_those_of_the_record() -> None:
     assert placed(page, block(RECORD)) == page and RECORD["prompts"][0]["text"].strip() in page
     assert RECORD["command"] in page
     assert (DOCS / f"{NAME}.svg").read_text(encoding="utf-8") == svg(RECORD)
+
+
+def test_its_options_mean_what_they_say_as_a_shell_hands_them_on() -> None:
+    page = (DOCS / "judge_prompts.md").read_text(encoding="utf-8")
+    given = re.findall(r"`'(judge\.[^`]+)'`", page)
+    judge = load("fit", given).judge
+    assert judge.prefill == "The better answer is (" and judge.labels == (" A", " B")
+    assert judge.chat_template_kwargs == {"enable_thinking": False} and len(given) == 3
 
 
 def test_the_record_adds_up() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from attnpo.config import load
 from attnpo.schema import EncodedResponse, PreferencePair
-from attnpo.text.judge_template import JudgeTemplate
+from attnpo.text.judge_wording import JudgeTemplate
 from tests.bad_input.attempts import Attempts
 from tests.objectives.inputs import Maker
 from tests.runs.worlds import build_world

@@ -18,7 +18,7 @@ from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.grading.local_grader import LocalGrader
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.schema import Sampling, UserError
-from attnpo.text.judge_template import JudgeTemplate
+from attnpo.text.judge_wording import JudgeTemplate
 from tests.evaluation.checkouts import answers_to, arena_hard_auto
 from tests.runs.worlds import GRAMMAR, World, build_world
 

@@ -12,7 +12,7 @@ from attnpo.grading.base import Grader, GradingCall, GradingFailure, GradingRepl
 from attnpo.grading.truth_grader import TruthGrader, filled_with, rewards_in, truth_text
 from attnpo.schema import Message, UserError
 from attnpo.testbed.grammar import Grammar
-from attnpo.text.judge_template import JudgeTemplate
+from attnpo.text.judge_wording import JudgeTemplate
 
 GRAMMAR = Grammar()
 SOUP = next(prompt for prompt in GRAMMAR.prompts("test") if prompt.topic == "soup").text

@@ -21,6 +21,7 @@ from attnpo.runs.run import run
 from attnpo.schema import SIDES, PreferencePair, TokenStats, UserError
 from attnpo.training.nonfinite import Scored, save_step
 from attnpo.training.scoring import score_examples
+from attnpo.weigher import Weigher
 from tests.runs.worlds import World, build_world
 
 TEXTS = {
@@ -142,6 +143,18 @@ def test_a_typed_pair_has_the_weights_of_its_views(world: World, capsys: pytest.
 @pytest.fixture(scope="module")
 def trained(world: World, finished: Path) -> Inputs:
     return make_inputs(world.config("transform=[mixture,position_profile]"))
+
+
+def test_a_prefill_is_shown_and_moves_the_weights(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    prefill, labels = "the better review is", (" A", " B")
+    given = words(world, f"judge.prefill={prefill}", "judge.labels=[' A',' B']", *TYPED)
+    bare, after = rows(capsys, *words(world), *TYPED), rows(capsys, *given)
+    weigher = Weigher(world.model, template="judge/testbed.txt", prefill=prefill, labels=labels, device="cpu")
+    weighed = weigher(*(text.partition("=")[2] for text in TYPED))
+    assert values(after, "weight", side="chosen") == pytest.approx(weighed.chosen.weights.tolist(), abs=1e-6)
+    assert values(after, "weight", side="chosen") != pytest.approx(values(bare, "weight", side="chosen"), abs=1e-6)
+    assert show.entry(given) == 0
+    assert f"attention after '{prefill}'" in " ".join(capsys.readouterr().out.split())
 
 
 def test_rows_of_a_run_are_what_it_trained_on(

@@ -67,7 +67,8 @@ def test_four_pairs_carry_no_choice_and_every_run_is_told(
 ) -> None:
     """A judge of random weights: no layer matters. The warning stands in the record and comes from the store too."""
     record = settle_layer(asking(made, tmp_path), made[2]).prepared[CHOICE]
-    said = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    warned = [line.getMessage() for line in caplog.records if line.levelno == logging.WARNING]
+    said = [line for line in warned if line.startswith("weights.layer=auto: ")]
     assert said == [f"weights.layer=auto: {doubt}" for doubt in record["doubts"]]
     assert "the sample of 4 pairs does not tell layers 1 and 2 apart" in "".join(said)
     assert said[-1].endswith("raise auto_layer.pairs")

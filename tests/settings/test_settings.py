@@ -390,7 +390,7 @@ def test_both_llamas_are_judged_alike() -> None:
 def test_every_setting_has_its_judge(name: str) -> None:
     judge = setting(name)["judge"]
     assert (judge["dtype"], judge["max_length"], judge["max_response_length"]) == ("bfloat16", 2048, 768)
-    assert judge["verdict"] is True
+    assert judge["verdict"] is True and judge["low_label_mass"] == "stop"
     assert judge["path"] is None
     assert composed(name).composed.choices["judge"] == name
 

@@ -18,10 +18,10 @@ from attnpo.text.judge_template import (
     Assembly,
     JudgePrompts,
     JudgeRules,
-    JudgeTemplate,
     SpanMode,
     question_text,
 )
+from attnpo.text.judge_wording import JudgeTemplate
 from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
 
@@ -408,6 +408,54 @@ def test_labels_are_the_tokens_after_the_prompt(formats: Formats, rules: JudgeRu
     assert words == (["▁A", "▁B"] if name == "mistral" and plain else ["A", "B"])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("assembly", list(Assembly))
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_prefill_ends_the_prompt_and_moves_no_span(
+    formats: Formats, rules: JudgeRules, name: str, assembly: Assembly, plain: bool
+) -> None:
+    chat, pair = formats(name), pair_of("Which?", "the first one", "the second one, longer")
+    bare = replace(rules, assembly=assembly, chat=plain)
+    prefilled = JudgePrompts(replace(bare, prefill="\nThe better letter:"), chat)
+    for prompt, without in zip(prefilled.build(pair), JudgePrompts(bare, chat).build(pair), strict=True):
+        assert len(prompt.input_ids) > len(without.input_ids)
+        written = chat.tokenizer.decode(prompt.input_ids)
+        assert written.endswith("The better letter:")
+        assert written.removesuffix("The better letter:").rstrip() == chat.tokenizer.decode(without.input_ids).rstrip()
+        assert (prompt.spans, prompt.offsets) == (without.spans, without.offsets)
+    first, second = prefilled.label_ids
+    assert [chat.tokenizer.decode([index]).strip() for index in (first, second)] == ["A", "B"]
+
+
+def test_labels_follow_the_prefill(formats: Formats, rules: JudgeRules) -> None:
+    """GPT-2 writes a letter after an open bracket without a blank, and after a word with one."""
+    chat = formats("gpt2_chatml")
+    after = {"The better answer is (": ("A", "B"), "The better answer is": (" A", " B")}
+    for prefill, labels in after.items():
+        prompts = JudgePrompts(replace(rules, prefill=prefill, labels=labels), chat)
+        assert chat.tokenizer.convert_ids_to_tokens(list(prompts.label_ids)) == [
+            label.replace(" ", "\u0120") for label in labels
+        ]
+        last = prompts.build(pair_of("Which?", "one", "two"))[0].input_ids[-1]
+        assert chat.tokenizer.decode([last]).strip() == prefill.split()[-1]
+
+
+def test_refused_prefills(formats: Formats, rules: JudgeRules) -> None:
+    with pytest.raises(UserError, match=r"judge\.prefill: .* or null for none"):
+        replace(rules, prefill="")
+    for name, prefill, story in (
+        (
+            "gpt2_chatml",
+            "The better answer is ",
+            r"one token with the label 'A'.*judge\.prefill='The better answer is'",
+        ),
+        ("gpt2_chatml", "  ", r"strips the end of '  '"),
+        ("gpt2_plain", "Answer: A", r"one token with the label 'A'.*end it before the letter's token"),
+    ):
+        with pytest.raises(UserError, match=story):
+            JudgePrompts(replace(rules, prefill=prefill), formats(name))
+
+
 def test_labels_with_a_blank_and_refused_labels(formats: Formats, rules: JudgeRules) -> None:
     chat = formats("gpt2_plain")
     found = JudgePrompts(replace(rules, labels=(" A", " B")), chat).label_ids
@@ -432,6 +480,7 @@ def test_every_rule_changes_the_fingerprint(formats: Formats, rules: JudgeRules,
         "labels": ("1", "2"),
         "strip": False,
         "chat": False,
+        "prefill": "The better letter:",
     }
     reference = {"span_closing": "\n###", "span_drop": 1}  # without a reference span they change nothing
     assert set(changes) | set(reference) == set(JudgeRules.__dataclass_fields__)
