@@ -22,6 +22,7 @@ from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
+from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
@@ -120,6 +121,10 @@ def load_policy(context: RunContext) -> ScoredLM:
     model = load_start(context)
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
+    if context.model.router_aux_loss_coef:
+        require_router(model)
+    else:
+        say_unused(model)
     policy = ScoredLM(model)
     if context.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)
