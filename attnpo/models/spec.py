@@ -13,7 +13,8 @@ QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
 class LoraSpec:
     """Low-rank adapters that are trained in place of the weights.
 
-    A linear layer W gets W + (alpha / rank) B A, where B starts at zero. ``target_modules`` is "all-linear" (every
+    A linear layer W gets W + (alpha / rank) B A, where B starts at zero, and so does each of the experts that a model
+    keeps in one tensor, without dropout. ``target_modules`` is "all-linear" (every
     linear layer but the vocabulary head) or a list of module names, each the end of a full name: [q_proj, v_proj].
     """
 
