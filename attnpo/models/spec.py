@@ -14,8 +14,8 @@ class LoraSpec:
     """Low-rank adapters that are trained in place of the weights.
 
     A linear layer W gets W + (alpha / rank) B A, where B starts at zero, and so does each of the experts that a model
-    keeps in one tensor, without dropout. ``target_modules`` is "all-linear" (every
-    linear layer but the vocabulary head) or a list of module names, each the end of a full name: [q_proj, v_proj].
+    keeps in one tensor, without dropout. ``target_modules`` is "all-linear" (every linear layer but the vocabulary
+    head) or a list of module names, each the end of a full name: [q_proj, v_proj].
     """
 
     rank: int = 16
