@@ -16,7 +16,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.live import phase
 from attnpo.machine import device_of
-from attnpo.models.backbone import frozen
+from attnpo.models.backbone import frozen, require_trainable
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
@@ -119,6 +119,7 @@ def load_policy(context: RunContext) -> ScoredLM:
     if context.model.reward:
         return _load_reward(context)
     model = load_start(context)
+    require_trainable(model, context.model.path)
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
     if context.model.router_aux_loss_coef:
