@@ -287,7 +287,7 @@ def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
         down, up = (gathered(part.get_parameter("weight")).detach().to(total) for part in maps)
         if base.dim() == FUSED:  # peft keeps the ranks of A by expert, those of B the experts by rank
             each = up.reshape(len(up), -1, len(base)).permute(2, 0, 1) @ down.reshape(len(base), -1, down.shape[1])
-            delta = each if layer._did_swap_in_out_features else each.mT
+            delta = each if getattr(layer, "_did_swap_in_out_features", False) else each.mT
         else:
             delta = (up @ down).T if getattr(layer, "fan_in_fan_out", False) else up @ down
         total.add_(delta, alpha=layer.scaling[adapter])

@@ -5,12 +5,11 @@ activation checkpointing hold for all three. Only hidden states that predict a s
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from attnpo.models.backbone import (
     find_parts,
@@ -97,11 +96,12 @@ class ScoredLM(nn.Module):
         parts = find_parts(self.model) if self._split else None
         reads = {**self._reads(inputs), **(RECORD if ROUTER in requests else {})}
         if parts is None:
-            output, hidden, values = self._from_logits(
+            routers, hidden, values = self._from_logits(
                 inputs.input_ids, reads, index, labels, vocab, joint, second, "hidden" in requests
             )
         else:
             output = parts.backbone(input_ids=inputs.input_ids, use_cache=False, **reads)
+            routers = output.get("router_logits", ())
             hidden = output.last_hidden_state.flatten(0, 1).index_select(0, index)
             values = token_statistics(
                 hidden, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
@@ -113,7 +113,7 @@ class ScoredLM(nn.Module):
             hidden=_spread(hidden, keep, shape) if hidden is not None and "hidden" in requests else None,
             vocab={name: spread[f"vocab:{name}"] for name in vocab},
             joint={name: spread[f"joint:{name}"] for name in joint},
-            routing=loads(output.router_logits, inputs, self._chosen()) if ROUTER in requests else None,
+            routing=loads(routers, inputs, self._chosen()) if ROUTER in requests else None,
         )
 
     def _chosen(self) -> int:
@@ -147,14 +147,16 @@ class ScoredLM(nn.Module):
         joint: list[str],
         second: tuple[Tensor, Head] | None,
         want_hidden: bool,
-    ) -> tuple[ModelOutput, Tensor | None, dict[str, Tensor]]:
-        output: ModelOutput = self.model(
-            input_ids=input_ids, use_cache=False, output_hidden_states=want_hidden, **reads
-        )
+    ) -> tuple[Sequence[Tensor], Tensor | None, dict[str, Tensor]]:
+        output = self.model(input_ids=input_ids, use_cache=False, output_hidden_states=want_hidden, **reads)
         logits = output.logits.flatten(0, 1).index_select(0, index)
         picked = output.hidden_states[-1].flatten(0, 1).index_select(0, index) if want_hidden else None
         other = None if second is None or not joint else project(*second)
-        return output, picked, statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=other)
+        return (
+            output.get("router_logits", ()),
+            picked,
+            statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=other),
+        )
 
 
 def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:
