@@ -297,7 +297,8 @@ class ModelInputs:
 
     ``segments``: None for one sequence per row; else the batch is one row of many sequences, and each line holds
     (start, count, prefix, shared): the tokens start..start+count-1 follow the ``shared`` tokens from ``prefix`` on, and
-    see, causally, those and each other. Every token of the row is in exactly one segment.
+    see, causally, those and each other. Every token of the row is in exactly one segment. ``segment_rows`` is the
+    response row of each segment; None: their order.
     """
 
     input_ids: Int[Tensor, "batch T"]
@@ -305,6 +306,7 @@ class ModelInputs:
     attention_mask: Int[Tensor, "batch T"] | None
     predict_index: Int[Tensor, "rows R"]
     segments: Int[Tensor, "segments 4"] | None = None
+    segment_rows: Int[Tensor, "segments"] | None = None
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """The same inputs on ``device``."""
@@ -330,6 +332,7 @@ class TokenStats:
 
     ``vocab`` has statistics of one model's distribution at each position (entropy, collision), ``joint`` those
     of two models (kl_ref_policy, ...). ``groups`` has the statistics of the batch's other row groups, by their names.
+    ``routing``: of a mixture's routers, how often each row's tokens chose each expert and the sum of its probabilities.
     """
 
     logps: Float[Tensor, "rows R"]
@@ -338,6 +341,7 @@ class TokenStats:
     joint: Mapping[str, Float[Tensor, "rows R"]] = field(default_factory=dict)
     input_gradient: InputGradient | None = None
     groups: Mapping[str, "TokenStats"] = field(default_factory=dict)
+    routing: Float[Tensor, "rows 2 experts"] | None = None
 
 
 @dataclass(frozen=True)

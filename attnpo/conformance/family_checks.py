@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attnpo.models.backbone import require_trainable
 from attnpo.models.described import Described
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.layouts import LAYOUTS, Layout, Sequences, choose
@@ -200,6 +201,11 @@ def _rollout_errors(readings: Sequence[JudgeReading], own: Sequence[Own]) -> lis
 def laid(held: Held) -> Iterator[Finding]:
     """Log-probabilities and gradients of the policy in every layout, and the one that ``auto`` takes."""
     policy = ScoredLM(held.model)
+    try:
+        require_trainable(held.model, held.folder.name)
+    except UserError as error:
+        yield Finding("step", reason=str(error))
+        return
     try:
         own = _own_step(held.eager)
     except Exception as error:  # noqa: BLE001  # what the library's own model raises in training outside of a trainer

@@ -183,6 +183,39 @@ def require_causal(model: PreTrainedModel, path: str) -> None:
         )
 
 
+@torch.no_grad()
+def require_trainable(model: PreTrainedModel, path: str) -> None:
+    """Refuses a model whose forward in training mode fails, found by trying six tokens; random state and mode stay.
+
+    Raises:
+        UserError: with the library's own words, which name the field of the config or the operation.
+    """
+    if model.device.type == "cpu" and torch.cuda.is_available():
+        return  # it may need kernels that only a GPU has, and is moved there before use
+    ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
+    devices = [model.device] if model.device.type == "cuda" else []
+    modes = {module: module.training for module in model.modules()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices):
+            model.train()
+            model(input_ids=ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any model
+        words = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{path}: {_kind(model)} cannot run in training mode, tried on {ids.shape[1]} tokens "
+            f"({type(error).__name__}: {words}); change what that names in its config.json, or take another model"
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.shape == kept[name].shape:
+                buffer.copy_(kept[name])
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """A context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""

@@ -35,6 +35,8 @@ class Described(NamedTuple):
 
 
 TRIED = 6  # tokens
+NO_MAPS = "it gives no softmax attention: its class has no maps to hand out (output_attentions)"
+NO_ROWS = "it gives no softmax attention: asked for maps (output_attentions), its layers hand out none"
 _on_meta: dict[tuple[str, str | None], PreTrainedModel] = {}
 
 
@@ -61,17 +63,35 @@ def _mapped_layers(config: PretrainedConfig) -> tuple[tuple[int, ...], str]:
     ids = torch.zeros(1, TRIED, dtype=torch.long, device="meta")
     try:
         asked = {"attention_mask": torch.ones_like(ids), "output_attentions": True, "use_cache": False}
-        given = on_meta(config, "eager").train(False)(input_ids=ids, **asked).get("attentions") or ()
+        model = on_meta(config, "eager").train(False)
+        given = model(input_ids=ids, **asked).get("attentions") or ()
     except Exception as error:  # noqa: BLE001  # code of any model, which may look at numbers that there are none of
-        return (), f"none goes through transformers' AttentionInterface, and its maps cannot be asked for ({error})"
+        if not _can_give_maps(model):
+            return (), NO_MAPS
+        return (), (
+            "none of its layers goes through transformers' AttentionInterface, and whether it gives maps "
+            f"(output_attentions) cannot be tried without weights, as its forward reads numbers ({error})"
+        )
     depth = getattr(config.get_text_config(), "num_hidden_layers", None)
     shapes = [getattr(each, "shape", ())[2:] for each in given]
     layers = tuple(number for number, shape in enumerate(shapes, 1) if shape == (TRIED, TRIED))
+    if not given:
+        return (), NO_ROWS if _can_give_maps(model) else NO_MAPS
     if not layers:
-        return (), "it gives no softmax attention"
+        found = " x ".join(map(str, getattr(given[0], "shape", ())))
+        return (), f"it gives no softmax attention: output_attentions are numbers of {found}, none of tokens x tokens"
     if len(given) != depth:
         return (), f"its attention gives {len(layers)} maps for {depth} layers, so they have no numbers"
     return layers, ""
+
+
+def _can_give_maps(model: PreTrainedModel) -> bool:
+    """Whether the class says that it can hand out attention maps: as recorded outputs, or as an argument."""
+    return any(
+        "attentions" in (getattr(part, "_can_record_outputs", None) or ())
+        or "output_attentions" in inspect.signature(type(part).forward).parameters
+        for part in (model, backbone_of(model))
+    )
 
 
 def on_meta(config: PretrainedConfig, attention: str | None = None) -> PreTrainedModel:

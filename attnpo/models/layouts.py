@@ -149,7 +149,8 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
     positions: list[int] = []
     segments: list[tuple[int, int, int, int]] = []
     before, starts = [0] * len(sequences), [0] * len(sequences)
-    for row, prefix in _order(sequences, pairs):
+    order = list(_order(sequences, pairs))
+    for row, prefix in order:
         prompt, response = sequences[row]
         stretch = response if prefix is not None else [*prompt, *response]
         shared = len(prompt) if prefix is not None else 0
@@ -165,6 +166,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         attention_mask=None,
         predict_index=_predict(sequences, before, starts),
         segments=torch.tensor(segments, dtype=torch.long),
+        segment_rows=torch.tensor([row for row, _ in order]),
     )
     return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
 

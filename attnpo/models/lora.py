@@ -33,8 +33,9 @@ BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
     """Adds fresh adapters to the model and returns it, its own weights frozen; its logits stay what they were.
 
-    Adapters of a half-precision base are float32. Raises ``UserError`` without peft, for a target that is no linear
-    module, for the vocabulary head, and for a model that carries adapters already.
+    They go on linear modules and on fused experts (``expert_names``). Adapters of a half-precision base are float32.
+    Raises ``UserError`` without peft, for a target that is neither, for the vocabulary head, and for a model that
+    carries adapters already.
     """
     if find_spec("peft") is None:
         raise UserError("model.lora needs the package peft: pip install 'attnpo[lora]', or set model.lora=null")
@@ -51,6 +52,7 @@ def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
             lora_alpha=spec.alpha,  # type: ignore[arg-type]  # declared int; only ever divided by the rank
             lora_dropout=spec.dropout,
             target_modules=targets,
+            target_parameters=expert_names(model, spec),
             fan_in_fan_out=transposed,
             task_type="CAUSAL_LM",
         ),
@@ -77,16 +79,23 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
     state = {}
     for name, value in model.state_dict().items():
-        owner = next((path for path in parents(name) if path in adapted), "")
-        inner = name.removeprefix(f"{owner}.") if owner else name
-        if (owner and not inner.startswith(BASE)) or not packed.keys().isdisjoint(parents(name)):
-            continue  # the adapter's own; the scales of 4-bit weights
-        base = _unpacked(packed[name]) if name in packed else gathered(value).detach()
-        whole = _merged(base, adapted[owner]) if owner and inner == f"{BASE}weight" else base
+        # Several where more than one tensor of a module is adapted: each adapter is put around the one before.
+        owners = [path for path in parents(name) if path in adapted]
+        if any(not name.startswith(f"{owner}.{BASE}") for owner in owners):
+            continue  # the adapter's own
+        if not packed.keys().isdisjoint(parents(name)):
+            continue  # the scales of 4-bit weights
+        whole = _unpacked(packed[name]) if name in packed else gathered(value).detach()
+        plain = name
+        for owner in owners:
+            inner = plain.removeprefix(f"{owner}.{BASE}")
+            if inner == getattr(adapted[owner], "parameter_name", "weight"):
+                whole = _merged(whole, adapted[owner])
+            plain = f"{owner}.{inner}"
         if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
             whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
         if keep:
-            state[f"{owner}.{inner.removeprefix(BASE)}" if owner else name] = whole.cpu()
+            state[plain] = whole.cpu()
     return state
 
 
@@ -167,12 +176,13 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     refused = refused_names(model)
     allowed = [name for name, part in linear.items() if part is not head and name.rpartition(".")[2] not in refused]
+    experts = expert_names(model, spec)
     if isinstance(spec.target_modules, str):
         chosen = allowed
     else:
         chosen = [name for name in allowed if any(_ends_with(name, target) for target in spec.target_modules)]
         for target in spec.target_modules:
-            if not any(_ends_with(name, target) for name in chosen):
+            if not any(_ends_with(name, target) for name in (*chosen, *experts)):
                 is_head = any(_ends_with(name, target) for name in linear)
                 what = "is the vocabulary head, which is never adapted" if is_head else "names no linear module"
                 if target.rpartition(".")[2] in refused:
@@ -182,9 +192,27 @@ def target_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
                     f"model.lora.target_modules: {target!r} {what}; the linear modules of {type(model).__name__} are "
                     f"{', '.join(short) or 'none'}"
                 )
-    if not chosen:
+    if not chosen and not experts:
         raise UserError(f"model.lora: {type(model).__name__} has no linear module besides its head to put adapters on")
     return chosen
+
+
+def expert_names(model: PreTrainedModel, spec: LoraSpec) -> list[str]:
+    """Full names of the tensors with the weights of several experts [experts _ _] that get an adapter for each expert.
+
+    They are those of modules that transformers runs as experts. None with dropout, which has no place between an
+    adapter and a tensor, and none beside transposed linear layers, which peft refuses.
+    """
+    if spec.dropout or any(isinstance(module, Conv1D) for module in model.modules()):
+        return []
+    return [
+        f"{owner}.{name}"
+        for owner, module in model.named_modules()
+        if hasattr(module, "is_transposed")
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == FUSED and len(parameter) > 1 and parameter.is_floating_point()
+        if isinstance(spec.target_modules, str) or any(_ends_with(f"{owner}.{name}", t) for t in spec.target_modules)
+    ]
 
 
 def refused_names(model: PreTrainedModel) -> list[str]:
@@ -212,8 +240,8 @@ def refused_names(model: PreTrainedModel) -> list[str]:
 
 def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
     """Which share of a model's parameters lies in modules that get an adapter, and what does not; for the log."""
-    targets = target_names(model, spec)
-    owned = {f"{name}.weight" for name in targets}
+    targets, experts = target_names(model, spec), expert_names(model, spec)
+    owned = {f"{name}.weight" for name in targets} | set(experts)
     reached, stacked, total = 0, 0, 0
     first = ""
     for name, parameter in model.named_parameters():
@@ -222,9 +250,12 @@ def reach(model: PreTrainedModel, spec: LoraSpec) -> str:
             reached += parameter.numel()
         elif parameter.dim() == FUSED and not isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Conv1d):
             stacked, first = stacked + parameter.numel(), first or name
-    words = f"model.lora: adapters on {len(targets)} linear modules, which hold {reached / total:.0%} of the parameters"
+    words = f"model.lora: adapters on {len(targets)} linear modules"
+    words += f" and {len(experts)} tensors of fused experts" if experts else ""
+    words += f", which hold {reached / total:.0%} of the parameters"
     if stacked:
         words += f"; {stacked / total:.0%} are weights of several experts in one tensor, which none reaches ({first})"
+        words += "; set model.lora.dropout=0 to reach those that can be" if spec.dropout else ""
     refused = refused_names(model)
     return words + (
         f"; none on {', '.join(refused)}, whose weight is used otherwise than by a plain product" if refused else ""
@@ -254,6 +285,10 @@ def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
     for adapter in layer.active_adapters:
         maps = (layer.lora_A[adapter], layer.lora_B[adapter])
         down, up = (gathered(part.get_parameter("weight")).detach().to(total) for part in maps)
-        delta = up @ down
-        total.add_(delta.T if getattr(layer, "fan_in_fan_out", False) else delta, alpha=layer.scaling[adapter])
+        if base.dim() == FUSED:  # peft keeps the ranks of A by expert, those of B the experts by rank
+            each = up.reshape(len(up), -1, len(base)).permute(2, 0, 1) @ down.reshape(len(base), -1, down.shape[1])
+            delta = each if getattr(layer, "_did_swap_in_out_features", False) else each.mT
+        else:
+            delta = (up @ down).T if getattr(layer, "fan_in_fan_out", False) else up @ down
+        total.add_(delta, alpha=layer.scaling[adapter])
     return total.to(base.dtype)

@@ -5,14 +5,13 @@ activation checkpointing hold for all three. Only hidden states that predict a s
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from attnpo.models.backbone import (
-    final_hidden,
     find_parts,
     first_position,
     is_materialised,
@@ -27,11 +26,12 @@ from attnpo.models.logps import (
     token_statistics,
 )
 from attnpo.models.packed_attention import PLAN, Plan, attend_in_segments
+from attnpo.models.router import CHOSEN, RECORD, ROUTER, loads
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 logger = logging.getLogger(__name__)
 
-KNOWN_REQUESTS = frozenset({"logps", "hidden"} | STATISTICS.keys())
+KNOWN_REQUESTS = frozenset({"logps", "hidden", ROUTER} | STATISTICS.keys())
 
 
 class ScoredLM(nn.Module):
@@ -82,7 +82,8 @@ class ScoredLM(nn.Module):
 
         ``requests``: "logps" (always given), "hidden" (the final hidden states that predict the tokens),
         "vocab:entropy", "vocab:collision", "vocab:top_prob", and with ``other`` (the second model's hidden states in
-        response space and its head) "joint:kl_ref_policy", "joint:kl_policy_ref". Gradients reach this model only.
+        response space and its head) "joint:kl_ref_policy", "joint:kl_policy_ref", and "router" (the loads of the
+        experts of a mixture). Gradients reach this model only.
         Inputs with segments set the model's attention, for good, to the one that follows them. Raises ``UserError``
         for a request that is not known or lacks ``other``, and for segments that the model cannot follow.
         """
@@ -93,11 +94,15 @@ class ScoredLM(nn.Module):
         if self._split is None:
             self._try()
         parts = find_parts(self.model) if self._split else None
+        reads = {**self._reads(inputs), **(RECORD if ROUTER in requests else {})}
         if parts is None:
-            hidden, values = self._from_logits(inputs, index, labels, vocab, joint, second, "hidden" in requests)
+            routers, hidden, values = self._from_logits(
+                inputs.input_ids, reads, index, labels, vocab, joint, second, "hidden" in requests
+            )
         else:
-            states = final_hidden(parts.backbone, inputs.input_ids, **self._reads(inputs)).flatten(0, 1)
-            hidden = states.index_select(0, index)
+            output = parts.backbone(input_ids=inputs.input_ids, use_cache=False, **reads)
+            routers = output.get("router_logits", ())
+            hidden = output.last_hidden_state.flatten(0, 1).index_select(0, index)
             values = token_statistics(
                 hidden, parts.projection(), labels, vocab=vocab, joint=joint, other=second, chunk=self.chunk
             )
@@ -108,7 +113,12 @@ class ScoredLM(nn.Module):
             hidden=_spread(hidden, keep, shape) if hidden is not None and "hidden" in requests else None,
             vocab={name: spread[f"vocab:{name}"] for name in vocab},
             joint={name: spread[f"joint:{name}"] for name in joint},
+            routing=loads(routers, inputs, self._chosen()) if ROUTER in requests else None,
         )
+
+    def _chosen(self) -> int:
+        """How many experts each token is given to."""
+        return int(getattr(self.model.config.get_text_config(), CHOSEN))
 
     def _reads(self, inputs: ModelInputs) -> dict[str, object]:
         """Mask, positions and plan of segments for the backbone; no mask for right-padded rows.
@@ -129,21 +139,24 @@ class ScoredLM(nn.Module):
 
     def _from_logits(
         self,
-        inputs: ModelInputs,
+        input_ids: Tensor,
+        reads: dict[str, object],
         index: Tensor,
         labels: Tensor,
         vocab: list[str],
         joint: list[str],
         second: tuple[Tensor, Head] | None,
         want_hidden: bool,
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
-        output = self.model(
-            input_ids=inputs.input_ids, use_cache=False, output_hidden_states=want_hidden, **self._reads(inputs)
-        )
+    ) -> tuple[Sequence[Tensor], Tensor | None, dict[str, Tensor]]:
+        output = self.model(input_ids=input_ids, use_cache=False, output_hidden_states=want_hidden, **reads)
         logits = output.logits.flatten(0, 1).index_select(0, index)
         picked = output.hidden_states[-1].flatten(0, 1).index_select(0, index) if want_hidden else None
         other = None if second is None or not joint else project(*second)
-        return picked, statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=other)
+        return (
+            output.get("router_logits", ()),
+            picked,
+            statistics_of_logits(logits, labels, vocab=vocab, joint=joint, other=other),
+        )
 
 
 def _parse(requests: Collection[str], has_other: bool) -> tuple[list[str], list[str]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attnpo.schema import UserError
+from attnpo.schema import UserError, check_least
 
 ALL_LINEAR = "all-linear"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -14,8 +14,9 @@ QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
 class LoraSpec:
     """Low-rank adapters that are trained in place of the weights.
 
-    A linear layer W gets W + (alpha / rank) B A, where B starts at zero. ``target_modules`` is "all-linear" (every
-    linear layer but the vocabulary head) or a list of module names, each the end of a full name: [q_proj, v_proj].
+    A linear layer W gets W + (alpha / rank) B A, where B starts at zero, and so does each of the experts that a model
+    keeps in one tensor, without dropout. ``target_modules`` is "all-linear" (every linear layer but the vocabulary
+    head) or a list of module names, each the end of a full name: [q_proj, v_proj].
     """
 
     rank: int = 16
@@ -53,6 +54,7 @@ class ModelSpec:
     bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of
     ``torch.compile`` for the blocks of the policy, such as inductor. ``reward`` gives the policy a head for sequences
     in place of the vocabulary's, fresh unless the folder has one: what is trained is a reward model.
+    ``router_aux_loss_coef`` times the load-balancing loss of a mixture's routers is added to each pair's loss.
     """
 
     path: str
@@ -68,6 +70,7 @@ class ModelSpec:
     quantize: str | None = None
     compile: str | None = None
     reward: bool = False
+    router_aux_loss_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -81,11 +84,19 @@ class ModelSpec:
                 f"model.checkpoint_every={self.checkpoint_every} says which blocks are computed again, and none is: "
                 "set model.gradient_checkpointing=true as well"
             )
-        parts = {"lora": self.lora, "quantize": self.quantize, "compile": self.compile}
+        check_least("model", 0, router_aux_loss_coef=self.router_aux_loss_coef)
+        balance = self.router_aux_loss_coef or None
+        if balance and self.compile:
+            raise UserError(
+                f"model.router_aux_loss_coef={balance:g} reads router logits inside the blocks, which compiled ones do "
+                "not hand out: set model.compile=null"
+            )
+        parts = {"lora": self.lora, "quantize": self.quantize, "compile": self.compile, "router_aux_loss_coef": balance}
         given = [name for name, value in parts.items() if value is not None]
         if self.reward and given:
             raise UserError(
-                f"model.reward=true trains all weights of a reward model as they are: set model.{given[0]}=null"
+                f"model.reward=true trains all weights of a reward model as they are: set model.{given[0]}="
+                f"{0 if parts[given[0]] is balance else 'null'}"
             )
 
     def _check_quantized(self) -> None:

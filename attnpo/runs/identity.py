@@ -56,6 +56,7 @@ LATER = {
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
+    **{"model.router_aux_loss_coef": 0.0},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
     **{"data.columns.content": "content"},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},

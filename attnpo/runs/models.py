@@ -16,12 +16,13 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.live import phase
 from attnpo.machine import device_of
-from attnpo.models.backbone import frozen
+from attnpo.models.backbone import frozen, require_trainable
 from attnpo.models.compiled import compile_blocks, require_same_numbers
 from attnpo.models.layouts import Layout, choose, padded
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
+from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
@@ -118,8 +119,13 @@ def load_policy(context: RunContext) -> ScoredLM:
     if context.model.reward:
         return _load_reward(context)
     model = load_start(context)
+    require_trainable(model, context.model.path)
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
+    if context.model.router_aux_loss_coef:
+        require_router(model)
+    else:
+        say_unused(model)
     policy = ScoredLM(model)
     if context.model.gradient_checkpointing:
         policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)

@@ -120,7 +120,10 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs)
     transforms = inputs.weighed.transforms
-    module = PreferenceModule(policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms)
+    coefficient = inputs.context.model.router_aux_loss_coef
+    module = PreferenceModule(
+        policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
+    )
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left

@@ -11,7 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from attnpo.models.backbone import layer_stack, parameter_count
 from attnpo.models.described import backbone_of, on_meta, widest
-from attnpo.models.lora import target_names
+from attnpo.models.lora import expert_names, target_names
 from attnpo.models.spec import LoraSpec
 
 
@@ -71,6 +71,7 @@ class Shape:
 
 
 def adapters_of(model: PreTrainedModel, lora: LoraSpec) -> int:
-    """The number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer that gets an adapter."""
+    """The number of parameters LoRA adds: rank x (inputs + outputs) of every linear layer or expert with an adapter."""
     weights = (model.get_submodule(name).get_parameter("weight") for name in target_names(model, lora))
-    return lora.rank * sum(sum(weight.shape) for weight in weights)
+    experts = (model.get_parameter(name).shape for name in expert_names(model, lora))
+    return lora.rank * (sum(sum(weight.shape) for weight in weights) + sum(n * (a + b) for n, a, b in experts))

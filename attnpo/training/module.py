@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from attnpo.models.backbone import frozen
 from attnpo.models.input_gradient import input_gradient
 from attnpo.models.logps import gathered
+from attnpo.models.router import ROUTER, load_balancing
 from attnpo.models.scored import ScoredLM
 from attnpo.objectives.base import PreferenceObjective, StepObjective
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats, UserError
@@ -64,6 +65,7 @@ class PreferenceModule(L.LightningModule):
         makers: make the further row groups that the objective asks for, by the groups' names.
         kept: called with each batch and the log-probabilities [rows R] that the reference model gives it.
         transforms: change the weights of the online source in every step.
+        router_coef: what the load-balancing loss of each pair, ``losses/router``, adds to its loss, if not 0.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class PreferenceModule(L.LightningModule):
         makers: Mapping[str, RowMaker] | None = None,
         kept: Callable[[PreferenceBatch, Tensor], None] | None = None,
         transforms: Sequence[WeightTransform] = (),
+        router_coef: float = 0.0,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -84,7 +87,9 @@ class PreferenceModule(L.LightningModule):
         self.kept = kept
         self.objective = objective
         self.online, self.makers, self.transforms = online, dict(makers or {}), tuple(transforms)
+        self.router_coef = router_coef
         self.reads = objective.requires | (online.statistics if online is not None else frozenset())
+        self.reads |= {ROUTER} if router_coef else frozenset()
         self.recipe = optimizer
         self.total_steps = total_steps
         self.window = PairMeans()
@@ -177,7 +182,12 @@ class PreferenceModule(L.LightningModule):
                 reference = replace(reference, groups={**reference.groups, name: of_reference})
         if self.online is not None:
             batch = weighed(batch, self.online, policy, reference, self.transforms)
-        return batch, policy, reference, self.objective(policy, reference, batch)
+        output = self.objective(policy, reference, batch)
+        if policy.routing is not None:
+            load = load_balancing(policy.routing)
+            extras = {**output.extras, "losses/router": load.detach()}
+            output = replace(output, losses=output.losses + self.router_coef * load, extras=extras)
+        return batch, policy, reference, output
 
     def _statistics(self, rows: RowGroup, reads: frozenset[str]) -> tuple[TokenStats, TokenStats | None]:
         """The statistics of a group's rows that ``reads`` names: policy's, and reference's if it is read."""
@@ -192,7 +202,7 @@ class PreferenceModule(L.LightningModule):
         if joint and reference is not None and self.reference is not None and reference.hidden is not None:
             other = (reference.hidden, self.reference.head())
             reference = replace(reference, hidden=None)
-        requests = joint | {name for name in reads if name == "hidden" or name.startswith("vocab:")}
+        requests = joint | {name for name in reads if name in ("hidden", ROUTER) or name.startswith("vocab:")}
         policy: TokenStats = self.policy(*read, frozenset({"logps"} | requests), other)
         return policy, reference
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.models.described import exact_length, require_exact
+from attnpo.conformance.family_models import tiny_config
+from attnpo.conformance.family_models import tiny_model as family
+from attnpo.models.backbone import require_trainable
+from attnpo.models.described import describe, exact_length, require_exact
 from attnpo.models.generate import context_length
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.layouts import choose
@@ -142,7 +145,28 @@ def test_attention_with_something_beside_what_is_read_is_refused(
 
 def test_a_model_without_attention_to_read_has_no_layer(tmp_path: Path) -> None:
     found = described(tiny_folder("mamba", tmp_path))
-    assert found.layers == () and found.why == "it gives no softmax attention"
+    assert found.layers == () and found.why.startswith("it gives no softmax attention: its class has no maps")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("mamba2", "its class has no maps to hand out"), ("rwkv", "1 x 6 x 64, none of tokens x tokens")],
+)
+def test_the_reason_why_no_layer_can_be_read_says_what_was_looked_for(kind: str, words: str) -> None:
+    found = describe(tiny_config(kind))
+    assert found.layers == () and words in found.why and "output_attentions" in found.why and "meta" not in found.why
+
+
+def test_a_model_that_cannot_run_in_training_mode_is_refused_with_the_field(tmp_path: Path) -> None:
+    model = family("reformer")
+    with pytest.raises(UserError, match=r"ReformerModelWithLMHead cannot run in training mode.*axial_pos_shape"):
+        require_trainable(model, "folder")
+    assert not any(part.training for part in model.modules())
+    dropping = family("llama")
+    dropping.model.layers[0].self_attn.attention_dropout = 0.5
+    state = torch.get_rng_state()
+    require_trainable(dropping, "folder")
+    assert torch.equal(torch.get_rng_state(), state) and not dropping.training
 
 
 @pytest.mark.parametrize(

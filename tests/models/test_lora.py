@@ -3,12 +3,13 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.conformance.family_models import tiny_model
 from attnpo.models.layouts import padded
@@ -16,6 +17,7 @@ from attnpo.models.lora import (
     AdapterOff,
     adapters_disabled,
     add_lora,
+    expert_names,
     has_adapters,
     merged_state,
     reach,
@@ -25,6 +27,10 @@ from attnpo.models.lora import (
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
+from attnpo.training.export import Exporter
+from attnpo.training.model_shape import adapters_of
 
 Build = Callable[..., PreTrainedModel]
 Batch = tuple[ModelInputs, Tensor, Tensor]
@@ -146,10 +152,57 @@ def test_the_log_says_which_share_adapters_reach() -> None:
     reached = sum(parameters[f"{name}.weight"].numel() for name in target_names(routed, SPEC))
     total = sum(part.numel() for part in parameters.values())
     assert stacked > 0 and reached > 0
-    said = reach(routed, SPEC)
+    assert f"fused experts, which hold {(reached + stacked) / total:.0%} of the parameters" in reach(routed, SPEC)
+    assert "none reaches" not in reach(routed, SPEC)
+    said = reach(routed, LoraSpec(dropout=0.1))
+    assert said.endswith("; set model.lora.dropout=0 to reach those that can be")
     assert f"which hold {reached / total:.0%} of the parameters" in said
     assert f"{stacked / total:.0%} are weights of several experts in one tensor" in said and "experts." in said
     assert "experts" not in reach(tiny_model("llama"), SPEC)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_fused_experts_are_adapted_trained_exported_and_read_again(
+    kind: str, checkpointing: bool, tmp_path: Path
+) -> None:
+    """Experts as (outputs, inputs) and as (inputs, outputs): the export is the trained model, and off is the base."""
+    model = tiny_model(kind)
+    own, before = dict(model.state_dict()), logits(model)
+    experts = expert_names(model, SPEC)
+    assert experts and all(name.endswith(("gate_up_proj", "down_proj")) for name in experts)
+    counted = adapters_of(model, SPEC)
+    add_lora(model, SPEC)
+    assert counted == sum(p.numel() for name, p in model.named_parameters() if is_adapter(name))
+    assert torch.equal(logits(model), before)
+    policy = ScoredLM(model)
+    if checkpointing:
+        policy.model.activation_checkpointing_enable()
+    gradients = train(policy)
+    of_experts = [value for name, value in gradients.items() if ".experts." in name]
+    assert len(of_experts) == 2 * len(experts) and all(value.any() for value in of_experts)
+    assert all(is_adapter(name) for name in gradients)
+    trained = logits(model)
+    assert largest(trained - before) > 1e-2
+    with adapters_disabled(model):
+        assert torch.equal(logits(model), before)
+    merged = merged_state(model)
+    assert merged.keys() == own.keys()
+    assert not any(torch.equal(merged[name], own[name]) for name in experts)
+    Exporter(build_tokenizer(Grammar())).export(model, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(logits(read), trained, rtol=1e-4, atol=1e-4)
+    fresh = add_lora(tiny_model(kind), SPEC)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(logits(fresh), trained), "as a resumed run restores it"
+
+
+def test_experts_are_chosen_by_name_too() -> None:
+    assert expert_names(tiny_model("qwen3_moe"), LoraSpec(target_modules=("q_proj",))) == []
+    named = LoraSpec(target_modules=("q_proj", "experts.down_proj"))
+    routed = tiny_model("qwen3_moe")
+    assert all(name.endswith("experts.down_proj") for name in expert_names(routed, named))
+    assert {name.rpartition(".")[2] for name in target_names(routed, named)} == {"q_proj"}
 
 
 def test_a_second_adapter_is_refused(tiny: Build) -> None:

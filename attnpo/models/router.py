@@ -1,0 +1,103 @@
+"""The load of the experts of a mixture: what its routers chose for each sequence, and the loss that evens it out."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnpo.models.backbone import PROBE_LENGTH, eval_mode, is_materialised, vocabulary
+from attnpo.models.described import backbone_of
+from attnpo.schema import ModelInputs, UserError
+
+log = logging.getLogger(__name__)
+
+ROUTER = "router"
+"""The request for the loads, under which they stand beside ``logps``."""
+COEFFICIENT = "router_aux_loss_coef"
+CHOSEN = "num_experts_per_tok"
+RECORD = {"output_router_logits": True}
+"""What a backbone is called with so that it gives its routers' logits."""
+
+
+def require_router(model: PreTrainedModel) -> None:
+    """Raises ``UserError`` for a model without routers, or without a load-balancing loss of its own to follow."""
+    what, config = type(model).__name__, model.config.get_text_config()
+    asked = f"model.{COEFFICIENT}: expected a mixture of experts with a load-balancing loss, and {what}"
+    for name in (COEFFICIENT, CHOSEN):
+        if getattr(config, name, None) is None:
+            raise UserError(f"{asked} has no {name} in its config; set model.{COEFFICIENT}=0")
+    if not is_materialised(model):
+        return
+    ids = torch.arange(PROBE_LENGTH, device=model.device)[None] % vocabulary(model)
+    with torch.no_grad(), eval_mode(model):
+        output = backbone_of(model)(input_ids=ids, use_cache=False, **RECORD)
+    if not getattr(output, "router_logits", None):
+        raise UserError(f"{asked} gives no router logits (output_router_logits); set model.{COEFFICIENT}=0")
+
+
+def say_unused(model: PreTrainedModel) -> None:
+    """Logs that the coefficient in a model's config is not used, if it has one and experts that it speaks of."""
+    config = model.config.get_text_config()
+    own = getattr(config, COEFFICIENT, None)
+    if own and getattr(config, CHOSEN, None):
+        log.info(
+            "model.%s=0: the loss is the objective's alone; the config of %s has %g, which weighs its experts' load",
+            COEFFICIENT,
+            type(model).__name__,
+            own,
+        )
+
+
+def loads(logits: Sequence[Float[Tensor, "..."]], inputs: ModelInputs, chosen: int) -> Float[Tensor, "rows 2 experts"]:
+    """How often each sequence's tokens chose each expert, and the sum of their probabilities of it, over all layers.
+
+    Padding counts in neither; a prompt that two responses share counts in both, as it does in every other layout.
+
+    Args:
+        logits: of each layer's router, [tokens experts] or [batch T experts].
+        inputs: what the model was called with.
+        chosen: experts per token.
+    """
+    counts: list[Tensor] = []
+    sums: list[Tensor] = []
+    tokens = sequence_tokens(inputs)
+    for layer in logits:
+        probabilities = torch.softmax(layer.flatten(0, -2).float(), -1)
+        mask = tokens.to(probabilities)
+        top = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(chosen, -1).indices, 1.0)
+        counts.append(mask @ top)
+        sums.append(mask @ probabilities)
+    return torch.stack([torch.stack(counts).sum(0), torch.stack(sums).sum(0)], 1)
+
+
+def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
+    """Which tokens (flat over batch and T) are part of each response row's sequence."""
+    batch, width = inputs.input_ids.shape
+    place = torch.arange(batch * width, device=inputs.input_ids.device)
+    if inputs.segments is not None:
+        lines = inputs.segments[torch.argsort(_rows(inputs.segments, inputs.segment_rows))]
+        start, count, prefix, shared = lines[:, :, None].unbind(1)
+        own = (place >= start) & (place < start + count)
+        return own | ((place >= prefix) & (place < prefix + shared))
+    rows = place // width == torch.arange(batch, device=place.device)[:, None]
+    return rows if inputs.attention_mask is None else rows & inputs.attention_mask.flatten().bool()
+
+
+def _rows(segments: Int[Tensor, "segments 4"], rows: Int[Tensor, "segments"] | None) -> Int[Tensor, "segments"]:
+    return torch.arange(len(segments), device=segments.device) if rows is None else rows
+
+
+def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, "pairs"]:
+    """The load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
+
+    Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as transformers has them
+    (``load_balancing_loss_func``), over the tokens of a pair and all layers: experts x sum over experts of (share of
+    tokens that chose it) x (mean probability of it). Taken per pair, it depends on no micro-batch and no layout.
+    """
+    pairs = len(routing) // 2
+    counts, sums = (routing[:pairs] + routing[pairs:]).unbind(1)
+    tokens = sums.detach().sum(-1, keepdim=True)  # each token's probabilities sum to 1 in every layer
+    return routing.shape[-1] * ((counts / tokens) * (sums / tokens)).sum(-1)
