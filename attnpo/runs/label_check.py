@@ -56,19 +56,18 @@ class LabelCheck:
             if mass is None:
                 return
             self._keep(pairs, mass)
-        problem = mass.problem(self.judge.settings.min_label_mass)
-        if problem is not None and self._stops:
-            raise UserError(f"{problem}. Nothing was weighed; judge.low_label_mass=warn goes on all the same")
-        self.say(mass)
+        self.hold(mass)
 
     @property
     def _stops(self) -> bool:
         return self.judge.settings.low_label_mass == STOP
 
-    def say(self, mass: LabelMass) -> None:
-        """Logs the measurement, with a warning where it is low."""
-        log.info("%s", mass.text())
+    def hold(self, mass: LabelMass) -> None:
+        """Logs the measurement, with a warning where it is low; UserError there where low_label_mass is stop."""
         problem = mass.problem(self.judge.settings.min_label_mass)
+        if problem is not None and self._stops:
+            raise UserError(f"{problem}. judge.low_label_mass=warn goes on all the same")
+        log.info("%s", mass.text())
         if problem is not None:
             log.warning("warning: %s", problem)
 

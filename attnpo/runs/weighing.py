@@ -247,7 +247,7 @@ def weigh(
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
     label_mass = None if method.labels is None else method.labels.known(wanted)
     if method.labels is not None and label_mass is not None and not report.computed:
-        method.labels.say(label_mass)
+        method.labels.hold(label_mass)
     _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)
     return Weighed(
         source,
