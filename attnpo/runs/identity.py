@@ -52,13 +52,14 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
-    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "model.fold_system": False},
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None},
+    **{"model.chat_template_kwargs": None, "model.fold_system": False},
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
     **{"model.router_aux_loss_coef": 0.0},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
-    **{"data.columns.content": "content"},
+    **{"data.columns.content": "content", "data.columns.traces": "keep"},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
