@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 import traceback
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -28,6 +29,7 @@ Job = tuple[list[str], Path]  # the overrides of a point and its folder
 Done = tuple[int, RunResult | None, str | None]  # a job's place, its result, its error
 
 KILLED = "the point's process was killed (by the machine for want of memory, perhaps)"
+LINGER = 5.0  # seconds in which a worker that a signal ended gives its answer back
 EDITED = "the package's source was changed while the study ran; run the study's command again"
 
 
@@ -139,6 +141,7 @@ def run_point(
     except KeyboardInterrupt as stop:
         if threads is not None:
             _ended.append(stop)
+            _end_soon()
         raise
     except UserError as error:
         return None, str(error)
@@ -149,6 +152,13 @@ def run_point(
         root.setLevel(level)
         root.removeHandler(handler)
         handler.close()
+
+
+def _end_soon() -> None:
+    """Ends this worker once its answer is away: one that was killed may have kept the lock of the queue it waits on."""
+    timer = threading.Timer(LINGER, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 # In a worker: the signal that ended its point ends the point that is queued to it already.

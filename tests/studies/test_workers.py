@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +143,25 @@ def test_a_study_on_a_cpu_runs_in_processes_on_a_machine_with_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     outcomes(["third", "fourth"], tmp_path, monkeypatch)
     assert f"{os.getpid()}\n" not in {(tmp_path / name).read_text() for name in ("third", "fourth")}
+
+
+def stopped_point(folder: Path) -> None:
+    """A worker whose point a signal ends, and whose queue never gives it anything again."""
+
+    def stop(*settings: object) -> None:
+        raise KeyboardInterrupt
+
+    workers.load = stop  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        workers.run_point([], folder, None, None, 1)
+    time.sleep(300)
+
+
+def test_a_worker_that_a_signal_ended_is_gone_soon(tmp_path: Path) -> None:
+    """Another, killed while it waited for a point, may have kept the queue's lock: the study waited for ever."""
+    worker = get_context("spawn").Process(target=stopped_point, args=(tmp_path,))
+    worker.start()
+    worker.join(120)
+    ended = worker.exitcode
+    worker.kill()
+    assert ended == 1
