@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from attnpo.console import CALLED, as_called, leads
+from attnpo.version import VERSION
 
 COMMANDS = {
     "fit": "train one run, or all runs of a study",
@@ -51,6 +52,9 @@ def main(words: Sequence[str]) -> int:
     """The exit status of the command that ``words`` begin with: 0, 2 for one that there is not, else its own."""
     if not words or words[0] in ("-h", "--help"):
         sys.stdout.write(usage())
+        return 0
+    if words[0] == "--version":
+        sys.stdout.write(f"attnpo {VERSION}\n")
         return 0
     name, rest = words[0], list(words[1:])
     if name not in present():

@@ -16,6 +16,7 @@ from attnpo import __main__ as front
 from attnpo.config import CONFIG_DIR, groups
 from attnpo.config_help import Arguments, described
 from attnpo.console import CALLED, as_called, install_line
+from attnpo.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "import sys; sys.argv[0] = 'attnpo'; from attnpo.__main__ import script; sys.exit(script())"
@@ -46,6 +47,7 @@ def test_every_command_is_listed_and_nothing_else(capsys: pytest.CaptureFixture[
     assert listed == entry_points() and len(listed) > 6
     assert "\n  python -m attnpo.fit\n" in text and max(map(len, text.splitlines())) <= 80
     assert front.main(["--help"]) == 0 and capsys.readouterr().out == text
+    assert front.main(["--version"]) == 0 and capsys.readouterr().out == f"attnpo {VERSION}\n"
 
 
 def test_a_command_whose_module_is_missing_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
