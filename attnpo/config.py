@@ -18,8 +18,8 @@ import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import Container, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from attnpo.component_fields import as_values
@@ -89,8 +89,8 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     """The configuration ``name`` with ``overrides`` applied, in struct mode, interpolations not yet resolved.
 
     ``config_dir`` is searched after the shipped folder. A configuration with a key ``composed`` gets ``overrides`` and
-    ``config_dir`` put there, so that a study can compose its points from them. Raises UserError with Hydra's own text
-    (key, options of the group, search path) and the nearest existing key.
+    ``config_dir`` put there, so that a study can compose its points from them. Raises UserError that names the
+    override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
     with _initialized(config_dir) as searchpath:
@@ -100,8 +100,10 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             text = _hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
-            text = _nearest_option(text, overrides, known)
-            raise UserError(text + _nearest_key(text, name, [*searchpath, *overrides], list(known))) from error
+            text = _unknown_key(text, name, [*searchpath, *overrides], list(known)) or _nearest_option(
+                text, overrides, known
+            )
+            raise UserError(text) from error
     # Hydra passes over a missing option in silence where the defaults list says `optional`.
     for key, choice in cfg.hydra.runtime.choices.items():
         group, _, option = f"{key.partition('@')[0]}/{choice}".rpartition("/")
@@ -141,7 +143,13 @@ def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None
 
 
 def _hydra_text(error: Exception) -> str:
-    lines = [str(error)]
+    if isinstance(error, OverrideParseException):
+        reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
+        return (
+            f"{error.override}: cannot be read ({reason}); put a value with brackets, commas, quotes or spaces in "
+            "quotes of its own, as in \"KEY='a, b'\""
+        )
+    lines = [str(error).partition("\nConfig search path")[0]]
     if isinstance(error.__cause__, OmegaConfBaseException):
         lines.append(str(error.__cause__).partition("\n")[0])
     text = re.sub(r"\nSee https\S+ for details|\n\t_\w+(?=\n)", "", "\n".join(lines))
@@ -161,28 +169,45 @@ def _nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[s
     return text
 
 
-def _nearest_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str:
+def _unknown_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str | None:
+    """What to say where Hydra's ``text`` is about an override of a key that there is not; None for any other text."""
     refused = re.search(r"Could not override '([^']+)'", text)
     if refused is None:
-        return ""
+        return None
     key = refused[1]
+    typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
+    said = f"{typed}: there is no key {key}"
     rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
     try:
-        node: Any = hydra.compose(name, rest)
+        root: Any = hydra.compose(name, rest)
     except (HydraException, OmegaConfBaseException):
-        return ""
-    parents = key.split(".")[:-1]
-    path = ""
-    for part in parents:
+        return said
+    node, path = root, ""
+    for part in key.split(".")[:-1]:
         if not isinstance(node, DictConfig) or part not in node:
             break
         node, path = node[part], join(path, part)
     if not isinstance(node, DictConfig):
-        return f"\n`{path}` is a value, it has no keys"
+        return f"{said}; `{path}` is a value, it has no keys"
     names = [str(key) for key in node if key != "_target_"] + ([] if path else group_names)
     wrong = key[len(path) :].lstrip(".").partition(".")[0]
-    prefix = f"{path}." if path else ""
-    return f"\n`{path or name}` has: {', '.join(sorted(set(names)))}{did_you_mean(wrong, names, prefix)}"
+    elsewhere = sorted((found for found in _single(root) if found.endswith(f".{key}")), key=lambda at: at.count("."))
+    elsewhere = [found for found in elsewhere if found.count(".") == elsewhere[0].count(".")]
+    if elsewhere:
+        said += f"; did you mean {' or '.join(elsewhere[:3])}?"
+    else:
+        said += did_you_mean(wrong, names, f"{path}." if path else "")
+    return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
+
+
+def _single(node: DictConfig, path: str = "") -> Iterator[str]:
+    """The dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
+    for key in node:
+        child, found = node._get_node(key), join(path, str(key))
+        if not isinstance(child, Container) or child._is_interpolation():
+            yield found
+        elif isinstance(child, DictConfig) and not child._is_none():
+            yield from _single(child, found)
 
 
 def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:

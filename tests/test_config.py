@@ -136,13 +136,14 @@ def test_later_overlays_win_and_the_command_line_beats_all() -> None:
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("weights.leyer=3", ["weights.leyer", "has: ", "did you mean weights.layer?"]),
+        ("weights.leyer=3", ["weights.leyer=3: there is no key weights.leyer; did you mean weights.layer?\n", "has: "]),
+        ("tokens=3", ["tokens=3: there is no key tokens; did you mean weights.sink.tokens?\n`fit` has: "]),
         ("wieghts=attention", ["wieghts", "did you mean weights?"]),
         ("weights.sink.tokenz=3", ["weights.sink.tokenz", "`weights.sink` has: end, tokens", "weights.sink.tokens?"]),
         ("seed.x=3", ["seed.x", "`seed` is a value"]),
         ("weights=atention", ["weights/atention", "attention, mixture"]),
         ("experiment=sinkles", ["experiment/sinkles", "did you mean experiment=sinkless?"]),
-        ("seed=[1", ["[1"]),
+        ("seed=[1", ["seed=[1: cannot be read (", "quotes of its own"]),
         ("seed=1,2", ["--multirun"]),
         ("weights=null", ["weights=null: a group takes one of its options (attention, mixture)", "~weights leaves"]),
         ("setting=smal", ["setting/smal", "did you mean setting=small?"]),
@@ -153,6 +154,7 @@ def test_what_cannot_be_composed_is_named(override: str, expected: list[str]) ->
     text = refused(override)
     assert [part for part in expected if part not in text] == []
     assert text.count("\n") <= 4
+    assert "struct" not in text and "+" not in text, "Hydra's advice to add the key with +, which is refused"
 
 
 @pytest.mark.usefixtures("configs")
