@@ -23,6 +23,7 @@ MEANING = {
     "log_ratio": "log-probability under the policy less that under the reference, nats",
     "contribution": "what the token adds to the reward margin of the pair",
 }
+_NOTHING = 1e-6  # less is rounding of float32
 _DIGITS = {"relative": ".2f", "weight": ".4f", "logp": ".3f", "reference_logp": ".3f", "log_ratio": "+.3f"}
 
 
@@ -85,7 +86,9 @@ def _token(token: HeatToken) -> Text:
 
 
 def _number(value: float, column: str) -> str:
-    return f"{value:{_DIGITS.get(column, '+.3g')}}"
+    """``value`` as the column prints it, rounding noise and all that would print as 0 without a sign."""
+    said = f"{0.0 if abs(value) < _NOTHING else value:{_DIGITS.get(column, '+.3g')}}"
+    return said.lstrip("+-") if float(said) == 0 else said
 
 
 def _style(value: float, relative: float, column: str) -> Style:

@@ -314,3 +314,18 @@ def test_what_this_pair_has_not(world: World, finished: Path, capsys: pytest.Cap
     }
     for argv, story in cases.items():
         assert story in refused(capsys, *words(world), *argv), story
+
+
+def test_rounding_noise_is_printed_as_zero(
+    finished: Path, trained: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = collate(trained.examples["train"].examples[:1], padded, 0, 1)
+    reference = torch.full(batch.main.response_mask.shape, -0.5)
+    policy = reference - 4e-4
+    policy[0, 1] += 0.25
+    losses = torch.tensor([float("nan")])
+    path = finished / "nonfinite-step-7.pt"
+    save_step([Scored(batch, TokenStats(policy), TokenStats(reference), losses)], {}, path, 7, 1, leads=True)
+    assert show.entry([f"bad_batch={path}", "column=log_ratio"]) == 0
+    shown = capsys.readouterr().out
+    assert "+0.250" in shown and " 0.000" in shown and not re.search(r"[+-]0\.000", shown)
