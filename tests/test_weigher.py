@@ -223,7 +223,8 @@ def test_it_is_shown_in_terminal_notebook_page_and_picture(weighed: WeighedPair,
     assert (
         page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>") and "attention, layer 2 of 2" in page.read_text()
     )
-    assert weighed.png(tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+    assert weighed.png(tmp_path / "drawn" / "pair.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (tmp_path / "drawn").iterdir()] == ["pair.png"]
     many = WeighedPairs([weighed, weighed])
     assert many._repr_html_().count('class="heat-side chosen"') == 2
     assert repr(many) == "WeighedPairs(2 pairs)" and "layer 2" in repr(weighed)

@@ -42,11 +42,11 @@ class _Piece:
     text: str
 
 
-def heatmap_figure(row: HeatRow, path: Path | str, *, max_tokens: int = 1000) -> Path:
+def heatmap_figure(row: HeatRow, path: Path | str, *, max_tokens: int = 1000, svg: bool = True) -> Path:
     """Draws one pair as a PNG, 12 inches wide and as high as the longer response needs, and returns its path.
 
     Shows prompt (its first lines), verdicts, coverage, effective number of weights and legend. Tokens after the first
-    ``max_tokens`` of a response are not drawn, which a line below it says.
+    ``max_tokens`` of a response are not drawn, which a line below it says. ``svg`` writes an SVG beside it.
     """
     sides = [(name, side, list(_pieces(side.tokens[:max_tokens]))) for name, side in row.sides]
     head = _head_lines(row)
@@ -62,7 +62,7 @@ def heatmap_figure(row: HeatRow, path: Path | str, *, max_tokens: int = 1000) ->
         top = MARGIN + LINE * (len(head) + 2.2)
         for number, (name, side, pieces) in enumerate(sides):
             _draw_side(axes, MARGIN + number * (COLUMN + GAP), top, name, side, pieces, max_tokens)
-        return save(figure, path, adapts=False)
+        return save(figure, path, adapts=False, svg=svg)
 
 
 def _page(figure: Figure, height: float) -> Axes:

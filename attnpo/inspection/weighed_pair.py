@@ -146,10 +146,10 @@ class WeighedPair:
         return write_page([self.heat], path)
 
     def png(self, path: Path | str) -> Path:
-        """Draws the heat map as a picture in ``path``, and returns that."""
+        """Draws the heat map as a picture in ``path`` alone, and returns that."""
         from attnpo.display.heat_figure import heatmap_figure
 
-        return heatmap_figure(self.heat, path)
+        return heatmap_figure(self.heat, path, svg=False)
 
     def _repr_html_(self) -> str:
         return heatmap_html([self.heat], page=False)
