@@ -74,15 +74,16 @@ clean: ## remove the virtual environments and the tools' caches (runs in outputs
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 # torch goes first: a build that is already at hand (CPU-only, or for this GPU's driver) is then kept by what follows.
-# -qq: pip says nothing about package indexes that lack a package; its errors still show.
+# -qq: pip says nothing about package indexes that lack a package; its errors still show. --no-compile: Python compiles
+# what is imported when it is; pip would compile 23,000 files first, on one core.
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "attnpo needs Python 3.11 or newer: neither python3.11 nor python3 on the PATH is;" \
 		"name one with make PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setting up $(VENV) with $$($(PYTHON) --version) ..."
 	@start=$$(date +%s) && \
 		{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && \
-		$(BIN)/python -m pip install -qq -c constraints.txt torch && \
-		$(BIN)/python -m pip install -qq -c constraints.txt -e '.[dev,notebooks,eval]' && \
+		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt torch && \
+		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev,notebooks,eval]' && \
 		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
 
 # What has other versions than ours or is no dependency stays out of the project's own environment: $(1) is a folder with
@@ -91,8 +92,8 @@ define beside
 	@echo "setting up $(1) ..."
 	@$(BIN)/python -m venv $(1) && echo '*' > $(1)/.gitignore && \
 		torch=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch').partition('+')[0])") && \
-		$(1)/bin/python -m pip install -qq -c constraints.txt "torch==$$torch" && \
-		$(1)/bin/python -m pip install -qq $(2) && touch $@
+		$(1)/bin/python -m pip install -qq --no-compile -c constraints.txt "torch==$$torch" && \
+		$(1)/bin/python -m pip install -qq --no-compile $(2) && touch $@
 endef
 
 $(TRL_READY): $(READY)

@@ -124,7 +124,7 @@ MIXTURES = {
     "two kinds, one five times as long": {"harmless": 60, "ultrafeedback": 60},
     "everything": dict.fromkeys(TEXTS, 50),
 }
-DRAWS = 100  # of the calls and of the order in which they are given, half of the orders kind by kind
+DRAWS = 40  # of the calls and of the order in which they are given, half of the orders kind by kind
 
 
 def real_calls(folder: Path, name: str) -> Iterator[GradingCall]:
