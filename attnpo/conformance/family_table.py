@@ -20,7 +20,7 @@ One tiny random model of every type, and of some variants, through the loader, t
 {command}
 ```
 
-Versions: {versions}. {summary}.
+Versions: {versions}. {summary}.{commits}
 
 **equal**: the judge's rows of every layer with softmax attention (alone and in a batch), rollout where every layer
 has it, verdict logits, log-probabilities and gradients of each layout are those of eager attention, one sequence at a
@@ -41,7 +41,10 @@ of all.
 
 @dataclass(frozen=True)
 class Family:
-    """What became of one type: its class, the layout that ``auto`` takes, how its layers are read ("sdpa, 4 of 4")."""
+    """What became of one type: its class, the layout that ``auto`` takes, how its layers are read ("sdpa, 4 of 4").
+
+    ``commit``: that of the package at the time, where there is one.
+    """
 
     name: str
     model: str
@@ -50,6 +53,7 @@ class Family:
     read: str = ""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    commit: str = ""
 
     def took(self, seconds: float, more: Sequence[str]) -> "Family":
         """The same with its time, and more notes."""
@@ -82,6 +86,12 @@ def share(done: Sequence[Family]) -> str:
     return f"Of the {len(attending)} with softmax attention in every layer {equal} are equal"
 
 
+def commits(done: Sequence[Family]) -> str:
+    """At which commits the outcomes were made, with how many each; where records of several runs make one page."""
+    counts = Counter(one.commit for one in done if one.commit)
+    return f" Run at commit {', '.join(f'{at} ({count})' for at, count in counts.items())}." if counts else ""
+
+
 def append(file: Path, family: Family) -> None:
     """Adds an outcome to a file of records, one JSON object a line."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +118,7 @@ def recorded(file: Path) -> dict[str, Family]:
 def write_page(file: Path, done: Sequence[Family], versions: Mapping[str, str], command: str) -> None:
     """Writes the outcomes as a Markdown page."""
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}")
+    page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}", commits=commits(done))
     rows = []
     for one in done:
         read, _, layers = one.read.partition(", ")
