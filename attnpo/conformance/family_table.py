@@ -34,6 +34,19 @@ build or load the class here.
 prompt at a time. *Layout*: what `batch.layout=auto` takes. *Layers*: those with softmax attention that can be read,
 of all.
 
+*Hybrids* are packed where the class hands each sequence's beginning (`seq_idx`, `cu_seq_lens_q`) to kernels that keep
+to it: those of the packages causal_conv1d, flash-linear-attention and mamba_ssm, on a GPU. The torch code that
+transformers has in their place refuses a packed row, so this page, made on a CPU, has such models padded. Nothing is
+known by name: the trial at the start of a run decides, on the GPU, in eval and in training mode. In transformers 5.23:
+
+- Qwen3-Next, Qwen3.5, OLMo-hybrid (gated delta rule), Bamba, Granite-hybrid, Falcon-H1, Nemotron-H, Zamba-2, Mamba-2
+  (its scan), LFM2, LFM2-MoE (convolutions) hand them on. With kernels' doubles that cut there, packed rows give the
+  numbers of padded ones (`tests/models/test_boundaries.py`); no kernel itself was run.
+- Kimi-Linear and Bailing-hybrid tell the convolution alone: their recurrence is handed another name than it takes.
+  Zamba tells its convolution alone too; Mamba, Falcon-Mamba and Jamba tell nobody, and Mamba-1's scan has no place for
+  it. LFM3, MiniMax, Zaya and RecurrentGemma have torch code only, which does not ask. All of these stay padded.
+- Inkling and Qwen4-exp build masks of their own for their attention, which no packed row can have.
+
 | type | class | outcome | read by | layers | layout | notes |
 |---|---|---|---|---|---|---|
 """
