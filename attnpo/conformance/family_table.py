@@ -43,8 +43,10 @@ known by name: the trial at the start of a run decides, on the GPU, in eval and 
   (its scan), LFM2, LFM2-MoE (convolutions) hand them on. With kernels' doubles that cut there, packed rows give the
   numbers of padded ones (`tests/models/test_boundaries.py`); no kernel itself was run.
 - Kimi-Linear and Bailing-hybrid tell the convolution alone: their recurrence is handed another name than it takes.
-  Zamba tells its convolution alone too; Mamba, Falcon-Mamba and Jamba tell nobody, and Mamba-1's scan has no place for
-  it. LFM3, MiniMax, Zaya and RecurrentGemma have torch code only, which does not ask. All of these stay padded.
+  Mamba, Falcon-Mamba and Jamba tell nobody, and Mamba-1's scan has no place for it. LFM3, MiniMax, Zaya and
+  RecurrentGemma have torch code only, which does not ask. The same doubles show that all of these stay padded.
+- Zamba tells its convolution, and its scan, which is Mamba-1's, has no place for it. The scan of the tiny model carries
+  too little to show that; the trial of a run sees what its own model carries.
 - Inkling and Qwen4-exp build masks of their own for their attention, which no packed row can have.
 
 | type | class | outcome | read by | layers | layout | notes |
