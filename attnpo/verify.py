@@ -18,8 +18,8 @@ Exit status: 0, or 1 when a record fails or none was found, 2 when a path cannot
 `families` in place of PATH builds every causal language model of transformers tiny and takes it through loader, judge,
 layouts and commands: equal to the library's own eager numbers, policy only (no attention that can be read), refused
 with the reason, not built (by transformers itself), or FAIL. keep=FOLDER leaves the models there, each with a
-tokenizer; only=gemma2,qwen* takes some; records=FILE keeps outcomes, and leaves out what it holds when called again;
-table=FILE.md writes them as a page.
+tokenizer, and a few pairs in FOLDER/pairs; only=gemma2,qwen* takes some; records=FILE keeps outcomes, and leaves out
+what it holds when called again; table=FILE.md writes them as a page, which says at which commits they were made.
 
 examples:
   python -m attnpo.verify golden/ --only 'twdpo*' --only 'extraction/rows 00*'
@@ -66,6 +66,7 @@ def _write(line: str) -> None:
 
 
 def _families(words: Sequence[str]) -> int:
+    from dataclasses import replace
     from pathlib import Path
 
     from attnpo import fit, generate
@@ -73,7 +74,7 @@ def _families(words: Sequence[str]) -> int:
     from attnpo.components import did_you_mean
     from attnpo.conformance.families import Ways, matching, verify_families
     from attnpo.conformance.family_table import FAILED, append, recorded, share, summary, write_page
-    from attnpo.machine import versions
+    from attnpo.machine import commit, versions
     from attnpo.schema import UserError
 
     given = dict(word.partition("=")[::2] for word in words)
@@ -91,7 +92,9 @@ def _families(words: Sequence[str]) -> int:
     names = matching([name for name in given.get("only", "").split(",") if name])
     done = {} if records is None else {name: one for name, one in recorded(records).items() if name in names}
     left = [name for name in names if name not in done]
+    at = commit() or ""
     for family in verify_families(ways, left, places.get("keep")) if left else ():
+        family = replace(family, commit=at)
         done[family.name] = family
         if records is not None:
             append(records, family)

@@ -16,17 +16,20 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TextIO
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from attnpo.conformance.family_checks import Finding, findings
 from attnpo.conformance.family_commands import Command, commanded, into
 from attnpo.conformance.family_models import families, tiny_model
 from attnpo.conformance.family_table import EQUAL, FAILED, NO_JUDGE, NOT_BUILT, REFUSED, Family
-from attnpo.conformance.family_tokenizer import tiny_tokenizer
+from attnpo.conformance.family_tokenizer import tiny_tokenizer, write_pairs
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 
+PAIRS = "pairs"
+"""The folder beside models that stay, with pairs for them."""
 MUST = ("stop", "resume", "export", "generate")  # which refuse a model that fit has taken for no reason
 
 
@@ -55,7 +58,8 @@ def verify_families(
 ) -> Iterator[Family]:
     """The outcome of every family whose name matches a pattern of ``only`` (all by default), each as it is done.
 
-    ``keep``: a folder where the models stay, each with its tokenizer; a temporary one by default. ``logs``: a folder
+    ``keep``: a folder where the models stay, each with its tokenizer, and a few pairs; by default a temporary one.
+    One CPU thread computes: several wait for each other longer than models so small need. ``logs``: a folder
     for what models and commands say, which stays where a family fails; a temporary one by default.
 
     Raises:
@@ -63,7 +67,7 @@ def verify_families(
     """
     logs = Path(tempfile.gettempdir()) / "attnpo-families" if logs is None else logs
     names = matching(only)
-    with _folder(keep) as place:
+    with _folder(keep) as place, _one_thread():
         logs.mkdir(parents=True, exist_ok=True)
         for name in names:
             began = time.perf_counter()
@@ -126,8 +130,18 @@ def _words(error: Exception) -> str:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
+        write_pairs(keep / PAIRS)
         yield keep
         return
     with tempfile.TemporaryDirectory() as place:
         yield Path(place)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attnpo.models.backbone import require_trainable
 from attnpo.models.described import Described
 from attnpo.models.judge import CausalJudge, kernel_for
-from attnpo.models.layouts import LAYOUTS, Layout, Sequences, choose
+from attnpo.models.layouts import LAYOUTS, Layout, Sequences, choose, padded, reason_against
 from attnpo.models.loading import described, load_config, load_model
+from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import JudgeReading, UserError
 from attnpo.training.model_shape import Shape
@@ -218,11 +219,12 @@ def laid(held: Held) -> Iterator[Finding]:
         return
     yield Finding(f"auto is {next(name for name, layout in LAYOUTS.items() if layout is taken)}", 0.0)
     for name, layout in LAYOUTS.items():
-        if choose(name, [policy]) is layout:
+        against = None if layout is padded else reason_against(name, [policy])
+        if against is None:
             yield from _step(held, policy, name, layout, own)
         else:
-            yield Finding(name, reason="its numbers would differ from those of padded rows")
-    choose("padded", [policy])
+            attend_as_before(held.model)
+            yield Finding(name, reason=against)
 
 
 def _step(held: Held, policy: ScoredLM, name: str, layout: Layout, own: Step) -> list[Finding]:

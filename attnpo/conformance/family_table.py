@@ -20,7 +20,7 @@ One tiny random model of every type, and of some variants, through the loader, t
 {command}
 ```
 
-Versions: {versions}. {summary}.
+Versions: {versions}. {summary}.{commits}
 
 **equal**: the judge's rows of every layer with softmax attention (alone and in a batch), rollout where every layer
 has it, verdict logits, log-probabilities and gradients of each layout are those of eager attention, one sequence at a
@@ -34,6 +34,21 @@ build or load the class here.
 prompt at a time. *Layout*: what `batch.layout=auto` takes. *Layers*: those with softmax attention that can be read,
 of all.
 
+*Hybrids* are packed where the class hands each sequence's beginning (`seq_idx`, `cu_seq_lens_q`) to kernels that keep
+to it: those of the packages causal_conv1d, flash-linear-attention and mamba_ssm, on a GPU. The torch code that
+transformers has in their place refuses a packed row, so this page, made on a CPU, has such models padded. Nothing is
+known by name: the trial at the start of a run decides, on the GPU, in eval and in training mode. In transformers 5.23:
+
+- Qwen3-Next, Qwen3.5, OLMo-hybrid (gated delta rule), Bamba, Granite-hybrid, Falcon-H1, Nemotron-H, Zamba-2, Mamba-2
+  (its scan), LFM2, LFM2-MoE (convolutions) hand them on. With kernels' doubles that cut there, packed rows give the
+  numbers of padded ones (`tests/models/test_boundaries.py`); no kernel itself was run.
+- Kimi-Linear and Bailing-hybrid tell the convolution alone: their recurrence is handed another name than it takes.
+  Mamba, Falcon-Mamba and Jamba tell nobody, and Mamba-1's scan has no place for it. LFM3, MiniMax, Zaya and
+  RecurrentGemma have torch code only, which does not ask. The same doubles show that all of these stay padded.
+- Zamba tells its convolution, and its scan, which is Mamba-1's, has no place for it. The scan of the tiny model carries
+  too little to show that; the trial of a run sees what its own model carries.
+- Inkling and Qwen4-exp build masks of their own for their attention, which no packed row can have.
+
 | type | class | outcome | read by | layers | layout | notes |
 |---|---|---|---|---|---|---|
 """
@@ -41,7 +56,10 @@ of all.
 
 @dataclass(frozen=True)
 class Family:
-    """What became of one type: its class, the layout that ``auto`` takes, how its layers are read ("sdpa, 4 of 4")."""
+    """What became of one type: its class, the layout that ``auto`` takes, how its layers are read ("sdpa, 4 of 4").
+
+    ``commit``: that of the package at the time, where there is one.
+    """
 
     name: str
     model: str
@@ -50,6 +68,7 @@ class Family:
     read: str = ""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
+    commit: str = ""
 
     def took(self, seconds: float, more: Sequence[str]) -> "Family":
         """The same with its time, and more notes."""
@@ -82,6 +101,12 @@ def share(done: Sequence[Family]) -> str:
     return f"Of the {len(attending)} with softmax attention in every layer {equal} are equal"
 
 
+def commits(done: Sequence[Family]) -> str:
+    """At which commits the outcomes were made, with how many each; where records of several runs make one page."""
+    counts = Counter(one.commit for one in done if one.commit)
+    return f" Run at commit {', '.join(f'{at} ({count})' for at, count in counts.items())}." if counts else ""
+
+
 def append(file: Path, family: Family) -> None:
     """Adds an outcome to a file of records, one JSON object a line."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +133,7 @@ def recorded(file: Path) -> dict[str, Family]:
 def write_page(file: Path, done: Sequence[Family], versions: Mapping[str, str], command: str) -> None:
     """Writes the outcomes as a Markdown page."""
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
-    page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}")
+    page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}", commits=commits(done))
     rows = []
     for one in done:
         read, _, layers = one.read.partition(", ")

@@ -193,12 +193,8 @@ def require_trainable(model: PreTrainedModel, path: str) -> None:
     if model.device.type == "cpu" and torch.cuda.is_available():
         return  # it may need kernels that only a GPU has, and is moved there before use
     ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
-    devices = [model.device] if model.device.type == "cuda" else []
-    modes = {module: module.training for module in model.modules()}
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
-        with torch.random.fork_rng(devices):
-            model.train()
+        with training_mode(model):
             model(input_ids=ids, use_cache=False)
     except torch.OutOfMemoryError:
         raise
@@ -208,12 +204,6 @@ def require_trainable(model: PreTrainedModel, path: str) -> None:
             f"{path}: {_kind(model)} cannot run in training mode, tried on {ids.shape[1]} tokens "
             f"({type(error).__name__}: {words}); change what that names in its config.json, or take another model"
         ) from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-        for name, buffer in model.named_buffers():
-            if name in kept and buffer.shape == kept[name].shape:
-                buffer.copy_(kept[name])
 
 
 @contextmanager
@@ -226,6 +216,25 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which ``model`` is in training mode without dropout modules, its random state and buffers kept."""
+    modes = {module: module.training for module in model.modules()}
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(list(devices)):
+            for module in modes:
+                module.training = not isinstance(module, nn.Dropout)
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        for name, buffer in model.named_buffers():
+            if name in kept and buffer.shape == kept[name].shape:
+                buffer.copy_(kept[name])
 
 
 def require_causal_lm(model: nn.Module) -> PreTrainedModel:

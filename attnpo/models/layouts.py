@@ -8,6 +8,7 @@ model needs. All layouts give the same numbers up to rounding; which of them a m
 import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import cache
 from itertools import accumulate
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from attnpo.models.backbone import eval_mode, is_materialised, probe_bound, vocabulary
+from attnpo.models.backbone import eval_mode, is_materialised, probe_bound, training_mode, vocabulary
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
 from attnpo.schema import ModelInputs, TokenStats, UserError
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 Sequences = Sequence[tuple[Sequence[int], Sequence[int]]]
 """(prompt ids, response ids) per row."""
+
+
+Mode = Callable[[nn.Module], AbstractContextManager[None]]
+"""A context in which a model is in a mode."""
 
 
 class Laid(NamedTuple):
@@ -115,7 +120,7 @@ def choose(
             _require_padding_without_effect(model)
     order = ["shared_prefix", "packed", "padded"] if name == "auto" else [name, "padded"]
     for wanted, instead in itertools.pairwise(order):
-        reason = _reason_against(wanted, models, requests, torch.device(device)) if wanted != "padded" else None
+        reason = reason_against(wanted, models, requests, device) if wanted != "padded" else None
         if reason is None:
             return LAYOUTS[wanted]
         for model in models:
@@ -238,10 +243,11 @@ def _require_padding_without_effect(model: ScoredLM) -> None:
     log.warning("%s", message)
 
 
-def _reason_against(
-    wanted: str, models: Sequence[ScoredLM], requests: Collection[str], device: torch.device
+def reason_against(
+    wanted: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> str | None:
-    """Returns why the models cannot take a layout in training on ``device``, or None."""
+    """Returns why the models cannot take a layout in training on ``device``, or None; arguments as ``choose``."""
+    device = torch.device(device)
     for request in sorted(requests):
         if request == "input_gradient" or request.startswith("group:"):
             return f"{request} is made from rows of one sequence each"
@@ -260,14 +266,36 @@ def _reason_against(
 
 
 def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
-    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast."""
-    expected = _probed(model, padded)
+    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast.
+
+    Training mode is tried as well, whose kernels may be others, unless the model draws there or cannot run so here.
+    """
+    for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
+        if mode is training_mode and not _repeats(model, dtype):
+            return None
+        expected = _probed(model, padded, mode=mode)
+        try:
+            stats = _probed(model, LAYOUTS[wanted], mode=mode)
+        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
+            return f"{where}cannot follow segments of a row ({type(error).__name__}: {error})"
+        gap = _gap(stats, expected, dtype)
+        if gap is not None:
+            return f"{where}gives other numbers ({gap}): some layer does not keep to the segments of a row"
+    return None
+
+
+def _repeats(model: ScoredLM, dtype: torch.dtype | None) -> bool:
+    """Whether training mode gives the same numbers whatever the random state."""
+    devices = [each for each in {part.device for part in model.parameters()} if each.type == "cuda"]
+    found = []
     try:
-        stats = _probed(model, LAYOUTS[wanted])
-    except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
-        return f"cannot follow segments of a row ({type(error).__name__}: {error})"
-    gap = _gap(stats, expected, dtype)
-    return None if gap is None else f"gives other numbers ({gap}): some layer does not keep to the segments of a row"
+        with torch.random.fork_rng(devices):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                found.append(_probed(model, padded, mode=training_mode))
+    except Exception:  # noqa: BLE001  # as above; kernels of training may need another device than the model is on
+        return False
+    return _gap(found[1], found[0], dtype) is None
 
 
 def _tried_elsewhere(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
@@ -317,8 +345,8 @@ def _gap(stats: TokenStats, expected: TokenStats, dtype: torch.dtype | None = No
 
 
 @torch.no_grad()
-def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenStats:
-    """Statistics of the probe's rows, or of one of them alone."""
+def _probed(model: ScoredLM, layout: Layout, only: int | None = None, mode: Mode = eval_mode) -> TokenStats:
+    """Statistics of the probe's rows, or of one of them alone, in a mode of the model."""
     device = next(model.model.parameters()).device
     words = vocabulary(model.model)
     ends = list(accumulate(sum(lengths) for lengths in PROBE))
@@ -331,7 +359,7 @@ def _probed(model: ScoredLM, layout: Layout, only: int | None = None) -> TokenSt
         rejected.append((ids[start:cut], ids[cut + first : end]))
     rows = [*chosen, *rejected]
     inputs, response_ids, mask = layout(rows if only is None else rows[only : only + 1], 0)
-    with eval_mode(model.model):
+    with mode(model.model):
         stats: TokenStats = model(
             inputs.to(device), response_ids.to(device), mask.to(device), frozenset({"logps", "hidden"})
         )

@@ -128,6 +128,23 @@ class Plan:
         return joined.index_select(0, self.back).view(1, -1, query.shape[1], value.shape[-1])
 
 
+def boundaries(segments: Int[Tensor, "segments 4"]) -> dict[str, Tensor]:
+    """Where the sequences of a row begin, in the keywords that transformers documents for packed rows.
+
+    Layers with a state that runs along the row (convolutions, linear attention) hand them to a kernel, which keeps the
+    sequences apart; transformers' own torch code for them refuses them. None for a row where a prefix is shared: its
+    segments are no sequences.
+    """
+    lines = segments[segments[:, 1] > 0].cpu()
+    if bool((lines[:, 3] > 0).any()):
+        return {}
+    counts = lines[torch.argsort(lines[:, 0]), 1]
+    ends = functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    numbers = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)[None]
+    told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "seq_idx": numbers}
+    return {name: each.to(segments.device) for name, each in told.items()}
+
+
 BucketCore = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """The number of a bucket, its queries [n H q d], keys and values [n KV k d] to its output [n H q d]."""
 

@@ -25,7 +25,7 @@ from attnpo.models.logps import (
     statistics_of_logits,
     token_statistics,
 )
-from attnpo.models.packed_attention import PLAN, Plan, attend_in_segments
+from attnpo.models.packed_attention import PLAN, Plan, attend_in_segments, boundaries
 from attnpo.models.router import CHOSEN, RECORD, ROUTER, loads
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
@@ -125,14 +125,16 @@ class ScoredLM(nn.Module):
 
         Under causal attention a token never sees what stands to its right, so right padding needs no mask, and without
         one the attention kernel takes its causal path instead of a batch x T x T mask. A row of segments keeps its mask
-        of ones: without any, transformers would cut the row itself where positions restart.
+        of ones: without any, transformers would cut the row itself where positions restart. Beside the plan it has its
+        sequences' boundaries, for layers that are no attention.
         """
         mask, places = inputs.attention_mask, inputs.position_ids
         positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
             attend_in_segments(self.model)
             plan = Plan.of(inputs.segments, inputs.input_ids.shape[1])
-            return {"attention_mask": torch.ones_like(inputs.input_ids), PLAN: plan, **positions}
+            mask = torch.ones_like(inputs.input_ids)
+            return {"attention_mask": mask, PLAN: plan, **boundaries(inputs.segments), **positions}
         if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             mask = None
         return {"attention_mask": mask, **positions}

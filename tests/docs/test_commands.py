@@ -58,6 +58,7 @@ ELSEWHERE = {
     r"attnpo\.pair\b|round1/": "tests/pairing/test_round.py::test_a_round_runs_by_the_commands_of_the_page",
     r"data\.mix=": "tests/pairing/test_round.py::test_a_mixture_runs_by_the_command_of_the_page",
     r"attnpo\.show\b": "tests/inspection/test_show.py",
+    r"model\.path=outputs/tiny/": "tests/conformance/test_family_fits.py::test_a_kind_trains_by_its_command",
     r"experiments\.pages\.judge_to_loss": "tests/docs/test_judge_page.py::test_its_command_runs_on_another_world",
 }
 # Commands of other programs: what is checked of them instead.
