@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weigher": INSPECTION | {"inspection"},
     "fitting": INSPECTION,
     "conformance": STUDIES,
-    "__main__": {"components", "console"},
+    "__main__": {"components", "console", "version"},
     **{name: INSPECTION | {"command_line", "conformance", "inspection", "pairing"} for name in ENTRY_POINTS},
 }
 # Packages that take seconds: never at the top of what runs before a configuration is known to be sound.
