@@ -83,7 +83,8 @@ class PreferencePair:
     """One prompt with a chosen and a rejected response.
 
     ``pair_id`` is a digest of the content, so the same pair met twice has the same id (duplicates are legal).
-    ``extra`` keeps further columns of the row (scores, topics); it never enters the id.
+    ``extra`` keeps further columns of the row (scores, topics); it never enters the id. ``apart``: reasoning traces
+    that begin its responses are weighed apart from the answers after them, and judges read the answers alone.
     """
 
     pair_id: str
@@ -91,15 +92,21 @@ class PreferencePair:
     chosen: str
     rejected: str
     extra: Mapping[str, object] = field(default_factory=dict)
+    apart: bool = False
 
     @classmethod
     def make(
-        cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, object] | None = None
+        cls,
+        prompt: Sequence[Message],
+        chosen: str,
+        rejected: str,
+        extra: Mapping[str, object] | None = None,
+        apart: bool = False,
     ) -> "PreferencePair":
-        """The pair with its content digest as id."""
+        """The pair with its content digest as id, another one where traces are weighed apart."""
         turns = tuple(copied(turn) for turn in prompt)
-        key = digest([[list(turn.values()) for turn in turns], chosen, rejected])
-        return cls(pair_id=key[:32], prompt=turns, chosen=chosen, rejected=rejected, extra=dict(extra or {}))
+        key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
+        return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
 
     def response(self, side: str) -> str:
         """The text of ``side``, "chosen" or "rejected"."""

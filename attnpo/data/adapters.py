@@ -46,6 +46,7 @@ class Note(StrEnum):
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
+    APART = "reasoning trace weighed apart"
     UNASKED = "empty prompt kept"
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
@@ -156,14 +157,15 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     if system is not None and (said := _text(system)).strip():
         turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
-    turns, stripped = _traced(turns, columns.traces)
+    turns, noted = _traced(turns, columns.traces)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
         raise RowProblem(Reason.IDENTICAL)
     unasked = not turns.history[-1]["content"].strip()
-    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT), (stripped, Note.STRIPPED)]
-    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns))
-    return AdaptedRow(pair, tuple(note for holds, note in noticed if holds))
+    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
+    apart = noted is Note.APART
+    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns), apart)
+    return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
 
 
 @dataclass(frozen=True)
@@ -257,15 +259,16 @@ def _answer(turn: Message) -> str:
     return turn["content"] if trace is None else with_trace(trace, turn["content"])
 
 
-def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, bool]:
-    """The turns under the rule for traces, and whether a response lost one."""
+def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
+    """The turns under the rule for traces, and what was done to a response's."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
         raise RowProblem(Reason.UNCLOSED)
-    if traces is Traces.KEEP:
-        return turns, False
+    traced = any(map(has_trace, both))
+    if traces is not Traces.STRIP:
+        return turns, Note.APART if traced and traces is Traces.WEIGH_APART else None
     history = [Message(role=turn["role"], content=turn["content"]) for turn in turns.history]
-    return _Turns(history, *map(without_trace, both)), any(map(has_trace, both))
+    return _Turns(history, *map(without_trace, both)), Note.STRIPPED if traced else None
 
 
 def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:

@@ -24,6 +24,7 @@ from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_f
 from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 from attnpo.text.judge_wording import JudgeTemplate
+from attnpo.text.traces import start_apart
 
 ANSWERS = ("answer_a", "answer_b")
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
@@ -239,19 +240,21 @@ class JudgePrompts:
         return first, second
 
     def _show(self, pair: PreferencePair, side: str) -> _Shown:
-        response = pair.response(side)
+        """A response as the judge sees it, without a trace that is weighed apart."""
+        response, begins = pair.response(side), start_apart(pair, side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
             encoded = self._training.encode(pair.prompt, response)
-            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
+            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > max(start, begins)]
             if not content:
                 return self._blank
             ids, offsets = [encoded.response_ids[i] for i in content], [encoded.offsets[i] for i in content]
             return _Shown(response, 0, False, (ids, offsets))
-        text = response.strip() if self.rules.strip else response
+        whole = response[begins:]
+        text = whole.strip() if self.rules.strip else whole
         if not text:
             return _Shown(" ", 0, True)
-        return _Shown(text, len(response) - len(response.lstrip()) if self.rules.strip else 0, False)
+        return _Shown(text, len(response) - len(whole.lstrip()) if self.rules.strip else begins, False)
 
     def _place_both(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
         if self.rules.assembly is Assembly.IDS:

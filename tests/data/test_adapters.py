@@ -588,6 +588,19 @@ def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
     assert stripped.notes == (Note.STRIPPED,)
 
 
+def test_a_trace_weighed_apart_stays_in_its_response_and_marks_its_pair() -> None:
+    row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
+    kept, apart = adapt(row, Columns()).pair, adapt(row, Columns(traces=Traces.WEIGH_APART)).pair
+    assert (apart.prompt, apart.chosen, apart.rejected) == (kept.prompt, kept.chosen, kept.rejected)
+    assert apart.apart and not kept.apart and apart.pair_id != kept.pair_id
+    bare = {side: reasoned(None, side) for side in ("chosen", "rejected")}
+    assert adapt(bare, Columns(traces=Traces.WEIGH_APART)) == adapt(bare, Columns())
+    again = pairs_from_rows(
+        [row, {"chosen": row["rejected"], "rejected": row["chosen"]}], Columns(traces=Traces.WEIGH_APART)
+    )
+    assert again.notes[Note.EXCHANGED.value] == 1
+
+
 @pytest.mark.parametrize("traces", Traces)
 def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
     rows = [
@@ -599,4 +612,5 @@ def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
     strip = traces is Traces.STRIP
     assert found.counts == {"reasoning trace is not closed": 1} | ({"identical responses": 1} if strip else {})
     assert found.pairs[-1].chosen == ("b" if strip else "<think>a</think>b")
-    assert found.notes == ({"reasoning trace stripped": 1} if strip else {})
+    noted = {Traces.KEEP: {}, Traces.STRIP: {"reasoning trace stripped": 1}}
+    assert found.notes == noted.get(traces, {"reasoning trace weighed apart": 2})
