@@ -50,11 +50,19 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 class Message(TypedDict):
-    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content."""
+    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content.
+
+    ``tool_calls``, of an assistant's turn, and ``tools``, the functions that may be called, on a prompt's first turn,
+    are JSON texts of lists. A turn of the role "tool" has the result of a call and may name it.
+    """
 
     role: str
     content: str
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[str]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    tools: NotRequired[str]
 
 
 REASONING = "reasoning_content"
@@ -62,11 +70,25 @@ REASONING = "reasoning_content"
 
 
 def copied(turn: Message) -> Message:
-    """A new turn with the role, the content and, where it has one, the reasoning trace of ``turn``, in this order."""
+    """A new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
     made = Message(role=turn["role"], content=turn["content"])
     if turn.get("reasoning_content"):
         made["reasoning_content"] = turn["reasoning_content"]
+    if turn.get("tool_calls"):
+        made["tool_calls"] = turn["tool_calls"]
+    if turn.get("tool_call_id"):
+        made["tool_call_id"] = turn["tool_call_id"]
+    if turn.get("name"):
+        made["name"] = turn["name"]
+    if turn.get("tools"):
+        made["tools"] = turn["tools"]
     return made
+
+
+def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
+    """What tells one prompt from another, for digests: role and content of each turn, its calls and tools if any."""
+    more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
+    return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
 
 
 def digest(value: object) -> str:

@@ -116,11 +116,17 @@ class _Placed(NamedTuple):
 def question_text(prompt: Sequence[Message]) -> str:
     """The question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
 
-    Turns are separated by a blank line; system turns are shown like the others.
+    Turns are separated by a blank line; system turns are shown like the others, an assistant's calls of tools as JSON.
+    The tools themselves are not shown.
     """
     if len(prompt) == 1 and prompt[0]["role"] == "user":
         return prompt[0]["content"]
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return "\n\n".join(f"{turn['role']}: {_said(turn)}" for turn in prompt)
+
+
+def _said(turn: Message) -> str:
+    """A turn's content, and the calls it makes as they are written down."""
+    return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
 
 
 class JudgePrompts:

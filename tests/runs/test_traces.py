@@ -70,12 +70,43 @@ def test_a_trace_weighed_apart_has_its_share_and_the_judge_reads_the_answer(
 
 
 def test_a_run_with_a_trace_weighed_apart_trains_and_refuses_factors(world: World, tmp_path: Path) -> None:
-    asked = ["experiment=none", "data.columns.traces=weigh_apart", f"output={tmp_path}", "name=apart", "truth=null"]
-    assert fit.main(world.config("weights=attention", *asked)) == 0
+    asked = ["experiment=none", "data.columns.traces=weigh_apart", f"output={tmp_path}", "name=apart"]
+    assert fit.main(world.config("weights=attention", "callbacks=none", "trainer.max_steps=1", *asked)) == 0
     account = json.loads((tmp_path / "apart" / "result.json").read_text())
-    assert account["steps"] == 3
-    with pytest.raises(UserError, match="weigh_apart .* Decay gives factors"):
+    assert account["steps"] == 1
+    with pytest.raises(UserError, match=r"weigh_apart .* Decay gives factors"):
         world.config("weights=decay", *asked)
     mixed = "data.mix={a: {path: x, columns: {traces: weigh_apart}}}"
-    with pytest.raises(UserError, match="weigh_apart .* Decay gives factors"):
+    with pytest.raises(UserError, match=r"weigh_apart .* Decay gives factors"):
         world.config("weights=decay", "experiment=none", mixed)
+
+
+USES_TOOLS = (
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.name }}{% endfor %}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_tools_of_a_column_reach_the_training_prompt(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [json.loads(line) for line in (world.data / "train.jsonl").read_text().splitlines()]
+    rows[0]["tools"] = json.dumps([{"name": "weather"}, {"name": "maps"}])
+    (world.data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mapped = ["weights=uniform", "data.columns.tools=tools", f"data.path={world.data / 'train.jsonl'}"]
+    (tmp_path / "uses.jinja").write_text(USES_TOOLS)
+    asked = ["data.val_share=0.3", f"model.chat_template={tmp_path / 'uses.jinja'}"]
+    with caplog.at_level(logging.INFO):
+        inputs = make_inputs(world.config(*mapped, *asked))
+    chat = inputs.context.chat
+    pairs = [pair for split in SPLITS for pair in inputs.pairs[split].pairs]
+    examples = [example for split in SPLITS for example in inputs.examples[split].examples]
+    assert [example.chosen.prompt_ids for example in examples] == [chat.prompt_ids(pair.prompt) for pair in pairs]
+    texts = [chat.render(pair.prompt, True) for pair in pairs]
+    (with_tools,) = [text for text in texts if "tools" in text]
+    assert with_tools.startswith("tools: weather mapsuser: ")
+    assert "not used: tools" not in caplog.text and "never reads tools" not in caplog.text
+    with caplog.at_level(logging.INFO):
+        make_inputs(world.config("weights=uniform", mapped[2], *asked))
+    assert "topic, tools" in caplog.text
