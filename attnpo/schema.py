@@ -50,11 +50,19 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 class Message(TypedDict):
-    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content."""
+    """One chat turn in the Hugging Face convention; an assistant's may have its reasoning trace beside the content.
+
+    ``tool_calls``, of an assistant's turn, and ``tools``, the functions that may be called, on a prompt's first turn,
+    are JSON texts of lists. A turn of the role "tool" has the result of a call and may name it.
+    """
 
     role: str
     content: str
     reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[str]
+    tool_call_id: NotRequired[str]
+    name: NotRequired[str]
+    tools: NotRequired[str]
 
 
 REASONING = "reasoning_content"
@@ -62,11 +70,25 @@ REASONING = "reasoning_content"
 
 
 def copied(turn: Message) -> Message:
-    """A new turn with the role, the content and, where it has one, the reasoning trace of ``turn``, in this order."""
+    """A new turn with the role, the content and what else ``turn`` has, in the order of ``Message``."""
     made = Message(role=turn["role"], content=turn["content"])
     if turn.get("reasoning_content"):
         made["reasoning_content"] = turn["reasoning_content"]
+    if turn.get("tool_calls"):
+        made["tool_calls"] = turn["tool_calls"]
+    if turn.get("tool_call_id"):
+        made["tool_call_id"] = turn["tool_call_id"]
+    if turn.get("name"):
+        made["name"] = turn["name"]
+    if turn.get("tools"):
+        made["tools"] = turn["tools"]
     return made
+
+
+def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
+    """What tells one prompt from another, for digests: role and content of each turn, its calls and tools if any."""
+    more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
+    return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
 
 
 def digest(value: object) -> str:
@@ -83,7 +105,8 @@ class PreferencePair:
     """One prompt with a chosen and a rejected response.
 
     ``pair_id`` is a digest of the content, so the same pair met twice has the same id (duplicates are legal).
-    ``extra`` keeps further columns of the row (scores, topics); it never enters the id.
+    ``extra`` keeps further columns of the row (scores, topics); it never enters the id. ``apart``: reasoning traces
+    that begin its responses are weighed apart from the answers after them, and judges read the answers alone.
     """
 
     pair_id: str
@@ -91,15 +114,21 @@ class PreferencePair:
     chosen: str
     rejected: str
     extra: Mapping[str, object] = field(default_factory=dict)
+    apart: bool = False
 
     @classmethod
     def make(
-        cls, prompt: Sequence[Message], chosen: str, rejected: str, extra: Mapping[str, object] | None = None
+        cls,
+        prompt: Sequence[Message],
+        chosen: str,
+        rejected: str,
+        extra: Mapping[str, object] | None = None,
+        apart: bool = False,
     ) -> "PreferencePair":
-        """The pair with its content digest as id."""
+        """The pair with its content digest as id, another one where traces are weighed apart."""
         turns = tuple(copied(turn) for turn in prompt)
-        key = digest([[list(turn.values()) for turn in turns], chosen, rejected])
-        return cls(pair_id=key[:32], prompt=turns, chosen=chosen, rejected=rejected, extra=dict(extra or {}))
+        key = digest([[list(turn.values()) for turn in turns], chosen, rejected, *(["apart"] if apart else [])])
+        return cls(key[:32], turns, chosen, rejected, dict(extra or {}), apart)
 
     def response(self, side: str) -> str:
         """The text of ``side``, "chosen" or "rejected"."""

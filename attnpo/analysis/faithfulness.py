@@ -366,7 +366,8 @@ def _built(
         if (place, chosen, rejected) != last:
             last, rounds = (place, chosen, rejected), None
             with suppress(UserError):  # characters that only meet now may spell what no prompt may hold
-                rounds = prompts.build(PreferencePair.make(pairs[place].prompt, chosen, rejected))
+                text = PreferencePair.make(pairs[place].prompt, chosen, rejected, apart=pairs[place].apart)
+                rounds = prompts.build(text)
         if rounds is not None:
             yield number, rounds[order]
 

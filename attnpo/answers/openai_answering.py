@@ -15,6 +15,7 @@ from attnpo.console import install_line
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
 from attnpo.text.chat import ChatFormat
+from attnpo.text.tools import tools_of, without_tools
 from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
@@ -140,9 +141,11 @@ class ServedAnswerer:
         UserError for settings that only ``extensions`` can send.
         """
         seed = int(digest([sampling.seed, list(one.messages), one.draw])[:8], 16) >> 1  # 31 bits fit everywhere
+        tools = tools_of(one.messages)
         body = {
             "model": self.name,
-            "messages": list(one.messages),
+            "messages": without_tools(one.messages),
+            **({} if tools is None else {"tools": tools}),
             "max_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,

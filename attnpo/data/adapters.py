@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from attnpo.files import shortened
-from attnpo.schema import REASONING, Message, PreferencePair, UserError
+from attnpo.schema import REASONING, Message, PreferencePair, UserError, copied
+from attnpo.text.tools import TOOL, written
 from attnpo.text.traces import Traces, has_trace, is_unclosed, with_trace, without_trace
 
 
@@ -39,6 +40,8 @@ class Reason(StrEnum):
     NO_PROMPT = "no prompt"
     IDENTICAL = "identical responses"
     UNCLOSED = "reasoning trace is not closed"
+    TOOLS = "tools are not a list of functions"
+    CALLS = "answer calls a tool"
 
 
 class Note(StrEnum):
@@ -46,6 +49,7 @@ class Note(StrEnum):
 
     EMPTY = "empty response kept"
     STRIPPED = "reasoning trace stripped"
+    APART = "reasoning trace weighed apart"
     UNASKED = "empty prompt kept"
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
@@ -66,10 +70,11 @@ class Columns:
 
     ``prompt``: None says that there is none; the default name may also be absent from the data. ``system``: column
     with the text of a system message, blank or missing where a row has none. ``input``: column with a text that
-    continues a prompt text on a new line (Alpaca's), blank or missing where a row has none. ``role`` and ``content``
-    are the keys of one message ("from" and "value" in ShareGPT files, whose role names "human" and "gpt" are
-    understood). ``traces`` says what becomes of a reasoning trace: the assistant's ``reasoning_content`` or
-    ``<think>...</think>`` at the beginning of a response.
+    continues a prompt text on a new line (Alpaca's), blank or missing where a row has none. ``tools``: column with the
+    functions that may be called, a list of their schemas or its JSON text, missing or empty where a row has none.
+    ``role`` and ``content`` are the keys of one message ("from" and "value" in ShareGPT files, whose role names "human"
+    and "gpt" are understood). ``traces`` says what becomes of a reasoning trace: the assistant's ``reasoning_content``
+    or ``<think>...</think>`` at the beginning of a response.
     """
 
     prompt: str | None = "prompt"
@@ -77,13 +82,14 @@ class Columns:
     rejected: str = "rejected"
     system: str | None = None
     input: str | None = None
+    tools: str | None = None
     role: str = "role"
     content: str = "content"
     traces: Traces = Traces.KEEP
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """The columns among ``names`` that no option maps, in their order."""
-        mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input}
+        mapped = {self.prompt, self.chosen, self.rejected, self.system, self.input, self.tools}
         return [name for name in names if name not in mapped]
 
     def check(self, present: Iterable[str], where: str = "the row") -> None:
@@ -92,7 +98,8 @@ class Columns:
         Raises:
             UserError: one is not; the text lists the columns present, those expected, and the options that map them.
         """
-        wanted = {"chosen": self.chosen, "rejected": self.rejected, "system": self.system, "input": self.input}
+        names = ("chosen", "rejected", "system", "input", "tools")
+        wanted: dict[str, str | None] = {name: getattr(self, name) for name in names}
         if self.prompt != Columns.prompt:
             wanted["prompt"] = self.prompt
         expected = "expected: a chosen and a rejected column, and a prompt column unless they hold the prompt too"
@@ -156,14 +163,18 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     if system is not None and (said := _text(system)).strip():
         turns = _Turns([Message(role="system", content=said), *turns.history], turns.chosen, turns.rejected)
     _check_history(turns.history)
-    turns, stripped = _traced(turns, columns.traces)
+    if columns.tools is not None and (tools := _functions(row.get(columns.tools), Reason.TOOLS)) is not None:
+        turns.history[0] = copied({**turns.history[0], "tools": tools})
+    turns, noted = _traced(turns, columns.traces)
     blank = [not text.strip() for text in (turns.chosen, turns.rejected)]
     if turns.chosen == turns.rejected or all(blank):
         raise RowProblem(Reason.IDENTICAL)
-    unasked = not turns.history[-1]["content"].strip()
-    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT), (stripped, Note.STRIPPED)]
-    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns))
-    return AdaptedRow(pair, tuple(note for holds, note in noticed if holds))
+    last = turns.history[-1]
+    unasked = last["role"] == "user" and not last["content"].strip()
+    noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
+    apart = noted is Note.APART
+    pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns), apart)
+    return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
 
 
 @dataclass(frozen=True)
@@ -206,12 +217,34 @@ def _messages(value: object, columns: Columns) -> list[Message]:
     if not all(isinstance(cell, Mapping) and isinstance(cell.get(columns.role), str) for cell in cells):
         raise RowProblem(Reason.MALFORMED)
     roles: list[str] = [cell[columns.role] for cell in cells]
-    texts = [_text(_joined(cell.get(columns.content))) for cell in cells]
-    turns = [Message(role=_ROLES.get(role, role), content=text) for role, text in zip(roles, texts, strict=True)]
-    for turn, cell in zip(turns, cells, strict=True):
-        if turn["role"] == "assistant" and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
-            turn["reasoning_content"] = _text(trace)
-    return turns
+    return [_turn(_ROLES.get(role, role), cell, columns) for role, cell in zip(roles, cells, strict=True)]
+
+
+def _turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
+    """One message; the content of one that only calls tools may be missing."""
+    content, of_assistant = cell.get(columns.content), role == "assistant"
+    calls = _functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
+    turn = Message(role=role, content="" if calls and content is None else _text(_joined(content)))
+    if of_assistant and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
+        turn["reasoning_content"] = _text(trace)
+    if calls:
+        turn["tool_calls"] = calls
+    if role == TOOL and isinstance(named := cell.get("tool_call_id"), str):
+        turn["tool_call_id"] = named
+    if role == TOOL and isinstance(named := cell.get("name"), str):
+        turn["name"] = named
+    if isinstance(tools := cell.get("tools"), str) and (known := _functions(tools, Reason.TOOLS)) is not None:
+        turn["tools"] = known  # as attnpo.generate and attnpo.pair write a prompt that has some
+    return turn
+
+
+def _functions(value: object, reason: Reason) -> str | None:
+    """Functions or calls of them as JSON text; None for none. RowProblem with ``reason`` for anything else."""
+    try:
+        text = written(value)
+    except ValueError as problem:
+        raise RowProblem(reason) from problem
+    return None if text is None else _text(text)
 
 
 def _cell(value: object, columns: Columns) -> str | list[Message]:
@@ -253,19 +286,22 @@ def _from_messages(prompt: str | list[Message] | None, chosen: list[Message], re
 
 
 def _answer(turn: Message) -> str:
+    if turn.get("tool_calls"):
+        raise RowProblem(Reason.CALLS)
     trace = turn.get("reasoning_content")
     return turn["content"] if trace is None else with_trace(trace, turn["content"])
 
 
-def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, bool]:
-    """The turns under the rule for traces, and whether a response lost one."""
+def _traced(turns: _Turns, traces: Traces) -> tuple[_Turns, Note | None]:
+    """The turns under the rule for traces, and what was done to a response's."""
     both = (turns.chosen, turns.rejected)
     if any(map(is_unclosed, both)):
         raise RowProblem(Reason.UNCLOSED)
-    if traces is Traces.KEEP:
-        return turns, False
-    history = [Message(role=turn["role"], content=turn["content"]) for turn in turns.history]
-    return _Turns(history, *map(without_trace, both)), any(map(has_trace, both))
+    traced = any(map(has_trace, both))
+    if traces is not Traces.STRIP:
+        return turns, Note.APART if traced and traces is Traces.WEIGH_APART else None
+    history = [copied({**turn, "reasoning_content": ""}) for turn in turns.history]
+    return _Turns(history, *map(without_trace, both)), Note.STRIPPED if traced else None
 
 
 def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:
@@ -273,14 +309,24 @@ def _after(prompt: list[Message], turns: list[Message]) -> list[Message]:
     return turns if prompt and turns[: len(prompt)] == prompt else [*prompt, *turns]
 
 
+# Whose turns may stand behind whose; "call": an assistant's that calls tools.
+_FOLLOWS = {"assistant": ("user",), "user": ("assistant",), "call": (TOOL,), TOOL: (TOOL, "assistant")}
+
+
 def _check_history(history: Sequence[Message]) -> None:
-    """Raises RowProblem unless user and assistant take turns, with the user last, after an optional system message."""
-    roles = [turn["role"] for turn in history]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
+    """Raises RowProblem unless user and assistant take turns, after an optional system message.
+
+    The user is last, or the result of a tool: such turns follow a call and stand in front of the assistant.
+    """
+    turns = history[1:] if history and history[0]["role"] == "system" else history
     if not turns:
         raise RowProblem(Reason.NO_PROMPT)
-    expected = ["user" if index % 2 == 0 else "assistant" for index in range(len(turns))]
-    if turns != expected or turns[-1] != "user":
+    last = "assistant"
+    for turn in turns:
+        if turn["role"] not in _FOLLOWS.get(last, ()):
+            raise RowProblem(Reason.MALFORMED)
+        last = "call" if turn.get("tool_calls") else turn["role"]
+    if last not in ("user", TOOL):
         raise RowProblem(Reason.MALFORMED)
 
 

@@ -18,6 +18,7 @@ from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixtur
 from attnpo.data.shares import Shares, prompts_of, share_out
 from attnpo.data.tables import has_split, is_one_table, read_table
 from attnpo.schema import PreferencePair, UserError, check_seed, digest
+from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ def pairs_from_rows(
             note(counts, problem.reason.value)
         else:
             pair = adapted.pair
-            exchanged = PreferencePair.make(pair.prompt, pair.rejected, pair.chosen).pair_id
+            exchanged = PreferencePair.make(pair.prompt, pair.rejected, pair.chosen, apart=pair.apart).pair_id
             again = [(pair.pair_id, Note.DUPLICATE), (exchanged, Note.EXCHANGED)]
             for noticed in [*adapted.notes, *(kind for pair_id, kind in again if pair_id in seen)]:
                 note(notes, noticed.value)
@@ -254,6 +255,12 @@ class PairSource:
     def unread(self) -> dict[str, str]:
         """Keys without effect: the path beside a mixture, what draws from one where there is none."""
         return {"path": "data.mix names its sets"} if self.mix else {"mix_seed": "data.mix=null: one set"}
+
+    @property
+    def weighs_apart(self) -> bool:
+        """Whether reasoning traces of any of its sets are weighed apart from their answers."""
+        every = [self.columns, *(one.columns for one in (self.mix or {}).values() if one.columns is not None)]
+        return any(columns.traces is Traces.WEIGH_APART for columns in every)
 
     @property
     def place(self) -> str:

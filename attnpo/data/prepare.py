@@ -215,7 +215,7 @@ def fit_transforms(
 
 
 def _said_enough(row: Finished, least: float) -> bool:
-    share = 1.0 if row.said is None else float(row.said.double().mean())
+    share = 1.0 if row.said is None else float(row.said[row.changeable].double().mean())
     return share > 0 and share >= least
 
 

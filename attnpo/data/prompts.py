@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from attnpo.data.adapters import Columns, Reason, RowProblem, adapt, require_columns
 from attnpo.data.base import counted, row_range
 from attnpo.data.tables import read_table
-from attnpo.schema import Message, UserError, digest
+from attnpo.schema import Message, UserError, asked_by, digest
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def prompt_of(row: Mapping[str, object], columns: PromptColumns) -> Prompt:
         row = {**row, columns.chosen: "a", columns.rejected: "b"}
     messages = adapt(row, columns).pair.prompt
     if columns.id is None:
-        return Prompt(digest([[turn["role"], turn["content"]] for turn in messages])[:32], messages)
+        return Prompt(digest(asked_by(messages))[:32], messages)
     if row.get(columns.id) is None:
         raise RowProblem(Reason.MISSING)
     return Prompt(str(row[columns.id]), messages)
@@ -147,7 +147,7 @@ class PromptSource:
 
     def _check(self, names: Sequence[str], where: str) -> None:
         columns = self.columns
-        wanted = {"id": columns.id, "system": columns.system}
+        wanted = {"id": columns.id, "system": columns.system, "tools": columns.tools}
         if not {columns.chosen, columns.rejected} <= set(names):
             wanted["prompt"] = columns.prompt or "prompt"
         expected = "expected a column with prompts, or the chosen and rejected columns of pairs"

@@ -8,7 +8,7 @@ from typing import NotRequired, Protocol, runtime_checkable
 import torch
 
 from attnpo.answers.row_file import Row, RowFile
-from attnpo.schema import Message, digest
+from attnpo.schema import Message, asked_by, digest
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class AnswerSet:
 
     def fingerprint(self) -> str:
         """Digest of prompt and answers."""
-        turns = [[turn["role"], turn["content"]] for turn in self.prompt]
-        return digest([self.id, turns, [[one.draw, one.text] for one in self.answers]])
+        return digest([self.id, asked_by(self.prompt), [[one.draw, one.text] for one in self.answers]])
 
 
 class ScoreRow(Row):

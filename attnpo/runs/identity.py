@@ -59,7 +59,7 @@ LATER = {
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
     **{"model.router_aux_loss_coef": 0.0},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
-    **{"data.columns.content": "content", "data.columns.traces": "keep"},
+    **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
 # Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or

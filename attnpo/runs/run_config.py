@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from attnpo.config import MISSING, Root
+from attnpo.data.base import PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
 from attnpo.locks import TIMEOUT
 from attnpo.models.spec import ModelSpec
@@ -32,6 +33,7 @@ from attnpo.runs.settings import (
 from attnpo.schema import BOOKKEEPING, UserError, check_seed
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
+from attnpo.weights.apart import check_apart
 from attnpo.weights.base import WeightSource, online_reads
 from attnpo.weights.pipeline import check_transforms
 from attnpo.weights.transforms import WeightTransform
@@ -130,6 +132,8 @@ class RunConfig(Root):
         require_pairs(self.batch, self.objective)
         require_whole(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
+        if isinstance(self.data, PairSource) and self.data.weighs_apart:
+            check_apart(self.weights)
         if self.model.reward:
             require_margin(self.objective, self.weights, self.trainer)
             self._require_no_answers()

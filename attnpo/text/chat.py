@@ -9,7 +9,7 @@ import logging
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -22,6 +22,7 @@ from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
 from attnpo.text.template_options import settable, with_options
+from attnpo.text.tools import ToolUse, tools_of, without_tools
 from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class ChatFormat:
         self._fingerprint: dict[str, object] | None = None
         self._runaway: RunawayTemplate | None = None
         self._told: str | None = None
+        self._tools, self._told_unread = ToolUse(self.chat_template), False
         self._check_time()
 
     def _check_time(self) -> None:
@@ -120,11 +122,25 @@ class ChatFormat:
         """
         if self._runaway is not None:
             raise self._runaway
-        turns = [{name: str(value) for name, value in turn.items()} for turn in messages]
+        turns, tools = without_tools(messages), tools_of(messages)
+        if tools is not None and not self._tools.reads:
+            self._tell_unread()
+        text = self._written(turns, tools, add_generation_prompt, template)
+        self._tools.check(turns, lambda marked: self._written(marked, tools, add_generation_prompt, template))
+        return text
+
+    def _written(
+        self,
+        turns: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        template: str | None,
+    ) -> str:
         try:
             with deadline(RENDERING):
                 text = self.tokenizer.apply_chat_template(
-                    turns,
+                    list(turns),
+                    tools=tools,  # type: ignore[arg-type]
                     chat_template=template or self.chat_template,
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
@@ -148,7 +164,7 @@ class ChatFormat:
                 "model.chat_template",
             ) from problem
         except _FAULTS as problem:
-            roles = ", ".join(turn["role"] for turn in messages)
+            roles = ", ".join(turn["role"] for turn in turns)
             fold = f", set {self._part}.fold_system=true to put a system turn's text in front of the first user turn,"
             system = not self._folds and "system" in roles.split(", ")
             raise RefusedText(
@@ -262,6 +278,14 @@ class ChatFormat:
         if head != self._told:
             self._told = head
             log.info("the chat template writes %r in front of an answer: it counts as part of the prompt", head)
+
+    def _tell_unread(self) -> None:
+        if not self._told_unread:
+            self._told_unread = True
+            log.warning(
+                "the chat template never reads tools: the functions that the data name change nothing in its prompts; "
+                "give a template that writes them as model.chat_template, or leave data.columns.tools out"
+            )
 
     def _answer(self, response: str) -> Message:
         """The assistant's turn; a trace stands in a variable of its own where the template reads one."""

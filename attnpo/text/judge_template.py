@@ -24,6 +24,7 @@ from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_f
 from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 from attnpo.text.judge_wording import JudgeTemplate
+from attnpo.text.traces import start_apart
 
 ANSWERS = ("answer_a", "answer_b")
 _ORDERS = (("chosen", "rejected"), ("rejected", "chosen"))
@@ -115,11 +116,17 @@ class _Placed(NamedTuple):
 def question_text(prompt: Sequence[Message]) -> str:
     """The question as the judge reads it: the content of a lone user turn, else "role: content" per turn.
 
-    Turns are separated by a blank line; system turns are shown like the others.
+    Turns are separated by a blank line; system turns are shown like the others, an assistant's calls of tools as JSON.
+    The tools themselves are not shown.
     """
     if len(prompt) == 1 and prompt[0]["role"] == "user":
         return prompt[0]["content"]
-    return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt)
+    return "\n\n".join(f"{turn['role']}: {_said(turn)}" for turn in prompt)
+
+
+def _said(turn: Message) -> str:
+    """A turn's content, and the calls it makes as they are written down."""
+    return "\n".join(text for text in (turn["content"], turn.get("tool_calls")) if text)
 
 
 class JudgePrompts:
@@ -239,19 +246,21 @@ class JudgePrompts:
         return first, second
 
     def _show(self, pair: PreferencePair, side: str) -> _Shown:
-        response = pair.response(side)
+        """A response as the judge sees it, without a trace that is weighed apart."""
+        response, begins = pair.response(side), start_apart(pair, side)
         check_text(response, f"the {side} response")
         if self.rules.assembly is Assembly.IDS:
             encoded = self._training.encode(pair.prompt, response)
-            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > start]
+            content = [i for i, (start, end) in enumerate(encoded.offsets) if end > max(start, begins)]
             if not content:
                 return self._blank
             ids, offsets = [encoded.response_ids[i] for i in content], [encoded.offsets[i] for i in content]
             return _Shown(response, 0, False, (ids, offsets))
-        text = response.strip() if self.rules.strip else response
+        whole = response[begins:]
+        text = whole.strip() if self.rules.strip else whole
         if not text:
             return _Shown(" ", 0, True)
-        return _Shown(text, len(response) - len(response.lstrip()) if self.rules.strip else 0, False)
+        return _Shown(text, len(response) - len(whole.lstrip()) if self.rules.strip else begins, False)
 
     def _place_both(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
         if self.rules.assembly is Assembly.IDS:

@@ -12,6 +12,7 @@ from attnpo.schema import Message, PreferencePair, UserError, digest
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.text.judge_template import question_text
 from attnpo.text.judge_wording import file_text
+from attnpo.text.traces import judged, start_apart
 
 SLOTS = ("question", "answer")
 
@@ -79,7 +80,7 @@ class ScoreQuestions:
         response holds nothing to score.
         """
         messages = self.messages(pair, side)
-        if not pair.response(side).strip():
+        if not judged(pair, side).strip():
             raise RefusedText(f"the {side} response has no text to score", f"the {side} response has no text to score")
         count = len(self.asked.prompt_ids(messages))
         if self.room is not None and count > self.room:
@@ -92,15 +93,18 @@ class ScoreQuestions:
 
     def messages(self, pair: PreferencePair, side: str) -> list[Message]:
         """The chat prompt, whether it fits or not."""
-        return self.template.messages(question_text(pair.prompt), pair.response(side))
+        return self.template.messages(question_text(pair.prompt), judged(pair, side))
 
     def tokens(self, pair: PreferencePair, side: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The response's training tokens that hold a character of it, before any truncation."""
-        whole = self.trained.encode(pair.prompt, pair.response(side))
+        """The response's training tokens that hold a character of it, before any truncation.
+
+        Of a response whose trace is weighed apart, those of the answer.
+        """
+        whole, begins = self.trained.encode(pair.prompt, pair.response(side)), start_apart(pair, side)
         held: Sequence[tuple[int, tuple[int, int]]] = [
             (token, place)
             for token, place in zip(whole.response_ids, whole.offsets, strict=True)
-            if place[0] < place[1]
+            if place[1] > max(place[0], begins)
         ]
         return [token for token, _ in held], [place for _, place in held]
 

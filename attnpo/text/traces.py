@@ -1,18 +1,25 @@
 """Reasoning traces: what a model wrote for itself, as ``<think>...</think>``, in front of its answer."""
 
 import re
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
+
+from attnpo.schema import PreferencePair
 
 OPEN, CLOSE = "<think>", "</think>"
 _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 class Traces(Enum):
-    """What becomes of a reasoning trace in a response: trained on with its answer, or taken out of the data."""
+    """What becomes of a reasoning trace in a response: trained on with its answer, or taken out of the data.
+
+    WEIGH_APART: trained on, at its share of the tokens; judges read, and weights are spread over, the answer alone.
+    """
 
     KEEP = "keep"
     STRIP = "strip"
+    WEIGH_APART = "weigh_apart"
 
 
 class Piece(NamedTuple):
@@ -44,10 +51,31 @@ def with_trace(trace: str, answer: str) -> str:
     return f"{OPEN}\n{trace.strip()}\n{CLOSE}\n\n{answer}"
 
 
+def answer_start(response: str) -> int:
+    """The first character of the answer, after the trace and the blanks behind it; 0 in a response without a trace."""
+    found = _TRACED.match(response)
+    return 0 if found is None else len(response) - len(response[found.end() :].lstrip())
+
+
 def without_trace(response: str) -> str:
     """The answer alone; a response without a trace as it is."""
-    found = _TRACED.match(response)
-    return response if found is None else response[found.end() :].lstrip()
+    return response[answer_start(response) :]
+
+
+def start_apart(pair: PreferencePair, side: str) -> int:
+    """The first character of what is weighed in a response: its answer's where a trace is weighed apart, else 0."""
+    return answer_start(pair.response(side)) if pair.apart else 0
+
+
+def judged(pair: PreferencePair, side: str) -> str:
+    """What a judge reads of a response: all of it, or its answer where a trace is weighed apart."""
+    return pair.response(side)[start_apart(pair, side) :]
+
+
+def before(start: int, offsets: Sequence[Sequence[int]]) -> int:
+    """How many tokens stand in front of the first one that holds a character of the response from ``start`` on."""
+    held = (place for place, (first, end) in enumerate(offsets) if end > max(first, start))
+    return next(held, len(offsets)) if start else 0
 
 
 def place_traced(body: str, response: str) -> list[Piece] | None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from attnpo.schema import SIDES, PairWeights, PreferencePair
 from attnpo.text.score_answers import read_answer
+from attnpo.text.traces import judged
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def answer_statistics(
             if text is None:
                 lost += 1
                 continue
-            reading = read_answer(text, pair.response(side))
+            reading = read_answer(text, judged(pair, side))
             read += 1
             parsed += bool(reading.spans)
             parts += len(reading.spans)

@@ -22,6 +22,8 @@ from attnpo.schema import (
     UserError,
 )
 from attnpo.text.alignment import Aligned, AlignMethod, align
+from attnpo.text.traces import before, start_apart
+from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
@@ -36,10 +38,11 @@ class TrainingWeights:
     """Weights of one pair on its training tokens; tuples are (chosen, rejected).
 
     ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
-    a partner (from a ``PartialSource``: a partner about which something was said). ``content``: how many such tokens
-    there are; ``unmatched``: how many of them got none. ``realigned``: responses whose judge rounds were cut into
-    different tokens, so that one was aligned onto the other. ``flat``: sides whose raw weights were all 0 and which
-    became uniform. ``factors``: the weights are factors, to be used as they are, and no distribution.
+    a partner (from a ``PartialSource``: a partner about which something was said), those of a trace that is weighed
+    apart left out. ``content``: how many such tokens there are; ``unmatched``: how many of them got none.
+    ``realigned``: responses whose judge rounds were cut into different tokens, so that one was aligned onto the other.
+    ``flat``: sides whose raw weights were all 0 and which became uniform. ``factors``: the weights are factors, to be
+    used as they are, and no distribution.
     """
 
     chosen: Float[Tensor, "m"]
@@ -59,7 +62,8 @@ class Finished:
 
     ``row`` holds these tokens (and what was stored on them); ``realigned`` says that a round had other ones. ``flat``:
     a raw row was all 0 and counts as uniform. ``said``: the tokens about which a ``PartialSource`` said something,
-    None for sources that weigh every token. ``open``: the tokens that transforms may change, None for all.
+    None for sources that weigh every token. ``open``: the tokens that transforms may change, None for all. ``begins``:
+    the first character that the source weighs, above 0 behind a trace that is weighed apart.
     """
 
     row: TokenWeights
@@ -68,6 +72,7 @@ class Finished:
     flat: bool = False
     said: Bool[Tensor, "n"] | None = None
     open: Bool[Tensor, "n"] | None = None
+    begins: int = 0
 
     @property
     def changeable(self) -> Bool[Tensor, "n"]:
@@ -151,13 +156,18 @@ def finished_weights(
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
+        begins = 0 if pair is None else start_apart(pair, side)
+        rows, trace = rows_with_trace(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
-        weights = _finish(source, raw, where)
+        weights = _finish(source, raw, where, trace)
         said = torch.stack(raw).ne(0).any(dim=0) if isinstance(source, PartialSource) else None
         rule = None if said is not None else source.postprocess
-        flat = rule is not None and flat_rounds(raw, rule.round_order)
-        held = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
-        finished[side] = Finished(rows[0], weights, realigned, flat, said, held)
+        flat = rule is not None and flat_rounds([row[trace:] for row in raw], rule.round_order)
+        open_to = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
+        if begins:
+            weights = beside_trace(weights, trace)
+            open_to = torch.arange(weights.numel()) >= trace
+        finished[side] = Finished(rows[0], weights, realigned, flat, said, open_to, begins)
     return finished
 
 
@@ -324,7 +334,8 @@ def _on_training_tokens(
             weights = torch.where(holds, weights, 1.0 / base.token_ids.numel())
         else:
             weights = torch.where(holds, weights, 0.0)
-    content, partnered = int(holds.sum()), int(matched.sum())
+    weighed = holds & (torch.arange(holds.numel()) >= before(finished.begins, encoded.offsets))
+    content, partnered = int(weighed.sum()), int((matched & weighed).sum())
     return _Side(
         weights=weights.to(dtype),
         length=float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
@@ -335,10 +346,10 @@ def _on_training_tokens(
     )
 
 
-def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str) -> Float[Tensor, "n"]:
-    """One row out of the rounds: the source's post-processing, or their mean as it is."""
+def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str, trace: int = 0) -> Float[Tensor, "m"]:
+    """One row out of the rounds: the source's post-processing, or their mean as it is; without the first ``trace``."""
     if source.postprocess is not None:
-        return source.postprocess(raw, where)
+        return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
         check_finite(row, where)
         if not source.signed and bool((row < 0).any()):
@@ -350,7 +361,7 @@ def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str)
                 f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
                 "of them are 0; drop the pair or correct the source"
             )
-    return average_rounds(raw)
+    return average_rounds(raw)[trace:]
 
 
 def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:

@@ -88,6 +88,15 @@ def _said(text: Any, role: str = "assistant") -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
+# As a prompt has them that attnpo.generate wrote; the last is no list.
+_TOOLS = ["", '[{"name": "look"}]', '{"name": "look"}']
+
+
+def _used(result: Any) -> list[dict[str, Any]]:
+    """A call of a tool and its result."""
+    return [{**_said(None), "tool_calls": [{"function": {"name": "look"}}]}, _said(result, "tool")]
+
+
 _MESSAGE = st.one_of(
     st.builds(_said, _TEXT, _ROLE),
     st.builds(_said, _JUNK, _ROLE),
@@ -97,6 +106,7 @@ _HISTORY = st.one_of(
     st.builds(lambda q: [_said(q, "user")], _TEXT),
     st.builds(lambda s, q: [_said(s, "system"), _said(q, "user")], _TEXT, _TEXT),
     st.builds(lambda q, a, r: [_said(q, "user"), _said(a), _said(r, "user")], _TEXT, _TEXT, _TEXT),
+    st.builds(lambda q, t, r: [{**_said(q, "user"), "tools": t}, *_used(r)], _TEXT, st.sampled_from(_TOOLS), _TEXT),
     st.lists(_MESSAGE, max_size=3),
 )
 _LABELLED = st.builds(lambda q: f"\n\nHuman: {q}\n\nAssistant:", _TEXT)
@@ -125,6 +135,7 @@ _CONVENTIONS = [
               _HISTORY, _PLAIN, _PLAIN),
     st.builds(lambda h, g, c, r: {"chosen": [*h, _said(c)], "rejected": [*g, _said(r)]},
               _HISTORY, _HISTORY, _PLAIN, _TEXT),
+    st.builds(lambda h, c, r: {"prompt": h, "chosen": [_said(c)], "rejected": _used(r)[:1]}, _HISTORY, _TEXT, _TEXT),
 ]  # fmt: skip
 # A table has all its columns in every row.
 _ROW = st.one_of(_CONVENTIONS).map(lambda row: {"prompt": None, "chosen": None, "rejected": None, **row})
@@ -267,6 +278,7 @@ EVENTS = (
     "dropped: prompt longer than lengths.max_prompt_length",
     "dropped: prompt and response longer than lengths.max_length",
     "dropped: the chat template refuses its turns",
+    "dropped: the chat template writes no tool calls",
     "dropped: the chat template rewrites its response",
     "dropped: the chat template renders its prompt differently once an answer follows",
     UNREADABLE,
@@ -295,7 +307,13 @@ def test_every_row_is_accounted_for_at_each_stage(chats: list[ChatFormat], recor
     @given(
         rows=st.lists(_ROW, min_size=ROWS, max_size=ROWS).map(_with_exchanged),
         columns=st.sampled_from(
-            [Columns(), Columns(traces=Traces.STRIP), Columns(prompt=None), Columns(system="prompt", prompt=None)]
+            [
+                Columns(),
+                Columns(traces=Traces.STRIP),
+                Columns(traces=Traces.WEIGH_APART),
+                Columns(prompt=None),
+                Columns(system="prompt", prompt=None),
+            ]
         ),
         chat=st.sampled_from(chats),
         rules=st.sampled_from([LengthRules(200, 150), LengthRules(80, 40), LengthRules(60, 30, Overlong.DROP)]),

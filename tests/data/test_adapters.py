@@ -226,6 +226,8 @@ PROBLEMS: list[tuple[Reason, dict[str, Any]]] = [
     (Reason.IDENTICAL, {"prompt": "p", "chosen": "", "rejected": " \n"}),
     (Reason.IDENTICAL, {"chosen": "p a", "rejected": "p a"}),
     (Reason.IDENTICAL, {"chosen": LABELLED, "rejected": LABELLED}),
+    (Reason.TOOLS, {"prompt": [{**USER, "tools": "{}"}], "chosen": "a", "rejected": "b"}),
+    (Reason.CALLS, {"chosen": [USER, {**said("a"), "tool_calls": [{}]}], "rejected": [USER, said("b")]}),
 ]
 
 
@@ -588,6 +590,19 @@ def test_a_trace_beside_the_content_is_that_of_the_response() -> None:
     assert stripped.notes == (Note.STRIPPED,)
 
 
+def test_a_trace_weighed_apart_stays_in_its_response_and_marks_its_pair() -> None:
+    row = {"chosen": reasoned("why", "good"), "rejected": reasoned(None, "bad")}
+    kept, apart = adapt(row, Columns()).pair, adapt(row, Columns(traces=Traces.WEIGH_APART)).pair
+    assert (apart.prompt, apart.chosen, apart.rejected) == (kept.prompt, kept.chosen, kept.rejected)
+    assert apart.apart and not kept.apart and apart.pair_id != kept.pair_id
+    bare = {side: reasoned(None, side) for side in ("chosen", "rejected")}
+    assert adapt(bare, Columns(traces=Traces.WEIGH_APART)) == adapt(bare, Columns())
+    again = pairs_from_rows(
+        [row, {"chosen": row["rejected"], "rejected": row["chosen"]}], Columns(traces=Traces.WEIGH_APART)
+    )
+    assert again.notes[Note.EXCHANGED.value] == 1
+
+
 @pytest.mark.parametrize("traces", Traces)
 def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
     rows = [
@@ -599,4 +614,76 @@ def test_a_trace_that_never_ends_drops_its_row(traces: Traces) -> None:
     strip = traces is Traces.STRIP
     assert found.counts == {"reasoning trace is not closed": 1} | ({"identical responses": 1} if strip else {})
     assert found.pairs[-1].chosen == ("b" if strip else "<think>a</think>b")
-    assert found.notes == ({"reasoning trace stripped": 1} if strip else {})
+    noted = {Traces.KEEP: {}, Traces.STRIP: {"reasoning trace stripped": 1}}
+    assert found.notes == noted.get(traces, {"reasoning trace weighed apart": 2})
+
+
+# ---------------------------------------------------------------------------------------------- tools
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+
+
+def used(*more: dict[str, object], **of_call: object) -> list[dict[str, object]]:
+    """A question, the call of a tool, its result, and ``more``."""
+    return [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], **of_call},
+        {"role": "tool", "content": "wet", "name": "weather", "tool_call_id": "1"},
+        *more,
+    ]
+
+
+def test_tools_stand_with_the_first_turn_of_the_prompt() -> None:
+    row = {"prompt": "Rain?", "chosen": "No.", "rejected": "Yes.", "tools": [{**TOOL, "strict": None}], "note": "s"}
+    columns = Columns(tools="tools", system="note")
+    pair = adapt(row, columns).pair
+    assert [turn.get("tools") for turn in pair.prompt] == [json.dumps([TOOL]), None]
+    assert adapt({**row, "tools": json.dumps([TOOL])}, columns).pair == pair
+    without = adapt({**row, "tools": None}, columns).pair
+    assert without.pair_id == adapt(row, Columns(system="note")).pair.pair_id != pair.pair_id
+    assert adapt({**row, "tools": []}, columns).pair == adapt({**row, "tools": "  "}, columns).pair == without
+    assert columns.unused(row) == [] and Columns(system="note").unused(row) == ["tools"]
+    for wrong in ("weather", {"name": "weather"}, ["weather"], 1):
+        with pytest.raises(RowProblem, match=Reason.TOOLS.value):
+            adapt({**row, "tools": wrong}, columns)
+    with pytest.raises(UserError, match=r'no column "tools".*data\.columns\.tools=COLUMN'):
+        adapt({"prompt": "Q", "chosen": "a", "rejected": "b"}, Columns(tools="tools"))
+    # A prompt that attnpo.generate has written needs no column.
+    assert adapt({"prompt": list(pair.prompt), "chosen": "No.", "rejected": "Yes."}, Columns()).pair == pair
+
+
+def test_calls_and_results_are_turns_of_the_prompt() -> None:
+    row = {"prompt": used(), "chosen": "No.", "rejected": "Yes."}
+    pair = adapt(row, Columns()).pair
+    assert pair.prompt[1] == {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}
+    assert pair.prompt[2] == {"role": "tool", "content": "wet", "tool_call_id": "1", "name": "weather"}
+    twice = [*used(), *used()[1:], {"role": "assistant", "content": "No."}, {"role": "user", "content": "Sure?"}]
+    # A second call may follow a result.
+    assert len(adapt({**row, "prompt": twice}, Columns()).pair.prompt) == 7
+    assert adapt({**row, "prompt": used()}, Columns(traces=Traces.STRIP)).pair == pair
+    answered = used({"role": "assistant", "content": "No."})
+    whole = {"chosen": answered, "rejected": used({"role": "assistant", "content": "Yes."})}
+    assert adapt(whole, Columns()).pair == pair
+
+
+@pytest.mark.parametrize(
+    ("turns", "reason"),
+    [
+        (used(tool_calls="{"), Reason.MALFORMED),  # no JSON
+        (used(tool_calls=[]), Reason.NOT_TEXT),  # neither content nor a call
+        (used(tool_calls=[], content="a"), Reason.MALFORMED),  # a result of no call
+        (used()[:2], Reason.MALFORMED),  # a call without a result
+        ([*used()[:2], {"role": "user", "content": "b"}], Reason.MALFORMED),
+        (used({"role": "user", "content": "b"}), Reason.MALFORMED),
+    ],
+)
+def test_turns_of_tools_in_no_order(turns: list[dict[str, object]], reason: Reason) -> None:
+    with pytest.raises(RowProblem, match=reason.value):
+        adapt({"prompt": turns, "chosen": "No.", "rejected": "Yes."}, Columns())
+
+
+def test_an_answer_that_calls_a_tool_is_no_text_to_train_on() -> None:
+    answers = {"chosen": used()[:2], "rejected": [used()[0], {"role": "assistant", "content": "Yes."}]}
+    found = pairs_from_rows([answers], Columns())
+    assert found.counts == {"answer calls a tool": 1} and not found.pairs

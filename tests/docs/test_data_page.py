@@ -9,6 +9,7 @@ import pytest
 from attnpo.config import load
 from attnpo.data.adapters import Reason
 from attnpo.data.base import PairSet, PairSource
+from attnpo.text.tools import tools_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
 EXAMPLES = {
@@ -20,7 +21,8 @@ EXAMPLES = {
 PLAIN = [("Name a colour.", "Red.", "Two."), ("Is water wet?", "Yes, it is.", "Blue."), ("Say hi.", "Hi!", "No.")]
 EXPECTED = {
     **dict.fromkeys(
-        ("texts.jsonl", "messages.jsonl", "conversations.jsonl", "dialogues.jsonl", "sharegpt.jsonl"), PLAIN
+        ("texts.jsonl", "messages.jsonl", "conversations.jsonl", "dialogues.jsonl", "sharegpt.jsonl", "tools.jsonl"),
+        PLAIN,
     ),
     "instructions.jsonl": [
         ("Name a colour.", "Red.", "Two."),
@@ -38,7 +40,7 @@ def texts(found: PairSet) -> list[tuple[str, str, str]]:
 
 def test_there_is_an_example_for_each_convention() -> None:
     assert EXAMPLES.keys() == EXPECTED.keys()
-    assert len(re.findall(r"^### \d\. ", PAGE, re.MULTILINE)) == len(EXAMPLES) - 1 == 6
+    assert len(re.findall(r"^### \d\. ", PAGE, re.MULTILINE)) == len(EXAMPLES) - 2 == 6
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -53,6 +55,8 @@ def test_an_example_is_read_by_its_command(name: str, tmp_path: Path, monkeypatc
     assert (train.dropped, val.dropped, len(train), len(val)) == (0, 0, 2, 1)
     assert not train.notes and not train.unused
     assert sorted(texts(train) + texts(val)) == sorted(EXPECTED[name])
+    known = [tool["function"]["name"] for pair in train.pairs + val.pairs for tool in tools_of(pair.prompt) or []]
+    assert sorted(known) == (["paint", "touch"] if name == "tools.jsonl" else [])
 
 
 def test_every_reason_is_explained() -> None:

@@ -2,9 +2,18 @@
 
 import pytest
 
-from attnpo.schema import EncodedResponse, Message
+from attnpo.schema import EncodedResponse, Message, PreferencePair
 from attnpo.text.chat import ChatFormat, RefusedText
-from attnpo.text.traces import has_trace, is_unclosed, trace_of, with_trace, without_trace
+from attnpo.text.traces import (
+    before,
+    has_trace,
+    is_unclosed,
+    judged,
+    start_apart,
+    trace_of,
+    with_trace,
+    without_trace,
+)
 from tests.text.formats import CHATML, FORMATS, Formats
 
 TURNS = [Message(role="user", content="Why is the sky blue?")]
@@ -93,3 +102,24 @@ def test_words_of_traces() -> None:
     assert is_unclosed(f" <think>{TRACE}") and not has_trace(f"<think>{TRACE}")
     inside = f"{ANSWER} <think>no</think>"
     assert not has_trace(inside) and not is_unclosed(inside) and without_trace(inside) == inside
+
+
+@pytest.mark.parametrize("response", SPELLINGS)
+def test_what_a_judge_reads_of_a_trace_weighed_apart(response: str) -> None:
+    apart = PreferencePair.make(TURNS, response, ANSWER, apart=True)
+    assert judged(apart, "chosen") == judged(apart, "rejected") == ANSWER
+    assert response[start_apart(apart, "chosen") :] == ANSWER and start_apart(apart, "rejected") == 0
+    assert judged(PreferencePair.make(TURNS, response, ANSWER), "chosen") == response
+
+
+def test_the_tokens_before_an_answer() -> None:
+    offsets = [
+        (0, 7),
+        (7, 12),
+        (30, 30),
+        (12, 20),
+        (20, 24),
+        (24, 30),
+        (30, 30),
+    ]  # a blank of the template in the trace
+    assert [before(start, offsets) for start in (0, 21, 20, 24, 29, 30)] == [0, 4, 4, 5, 5, 7]

@@ -20,7 +20,8 @@ from attnpo.schema import (
     check_least,
 )
 from attnpo.text.chat import RefusedText
-from attnpo.weights.base import Tools
+from attnpo.text.traces import judged, start_apart
+from attnpo.weights.base import ConversationBuilder, Tools
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import HeadRow, Row
 from attnpo.weights.postprocess import Postprocess
@@ -69,7 +70,7 @@ class RewardAttention(Attention):
         refused: dict[str, Unreadable] = {}
         for pair in pairs:
             try:
-                both = [tools.conversations.encode(pair.prompt, pair.response(side)) for side in SIDES]
+                both = [_answer_of(pair, side, tools.conversations) for side in SIDES]
             except RefusedText as problem:
                 refused[pair.pair_id] = Unreadable(pair.pair_id, (), problem.reason, str(problem))
                 continue
@@ -98,6 +99,12 @@ class RewardAttention(Attention):
         if any(all(start == end for start, end in one.offsets) for one in both):
             return "a response is empty"
         return ""
+
+
+def _answer_of(pair: PreferencePair, side: str, conversations: ConversationBuilder) -> EncodedResponse:
+    """The conversation that is read, with the characters of the response as it stands in the pair."""
+    encoded, begins = conversations.encode(pair.prompt, judged(pair, side)), start_apart(pair, side)
+    return encoded._replace(offsets=[(start + begins, end + begins) for start, end in encoded.offsets])
 
 
 def credit(rows: Float[Tensor, "layers T"], encoded: EncodedResponse) -> TokenWeights:

@@ -15,6 +15,7 @@ from torch import Tensor
 from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.text.score_answers import ScoredSpan, read_answer
+from attnpo.text.traces import judged, start_apart
 from attnpo.weights.base import QuestionBuilder, Tools, Unlayered
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row
@@ -74,9 +75,10 @@ class Verbalized(Unlayered):
 
 def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilder) -> TokenWeights:
     """The scores that ``answer`` gives to the tokens of one response."""
-    response = pair.response(side)
+    text, begins = judged(pair, side), start_apart(pair, side)
     ids, places = questions.tokens(pair, side)
-    row = spread(read_answer(answer, response).spans, response, places)
+    shown = [(max(start, begins) - begins, end - begins) for start, end in places]
+    row = spread(read_answer(answer, text).spans, text, shown)
     return TokenWeights(
         torch.tensor(ids, dtype=torch.long), torch.tensor(places, dtype=torch.long).reshape(-1, 2), row.unsqueeze(0)
     )
