@@ -165,13 +165,33 @@ class TokenWeights:
     weights: Float[Tensor, "layers n"]
 
 
+class TraceLength(NamedTuple):
+    """The tokens of a trace that a judge wrote, and whether it ended it itself."""
+
+    tokens: int
+    closed: bool
+
+
+class WrittenTrace(NamedTuple):
+    """What a judge wrote before its verdict: the ids, the same as text, and whether it ended the trace itself."""
+
+    ids: tuple[int, ...]
+    text: str
+    closed: bool
+
+    @property
+    def length(self) -> TraceLength:
+        """What is kept of it beside the weights."""
+        return TraceLength(len(self.ids), self.closed)
+
+
 @dataclass(frozen=True)
 class Round:
     """What one judge round (one order of the two answers) gave.
 
     ``verdict_logits`` are the logits of the label tokens (A, B) at the verdict position; ``verdict_token`` is the
     arg max over the vocabulary there; both None when the verdict was not read. ``cut``: the prompt was too long and was
-    shortened, so that the judge did not see all of it.
+    shortened, so that the judge did not see all of it. ``trace``: what the judge wrote before its verdict, if it did.
     """
 
     chosen_is_a: bool
@@ -180,6 +200,7 @@ class Round:
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
     cut: bool = False
+    trace: TraceLength | None = None
 
     def side(self, name: str) -> TokenWeights:
         """The weights of ``name``, "chosen" or "rejected"."""
@@ -226,7 +247,8 @@ class JudgeReading:
 
     ``rows`` holds, per wanted layer in the order asked, the attention of the verdict position on every prompt
     token: mean over query heads, or one row per head when ``per_head`` was asked. ``verdict_logps``: the natural
-    log-probabilities of the two labels and, last, of the arg max token, over the whole vocabulary.
+    log-probabilities of the two labels and, last, of the arg max token, over the whole vocabulary. ``trace``: what the
+    judge wrote between the prompt and the verdict position, if it did.
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
@@ -234,6 +256,7 @@ class JudgeReading:
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
     verdict_logps: Float[Tensor, "3"] | None = None
+    trace: TraceLength | None = None
 
     @property
     def label_mass(self) -> float | None:

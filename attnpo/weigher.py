@@ -21,10 +21,13 @@ from attnpo.models.backbone import require_causal_lm
 from attnpo.models.described import describe, require_exact
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer
+from attnpo.runs.judge_traces import KeptTraces
+from attnpo.runs.judges import thinking
 from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import Assembly, JudgePrompts
+from attnpo.text.judge_trace import TraceRules
 from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.weights.base import OnlineSource, Tools, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
@@ -90,6 +93,7 @@ class Weigher:
             {answer_a} and {answer_b}.
         chat: whether the wording is one user message of the chat template, or the whole prompt.
         prefill: the beginning of the judge's reply, up to the letter; None for none.
+        trace: how the judge thinks before it replies (``TraceRules``); None for not at all.
         labels: the letters that the wording asks for.
         assembly: "text" tokenises the rendered prompt (paper), "ids" splices the training-side ids.
         max_length: tokens of a judge prompt from which it is cut; ``max_response_length`` tokens a response keeps then.
@@ -118,6 +122,7 @@ class Weigher:
         template: str | Path = TEMPLATE,
         chat: bool = True,
         prefill: str | None = None,
+        trace: TraceRules | None = None,
         labels: tuple[str, str] = ("A", "B"),
         assembly: str = "text",
         max_length: int = 2048,
@@ -141,6 +146,7 @@ class Weigher:
             labels=labels,
             chat=chat,
             prefill=prefill,
+            trace=trace,
             dtype=dtype,
             verdict=verdict,
             token_budget=token_budget,
@@ -163,7 +169,8 @@ class Weigher:
         self.depth = Depth(judge.num_layers, found.layers)
         self.source = chosen_source.resolve(self.depth)
         self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
-        self._tools = Tools(judge=judge, prompts=self.prompts, verdict=verdict)
+        asked = thinking(judge, self.prompts, KeptTraces(None))
+        self._tools = Tools(judge=asked, prompts=self.prompts, verdict=verdict)
 
     # ------------------------------------------------------------------------------------------ calling
 

@@ -21,7 +21,7 @@ from attnpo.inspection.writing import json_lines, write_pairs
 from attnpo.machine import device_of
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
-from attnpo.runs.context import RunContext, make_context, open_paths
+from attnpo.runs.context import RunContext, make_context, open_paths, run_judge
 from attnpo.runs.folders import saved_config
 from attnpo.runs.inputs import inputs_on
 from attnpo.runs.models import autocast, load_start
@@ -88,8 +88,13 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     examples = {example.pair_id: example for _, _, example, _ in viewed}
     scores = _scores(cfg, context, list(examples.values())) if cfg.reads_logps else {}
     note = type(weighed.source).__name__.lower()
-    if "judge" in weighed.source.requires and (prefill := context.cfg.judge.prefill) is not None:
-        note += f" after {prefill!r}"
+    traces: dict[str, tuple[str, ...]] = {}
+    if "judge" in weighed.source.requires:
+        judge = run_judge(context)
+        after = ["the judge's trace"] * (judge.settings.trace is not None)
+        after += [] if judge.settings.prefill is None else [repr(judge.settings.prefill)]
+        note += f" after {' and '.join(after)}" if after else ""
+        traces = {pair.pair_id: judge.stored_traces(pair) for pair, *_ in viewed}
 
     def decode(token: int) -> str:
         return str(context.tokenizer.decode([token]))
@@ -98,7 +103,8 @@ def weighed_pairs(cfg: ShowConfig) -> list[ShownPair]:
     for pair, view, example, rounds in viewed:
         known = scores.get(pair.pair_id)
         columns = [{}, {}] if known is None else known.columns(context.cfg.objective, example)
-        pairs.append(shown(pair, view, example, rounds, decode, columns, note))
+        written = traces.get(pair.pair_id, ())
+        pairs.append(shown(pair, view, example, rounds, decode, columns, note, written))
     return pairs
 
 

@@ -41,7 +41,10 @@ class ShownSide:
 
 @dataclass(frozen=True)
 class ShownPair:
-    """One pair under one view; ``heat`` is its heat map where the weights are known as such."""
+    """One pair under one view; ``heat`` is its heat map where the weights are known as such.
+
+    ``traces``: what the judge wrote before its verdicts, by round.
+    """
 
     pair_id: str
     prompt: tuple[Message, ...]
@@ -51,6 +54,7 @@ class ShownPair:
     verdicts: tuple[Verdict, ...] = ()
     note: str = ""
     heat: HeatRow | None = None
+    traces: tuple[str, ...] = ()
 
     @property
     def sides(self) -> tuple[tuple[str, ShownSide], tuple[str, ShownSide]]:

@@ -52,6 +52,8 @@ def _print_head(pair: ShownPair, console: Console) -> None:
         console.print(Text(f"{visible(message['role'])}: ", style="bold") + Text(readable(message["content"])))
     for name, side in pair.sides:
         console.print(Text(f"{name}: {side.summary}", style="dim"))
+    for number, trace in enumerate(pair.traces, 1):
+        console.print(Text(f"the judge's trace in round {number}: ", style="bold") + Text(readable(trace)))
 
 
 def _table(pair: ShownPair, column: str) -> Table:

@@ -118,6 +118,7 @@ def shown(
     decode: Callable[[int], str],
     more: Sequence[Mapping[str, Float[Tensor, "_"]]],
     note: str,
+    traces: tuple[str, ...] = (),
 ) -> ShownPair:
     """The pair under ``view``; ``more`` are further columns of (chosen, rejected)."""
     heat = heat_row(
@@ -136,7 +137,7 @@ def shown(
             (heat.chosen, heat.rejected), example.sides, example.weights, example.scales, more, strict=True
         )
     ]
-    return ShownPair(pair.pair_id, pair.prompt, view, sides[0], sides[1], heat.verdicts, heat.note, heat)
+    return ShownPair(pair.pair_id, pair.prompt, view, sides[0], sides[1], heat.verdicts, heat.note, heat, traces)
 
 
 def shown_side(

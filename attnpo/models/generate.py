@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
@@ -25,6 +25,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -82,7 +84,7 @@ class HFGenerator:
         self.encode_prompt = encode_prompt
         self.batch_size = batch_size
         self.token_budget = token_budget
-        self.end_ids = _end_ids(self.model, tokenizer, end_ids)
+        self.end_ids = end_ids_of(self.model, tokenizer, end_ids)
 
     def generate(self, prompts: Sequence[Sequence[Message]], sampling: Sampling) -> list[str]:
         """One answer per prompt, in their order, special tokens removed.
@@ -134,11 +136,12 @@ def new_tokens(
     most: int,
     end_ids: Collection[int],
     pad_id: int,
+    until: "Until | None" = None,
 ) -> list[list[int]]:
     """New ids for each of the requests: up to the first that ends an answer, which is the last then; ``most`` at most.
 
-    Answers end with one of ``end_ids`` or of ``sampling.stop_ids``. In eval mode, without gradient; torch's own random
-    state is neither read nor moved.
+    Answers end with one of ``end_ids`` or of ``sampling.stop_ids``, and where ``until`` says so. In eval mode, without
+    gradient; torch's own random state is neither read nor moved.
     """
     ends = {*end_ids, *sampling.stop_ids}
     width = max(len(request.ids) for request in requests)
@@ -158,10 +161,47 @@ def new_tokens(
             attention_mask=torch.tensor(mask, dtype=torch.long, device=model.device),
             generation_config=config,
             logits_processor=processors(requests, sampling, width, model.device),
+            stopping_criteria=StoppingCriteriaList([] if until is None else [until.after(width)]),
         )
     rows = output[:, width:].tolist()
     stops = [next((place for place, token in enumerate(row, 1) if token in ends), most) for row in rows]
+    if until is not None:
+        stops = [min(stop, until.found.get(place, most)) for place, stop in enumerate(stops)]
     return [row[:stop] for row, stop in zip(rows, stops, strict=True)]
+
+
+class Until(StoppingCriteria):
+    """Ends each answer of a batch once it has ``text``; of one batch at a time.
+
+    ``found``: by the answer's place in the batch, the number of its tokens then.
+    """
+
+    def __init__(self, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.text, self.tokenizer = text, tokenizer
+        self.found: dict[int, int] = {}
+        self._width = 0
+        # A token holds a byte at least; some more, since the first of several may lose a blank.
+        self._window = len(text.encode()) + 4
+
+    def after(self, width: int) -> "Until":
+        """The same, made ready for a batch of prompts that are ``width`` tokens wide."""
+        self._width = width
+        self.found.clear()
+        return self
+
+    def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, "rows"]:
+        """Which of the rows are done."""
+        written = input_ids.shape[1] - self._width
+        for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
+            if row not in self.found and self.text in written_text(self.tokenizer, ids):
+                self.found[row] = written
+        done = [row in self.found for row in range(input_ids.shape[0])]
+        return torch.tensor(done, dtype=torch.bool, device=input_ids.device)
+
+
+def written_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Tokens as text, special ones among them."""
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def longest_first(lengths: Sequence[int], size: Callable[[int], int]) -> Iterator[list[int]]:
@@ -265,7 +305,8 @@ def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
+def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
+    """The ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
     folder = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = set(more) | set([folder] if isinstance(folder, int) else folder or [])
     if tokenizer.eos_token_id is not None:

@@ -55,6 +55,8 @@ from attnpo.weights.cache import Store
 from attnpo.weights.capture import Unreadable, ensure_captured, rows_to_store
 from attnpo.weights.label_mass import LabelMass, written
 from attnpo.weights.layers import Row, attending, distinct_layers
+from attnpo.weights.trace_lengths import CUT as TRACE_CUT
+from attnpo.weights.trace_lengths import trace_statistics
 from attnpo.weights.verdicts import judge_statistics
 
 log = logging.getLogger(__name__)
@@ -248,7 +250,7 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
     sample = drawn(pool.pairs, settings.pairs, settings.seed)
     log.info("passport: judging %d of %d pairs in both orders", len(sample), different(pool))
     began = time.perf_counter()
-    tools = replace(judge.tools(device_of(context.cfg.trainer.accelerator)), verdict=True)
+    tools = replace(judge.tools(device_of(context.cfg.trainer.accelerator), keep=False), verdict=True)
     loading = time.perf_counter() - began
     assert tools.judge is not None
     heard = Listening(tools.judge)
@@ -334,6 +336,10 @@ def match(judged: Judged, pool: EncodedSet) -> tuple[float, dict[str, int]]:
     cut = sum(item.cut for pair in judged.read.values() for item in pair.rounds)
     if cut:
         counts["judge prompts cut at judge.max_length"] = cut
+    rules = judged.judge.settings.trace
+    traces = None if rules is None else trace_statistics(list(judged.read.values()), rules)
+    if traces is not None and traces.cut:
+        counts[TRACE_CUT] = traces.cut
     return (1 - made.unmatched_share if made.content_tokens else math.nan), counts
 
 

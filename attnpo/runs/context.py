@@ -161,7 +161,7 @@ def log_model(spec: ModelSpec) -> None:
 
 def run_judge(context: RunContext) -> RunJudge:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
-    judge = RunJudge(settle_judge(context.cfg)[0].judge, context.model, context.chat)
+    judge = RunJudge(settle_judge(context.cfg)[0].judge, context.model, context.chat, context.store)
     require_exact(text_config(judge.path, judge.revision), judge.path, "judge.max_length", judge.settings.max_length)
     check_tokenizers(context, judge)
     return judge

@@ -52,7 +52,7 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
-    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None},
+    **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
     **{"model.chat_template_kwargs": None, "model.fold_system": False},
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},

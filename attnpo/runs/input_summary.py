@@ -79,6 +79,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
         out[CHOICE] = inputs.context.prepared[CHOICE]
     if weighed.label_mass is not None:
         out["label_mass"] = weighed.label_mass.numbers()
+    if weighed.traces is not None:
+        out["judge_traces"] = weighed.traces.numbers()
     if weighed.verdicts is not None:
         out["judge"] = {name: round(value, 5) for name, value in vars(weighed.verdicts).items()}
         warning = judge_warning(weighed.verdicts)
@@ -170,7 +172,15 @@ def log_inputs(inputs: Inputs) -> None:
 
 
 def log_captured(weighed: Weighed) -> None:
-    """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers."""
+    """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers.
+
+    Before these how long its traces are, with a warning where some were cut.
+    """
+    if weighed.traces is not None:
+        log.info("%s", weighed.traces.text())
+        cut = weighed.traces.problem()
+        if cut is not None:
+            log.warning("%s", cut)
     verdicts = weighed.verdicts
     if verdicts is not None and verdicts.pairs:
         for line in judge_lines(verdicts):

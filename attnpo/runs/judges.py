@@ -20,8 +20,20 @@ from attnpo.models.loading import (
     weights_fingerprint,
 )
 from attnpo.models.spec import ModelSpec
+from attnpo.models.trace_writer import TraceWriter
+from attnpo.runs.judge_traces import TRACES, KeptTraces, ThinkingJudge, trace_key
 from attnpo.runs.settings import Judge, Verbalizer
-from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
+from attnpo.schema import (
+    SIDES,
+    Generator,
+    JudgeModel,
+    Message,
+    PairWeights,
+    PreferencePair,
+    Sampling,
+    UserError,
+    digest,
+)
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.text.score_prompt import ScoreQuestions
@@ -41,9 +53,10 @@ class RunJudge:
             characters, and for ``chat_template_kwargs`` that its chat template never reads.
         model: the run's model, which judges unless ``judge.path`` names another.
         chat: the run's chat format, used unless ``judge.path`` names another model.
+        store: where the traces of a judge that thinks first are kept; None keeps them in memory, for each ``tools``.
     """
 
-    def __init__(self, judge: Judge, model: ModelSpec, chat: ChatFormat) -> None:
+    def __init__(self, judge: Judge, model: ModelSpec, chat: ChatFormat, store: Store | None = None) -> None:
         own = judge.path is None
         if own and judge.other:
             raise UserError(
@@ -68,6 +81,7 @@ class RunJudge:
         if own and judge.chat and judge.chat_template_kwargs is not None:
             asking = ChatFormat(self.tokenizer, kwargs=judge.chat_template_kwargs, part="judge")
         self.prompts = JudgePrompts(judge.rules(), asking, training=chat)
+        self._store = store
 
     @property
     def num_layers(self) -> Depth:
@@ -100,15 +114,61 @@ class RunJudge:
         """A token of the judge as text."""
         return str(self.tokenizer.decode([token]))
 
-    def tools(self, device: torch.device) -> Tools:
-        """Model and prompts for capturing; loads the model onto ``device``."""
+    def tools(self, device: torch.device, *, keep: bool = True) -> Tools:
+        """Model and prompts for capturing; loads the model onto ``device``.
+
+        ``keep``: whether traces are read from the store and kept there.
+        """
         found = described(self.path, self.revision)
         model = load_model(
             self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
         )
         model.to(device)  # type: ignore[arg-type]
-        judge = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel_for(found))
+        plain = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel_for(found))
+        judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
         return Tools(judge=judge, prompts=self.prompts, verdict=self.settings.verdict)
+
+    def _traces(self) -> Table | None:
+        """The table of the traces; None without traces or a store."""
+        if self.settings.trace is None or self._store is None:
+            return None
+        key = {
+            "judge": self.fingerprint(),
+            "chat": self.prompts.chat.fingerprint(),
+            "trace": self.settings.trace.fingerprint(),
+        }
+        return self._store.table(TRACES, key)
+
+    def stored_traces(self, pair: PreferencePair) -> tuple[str, ...]:
+        """What the judge wrote about ``pair`` before its verdicts, by round; empty where the store has not all of it.
+
+        UserError for a pair that it cannot be shown.
+        """
+        table = self._traces()
+        if table is None:
+            return ()
+        keys = [trace_key(prompt.input_ids) for prompt in self.prompts.build(pair)]
+        found = KeptTraces(table).find(keys)
+        return tuple(found[key].text for key in keys) if found.keys() >= set(keys) else ()
+
+
+def thinking(judge: CausalJudge, prompts: JudgePrompts, kept: KeptTraces) -> JudgeModel:
+    """``judge`` itself or, where ``prompts`` leave room for a trace, one that writes it first.
+
+    UserError for a model that cannot write.
+    """
+    rules, after = prompts.rules.trace, prompts.after_trace
+    if rules is None or after is None:
+        return judge
+    writer = TraceWriter(
+        judge.model,
+        prompts.chat.tokenizer,
+        rules.sampling(),
+        rules.until,
+        token_budget=judge.token_budget,
+        end_ids=sorted(prompts.chat.end_ids),
+    )
+    return ThinkingJudge(judge, writer, kept, after, rules.max_new_tokens)
 
 
 ANSWERS = "answers"

@@ -15,6 +15,7 @@ from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, ru
 from attnpo.runs.label_check import LabelCheck
 from attnpo.runs.settings import require_reader
 from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.text.judge_trace import TraceRules
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import ColumnSource, Tools, WeightSource
 from attnpo.weights.cache import Table
@@ -31,6 +32,7 @@ from attnpo.weights.capture import (
 )
 from attnpo.weights.label_mass import LabelMass
 from attnpo.weights.layers import Row, layer_column, rows_in_words
+from attnpo.weights.trace_lengths import TraceStatistics, trace_statistics
 from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verdicts import JudgeStatistics, judge_statistics
 
@@ -49,9 +51,9 @@ class Weighed:
     ``layers`` names the rows of ``captured``; ``depth`` is the number of the judge's layers, 0 without a judge; ``key``
     is the store's key of the captured rows, or what identifies the columns of the data that the source reads.
     ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
-    read; ``label_mass`` is what was measured of the judge's labels. ``transforms`` are the run's, fitted on its
-    training pairs. ``reads``: sequences that models read of each pair to capture it; ``seconds``: what that took per
-    pair, None where it is not known.
+    read; ``label_mass`` is what was measured of the judge's labels, ``traces`` how long its traces are. ``transforms``
+    are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair to capture it;
+    ``seconds``: what that took per pair, None where it is not known.
     """
 
     source: WeightSource
@@ -66,6 +68,7 @@ class Weighed:
     reads: int = 0
     seconds: float | None = None
     label_mass: LabelMass | None = None
+    traces: TraceStatistics | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class CaptureMethod:
     ``rounds``: rows per response and layer. ``reads``: sequences that models read of a pair, an answer that one writes
     counted once. ``verdict``: verdicts are read as well. ``model`` and ``prompts`` are
     fingerprints for the store's key. ``tools`` loads the model and makes what capturing needs. ``verdicts`` and
-    ``answers`` are the account of what was captured. ``labels`` measures what a judge does with its labels.
+    ``answers`` are the account of what was captured. ``labels`` measures what a judge does with its labels. ``trace``:
+    how a judge thinks before it is read, if it does.
     """
 
     name: str
@@ -94,6 +98,7 @@ class CaptureMethod:
     verdicts: Callable[[Captured], JudgeStatistics | None]
     answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]
     labels: LabelCheck | None = None
+    trace: TraceRules | None = None
 
 
 def _judge(context: RunContext) -> CaptureMethod:
@@ -116,6 +121,7 @@ def _judge(context: RunContext) -> CaptureMethod:
         ),
         answers=lambda pairs, captured: None,
         labels=LabelCheck(judge, context.store),
+        trace=judge.settings.trace,
     )
 
 
@@ -224,7 +230,7 @@ def weigh(
     key = weights_key(source, method.model, method.prompts)
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if method.verdict else [])]
     table = context.store.table(WEIGHTS, key)
-    _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, method.rounds, len(layers))
+    lacking = _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, method.rounds, len(layers))
 
     def tools() -> Tools:
         if shard is None and world_size() > 1:
@@ -233,6 +239,14 @@ def weigh(
                 "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
             )
         log.info("%s", method.work(rows_in_words(layers)))
+        if method.trace is not None:
+            most = method.trace.max_new_tokens
+            log.info(
+                "judge: a trace before each of %d verdicts, at most %d tokens to write (judge.trace.max_new_tokens=%d)",
+                method.rounds * lacking,
+                method.rounds * lacking * most,
+                most,
+            )
         made = method.tools()
         if method.labels is not None:
             method.labels.before(made, wanted)
@@ -261,6 +275,7 @@ def weigh(
         reads=method.reads,
         seconds=table.seconds_per_pair(captured),
         label_mass=label_mass,
+        traces=None if method.trace is None else trace_statistics(list(captured.values()), method.trace),
     )
 
 
@@ -278,10 +293,10 @@ def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dic
 
 def _log_stored(
     table: Table, wanted: set[str], encoded: dict[str, EncodedSet], columns: list[str], rounds: int, layers: int
-) -> None:
+) -> int:
     """Logs what the store holds of the wanted pairs and about how much will be written for the others.
 
-    Their size goes by the training tokens, in each round.
+    Their size goes by the training tokens, in each round. Returns the number of the others.
     """
     lacking = set(table.missing(sorted(wanted), columns))
     tokens = rounds * sum(
@@ -292,6 +307,7 @@ def _log_stored(
         for side in sides.values()
     )
     log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
+    return len(lacking)
 
 
 def _log_unreadable(table: Table, wanted: list[str], columns: list[str], method: CaptureMethod) -> None:

@@ -23,6 +23,7 @@ from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError
 from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_frame, split_frame
 from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
+from attnpo.text.judge_trace import AfterTrace, TraceRules, after_trace, require_open
 from attnpo.text.judge_wording import JudgeTemplate
 from attnpo.text.traces import start_apart
 
@@ -57,7 +58,8 @@ class JudgeRules:
     or more is cut. max_response_length: tokens a response keeps then. labels: the letters of the first and the second
     answer. strip: show responses without blanks at their ends (official code; under IDS the training ids decide).
     chat: the text is one user message of the chat template; otherwise it is the whole prompt. prefill: the beginning of
-    the judge's reply up to the letter, written after all of that (None: nothing).
+    the judge's reply up to the letter, written after all of that (None: nothing). trace: how the judge thinks before it
+    replies (None: not at all); prompt, trace and prefill together keep max_length.
     """
 
     template_file: str
@@ -71,6 +73,7 @@ class JudgeRules:
     strip: bool = True
     chat: bool = True
     prefill: str | None = None
+    trace: TraceRules | None = None
 
     def __post_init__(self) -> None:
         check_least("judge", 1, max_length=self.max_length, max_response_length=self.max_response_length)
@@ -137,9 +140,11 @@ class JudgePrompts:
     "judge prompt cut" (pairs whose question lost its beginning), "response cut for the judge" (responses that lost
     their end; weights exist for the kept part only) and "empty response shown as one space" (responses).
 
+    With ``rules.trace`` a prompt ends where the trace begins, and ``after_trace`` has the ids that follow the trace.
+
     Raises UserError when the template cannot be read, lacks a placeholder, cannot give the asked spans, or does not
     fit into ``rules.max_length`` even without texts, and when the tokenizer drops the end of ``rules.prefill`` or
-    merges it with a label.
+    merges it with a label, or something else than the judge closes its trace.
     """
 
     def __init__(
@@ -166,12 +171,20 @@ class JudgePrompts:
         ids, _ = chat.tokenize(" ", start=False)
         self._blank = _Shown(" ", 0, True, (ids, [(0, 0)] * len(ids)))
         bare = max(len(placed.ids) for placed in self._place_both(" ", {side: self._blank for side in SIDES}))
-        # What the question and the two answers may use; one token each is the least.
-        self._room = rules.max_length - 1 - (bare - 3)
+        self.after_trace: AfterTrace | None = None
+        if rules.trace is not None:
+            prompt = self._full(self.template.render("x", "x", "x").text)[0]
+            require_open(prompt, self._frame[1], rules.trace.until)
+            self.after_trace = after_trace(chat, prompt, rules.trace, rules.prefill)
+        # Tokens that a prompt has at most, and what of them the question and the two answers may use; one each is the
+        # least.
+        self._limit = rules.max_length - self._kept_free()
+        self._room = self._limit - 1 - (bare - 3)
         if self._room < 3:
+            free = f" and judge.trace keeps {self._kept_free()} free" * (rules.trace is not None)
             raise UserError(
-                f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens: "
-                "raise it or shorten judge.template_file"
+                f"judge.max_length is {rules.max_length}, but the judge template alone takes about {bare - 3} tokens"
+                f"{free}: raise it or shorten judge.template_file{' or a trace' * bool(free)}"
             )
         if rules.prefill is not None:
             check_prefill(chat, self._to_label(), rules.prefill, rules.labels)
@@ -190,8 +203,9 @@ class JudgePrompts:
             "strip": rules.strip,
             "chat": rules.chat,
             "tokenizer": self.chat.fingerprint(),
-            # Stored prompts from before there was a prefill are those without one.
+            # Stored prompts from before there was a prefill, or a trace, are those without one.
             **({} if rules.prefill is None else {"prefill": rules.prefill}),
+            **({} if rules.trace is None else {"trace": rules.trace.fingerprint()}),
             **self._of_training(),
         }
 
@@ -211,8 +225,15 @@ class JudgePrompts:
         return first, second
 
     def _to_label(self) -> str:
-        """A prompt as text, to where a label follows it."""
-        return self._full(self.template.render("x", "x", "x").text)[0]
+        """A prompt as text, to where a label follows it; after an empty trace, if there is one."""
+        before = self._full(self.template.render("x", "x", "x").text)[0]
+        trace = self.rules.trace
+        return before if trace is None else before + trace.until + (self.rules.prefill or "")
+
+    def _kept_free(self) -> int:
+        """Tokens of ``rules.max_length`` that a trace and what follows it may take."""
+        trace = self.rules.trace
+        return 0 if trace is None or self.after_trace is None else trace.max_new_tokens + self.after_trace.size
 
     # ------------------------------------------------------------------------------------------ building
 
@@ -227,7 +248,7 @@ class JudgePrompts:
             check_text(question, "the prompt")
             shown = {side: self._show(pair, side) for side in SIDES}
             rounds = self._place_both(question, shown)
-            if max(len(placed.ids) for placed in rounds) >= self.rules.max_length:
+            if max(len(placed.ids) for placed in rounds) >= self._limit:
                 rounds, cut = self._shortened(question, shown), True
         except UserError as problem:
             raise UserError(f"pair {pair.pair_id}: {problem}") from problem
@@ -332,7 +353,7 @@ class JudgePrompts:
 
     def _full(self, text: str) -> tuple[str, int, int, int]:
         """The whole prompt, what to add to a position in ``text`` to find it there, and the range ``text`` has."""
-        prefill = self.rules.prefill or ""
+        prefill = (self.rules.prefill or "") if self.rules.trace is None else ""
         if not self.rules.chat:
             return text + prefill, 0, 0, len(text)
         full = self._rendered(text)
@@ -347,7 +368,7 @@ class JudgePrompts:
     # ------------------------------------------------------------------------------------------ length
 
     def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
-        """Both rounds with fewer than max_length tokens: responses keep their beginning, the question its end."""
+        """Both rounds with fewer than ``_limit`` tokens: responses keep their beginning, the question its end."""
         asked = self.chat.tokenize(question, start=False)[1]
         tokens = {
             side: view.tokens[1] if view.tokens else self.chat.tokenize(view.text, start=False)[1]
@@ -363,7 +384,7 @@ class JudgePrompts:
                 for side, cap in zip(SIDES, caps, strict=True)
             }
             rounds = self._place_both(question[begin:], kept)
-            excess = max(len(placed.ids) for placed in rounds) - self.rules.max_length + 1
+            excess = max(len(placed.ids) for placed in rounds) - self._limit + 1
             if excess <= 0:
                 cut_responses = sum(kept[side] != shown[side] for side in SIDES)
                 self.counts += Counter({QUESTION_CUT: int(begin > 0), RESPONSE_CUT: cut_responses})

@@ -11,21 +11,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, Round, TokenWeights, UserError
+from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource
 from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
 from attnpo.weights.layers import HeadRow, Row, layer_column
+from attnpo.weights.round_columns import TOKENS as TOKENS
+from attnpo.weights.round_columns import TRACES, pack_tokens, pack_traces, pack_verdicts, unpack
+from attnpo.weights.round_columns import VERDICTS as VERDICTS
 
 WEIGHTS = "weights"
 REFERENCE = "reference"
-TOKENS = "tokens"
-VERDICTS = "verdicts"
 REFUSED = "refused"
 # Raised by hand with every change of the code that moves a stored number. Not a digest of the source: that would throw
 # hours of judge passes away for a comment, and the code that moves them lies in the rooms below too. Whoever forgets to
@@ -128,11 +128,11 @@ def store_captured(
         weights = torch.cat([part.weights for part in parts], dim=-1) if parts else torch.zeros(len(layers), 0)
         if weights.dtype == torch.float64 or weights.shape[0] != len(layers):
             raise ValueError(f"expected {len(layers)} rows of float32 or narrower, got {weights.shape} {weights.dtype}")
-        row: dict[str, Cell] = {TOKENS: _pack_tokens(pair, parts)}
+        row: dict[str, Cell] = {TOKENS: pack_tokens(pair, parts)}
         row |= {layer_column(layer): values for layer, values in zip(layers, weights.float().numpy(), strict=True)}
-        verdicts = _pack_verdicts(pair)
-        if verdicts is not None:
-            row[VERDICTS] = verdicts
+        for name, packed in ((VERDICTS, pack_verdicts(pair)), (TRACES, pack_traces(pair))):
+            if packed is not None:
+                row[name] = packed
         if isinstance(pair, Unreadable):
             row[REFUSED] = {"reason": pair.reason, "story": pair.story}
         rows[pair.pair_id] = row
@@ -145,9 +145,11 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
     What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
     """
     stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)])
-    judged = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if VERDICTS in columns]
-    verdicts = table.read(judged, [VERDICTS])
-    captured = {pair_id: _unpack(pair_id, row, verdicts.get(pair_id), layers) for pair_id, row in stored.items()}
+    present = table.columns_present(pair_ids)
+    for name in (VERDICTS, TRACES):
+        for pair_id, row in table.read([one for one, columns in present.items() if name in columns], [name]).items():
+            stored[pair_id] |= row
+    captured = {pair_id: unpack(pair_id, row, layers) for pair_id, row in stored.items()}
     return captured | unreadable_pairs(table, pair_ids)
 
 
@@ -162,66 +164,6 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
         why = fields_in(row[REFUSED])
         unreadable[pair_id] = Unreadable(pair_id, (), str(why["reason"]), str(why["story"]))
     return unreadable
-
-
-def _pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Cell]:
-    return {
-        "chosen_is_a": np.array([item.chosen_is_a for item in pair.rounds], dtype=np.int8),
-        "cut": np.array([item.cut for item in pair.rounds], dtype=np.int8),
-        "counts": np.array([part.token_ids.numel() for part in parts], dtype=np.int32),
-        "ids": torch.cat([part.token_ids for part in parts] or [torch.zeros(0)]).to(torch.int32),
-        "offsets": torch.cat([part.offsets for part in parts] or [torch.zeros(0)]).flatten().to(torch.int32),
-    }
-
-
-def _pack_verdicts(pair: PairWeights) -> dict[str, Cell] | None:
-    logits = [item.verdict_logits for item in pair.rounds if item.verdict_logits is not None]
-    if len(logits) < len(pair.rounds):
-        return None
-    # -1 stands for a token that was not recorded.
-    tokens = [-1 if item.verdict_token is None else item.verdict_token for item in pair.rounds]
-    return {"logits": torch.cat(logits or [torch.zeros(0)]).float(), "tokens": np.array(tokens, dtype=np.int64)}
-
-
-def _unpack(
-    pair_id: str, row: Mapping[str, Cell], verdicts: Mapping[str, Cell] | None, layers: Sequence[Row]
-) -> PairWeights:
-    tokens = {name: array_in(cell) for name, cell in fields_in(row[TOKENS]).items()}
-    judged = None
-    if verdicts is not None:
-        judged = {name: array_in(cell) for name, cell in fields_in(verdicts[VERDICTS]).items()}
-    ends = np.cumsum(tokens["counts"])
-    total = int(ends[-1]) if ends.size else 0
-    stacked = [array_in(row[layer_column(layer)]) for layer in layers]
-    weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, total), dtype=np.float32))
-    if weights.shape[1] != total:
-        raise UserError(
-            f"store: pair {pair_id} has {weights.shape[1]} weights on {total} tokens, so its shards do not belong "
-            "together; delete the folder of this key and run attnpo.weigh again"
-        )
-    ids = torch.from_numpy(tokens["ids"]).long()
-    offsets = torch.from_numpy(tokens["offsets"]).long().reshape(-1, 2)
-    sides = [
-        TokenWeights(ids[end - count : end], offsets[end - count : end], weights[:, end - count : end].contiguous())
-        for end, count in zip(ends.tolist(), tokens["counts"].tolist(), strict=True)
-    ]
-    rounds = []
-    for place, chosen_is_a in enumerate(tokens["chosen_is_a"].tolist()):
-        logits, token = None, None
-        if judged is not None:
-            logits = torch.from_numpy(judged["logits"][2 * place : 2 * place + 2])
-            token = int(judged["tokens"][place])
-        rounds.append(
-            Round(
-                bool(chosen_is_a),
-                sides[2 * place],
-                sides[2 * place + 1],
-                logits,
-                None if token == -1 else token,
-                bool(tokens["cut"][place]),
-            )
-        )
-    return PairWeights(pair_id, tuple(rounds))
 
 
 def estimate_bytes(tokens: int, rows: int) -> int:

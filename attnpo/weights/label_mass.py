@@ -45,8 +45,9 @@ class LabelMass:
             f"the judge puts {100 * self.share:.3g} % of its probability on its labels, less than the "
             f"{100 * minimum:.3g} % of judge.min_label_mass, and would write {in_words(self.written, self.prompts)}: "
             "the attention that is read is not that of a verdict. What helps: thinking switched off "
-            "(judge.chat_template_kwargs), the beginning of its reply up to the letter (judge.prefill), another "
-            "wording (judge=..., judge.template_file), the letters that it does write (judge.labels)"
+            "(judge.chat_template_kwargs), its reasoning written first (judge.trace), the beginning of its reply up to "
+            "the letter (judge.prefill), another wording (judge=..., judge.template_file), the letters that it does "
+            "write (judge.labels)"
         )
 
 

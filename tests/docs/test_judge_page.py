@@ -11,6 +11,7 @@ import torch
 from attnpo.config import load
 from attnpo.objectives.twdpo import twdpo_loss
 from attnpo.schema import SIDES
+from attnpo.text.judge_trace import TraceRules
 from experiments.pages.judge_to_loss import DOCS, NAME, block, main, placed, svg
 from tests.runs.worlds import build_world
 
@@ -63,7 +64,8 @@ def test_its_options_mean_what_they_say_as_a_shell_hands_them_on() -> None:
     given = re.findall(r"`'(judge\.[^`]+)'`", page)
     judge = load("fit", given).judge
     assert judge.prefill == "The better answer is (" and judge.labels == (" A", " B")
-    assert judge.chat_template_kwargs == {"enable_thinking": False} and len(given) == 3
+    assert judge.chat_template_kwargs == {"enable_thinking": False} and len(given) == 4
+    assert judge.trace == TraceRules(1024, until="</think>", temperature=0.0)
 
 
 def test_the_record_adds_up() -> None:

@@ -21,6 +21,7 @@ from attnpo.text.judge_template import (
     SpanMode,
     question_text,
 )
+from attnpo.text.judge_trace import TraceRules
 from attnpo.text.judge_wording import JudgeTemplate
 from tests.text.formats import FORMATS, PLAIN, Formats
 from tests.text.test_chat import AWKWARD
@@ -481,6 +482,7 @@ def test_every_rule_changes_the_fingerprint(formats: Formats, rules: JudgeRules,
         "strip": False,
         "chat": False,
         "prefill": "The better letter:",
+        "trace": TraceRules(16),
     }
     reference = {"span_closing": "\n###", "span_drop": 1}  # without a reference span they change nothing
     assert set(changes) | set(reference) == set(JudgeRules.__dataclass_fields__)

@@ -74,4 +74,5 @@ def cut_round(prompt: JudgePrompt, rows: Float[Tensor, "layers T"], reading: Jud
         verdict_logits=logits,
         verdict_token=None if reading.verdict_token is None else int(reading.verdict_token),
         cut=prompt.cut,
+        trace=reading.trace,
     )

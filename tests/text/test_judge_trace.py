@@ -1,0 +1,86 @@
+"""Prompts of a judge that thinks first: where they end, what follows the trace, what closes one by mistake."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnpo.schema import Message, PreferencePair, UserError
+from attnpo.text.judge_template import QUESTION_CUT, RESPONSE_CUT, Assembly, JudgePrompts, JudgeRules
+from attnpo.text.judge_trace import TraceRules
+from tests.text.formats import CHATML, FORMATS, Formats
+
+WORDING = "Which is better?\n{question}\n### A\n{answer_a}\n### B\n{answer_b}\n###\nA or B?"
+PAIR = PreferencePair.make([Message(role="user", content="Which?")], "the first one", "the second one, longer")
+THINKS = TraceRules(40)
+PREFILL = "\n\nThe better letter:"
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> JudgeRules:
+    path = tmp_path / "wording.txt"
+    path.write_text(WORDING)
+    return JudgeRules(str(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("assembly", list(Assembly))
+def test_the_prompt_is_that_without_a_prefill_which_comes_after_the_trace(
+    formats: Formats, rules: JudgeRules, name: str, assembly: Assembly
+) -> None:
+    chat, bare = formats(name), replace(rules, assembly=assembly)
+    prompts = JudgePrompts(replace(bare, trace=THINKS, prefill=PREFILL), chat)
+    assert prompts.build(PAIR) == JudgePrompts(bare, chat).build(PAIR)
+    after = prompts.after_trace
+    assert after is not None
+    assert chat.tokenizer.decode(after.closing).strip() == "</think>"
+    assert chat.tokenizer.decode([*after.closing, *after.prefill]).strip() == f"</think>{PREFILL}"
+    assert [chat.tokenizer.decode([label]).strip() for label in prompts.label_ids] == ["A", "B"]
+    assert JudgePrompts(bare, chat).after_trace is None
+
+
+@pytest.mark.parametrize("assembly", list(Assembly))
+def test_max_length_holds_for_prompt_trace_and_prefill(formats: Formats, rules: JudgeRules, assembly: Assembly) -> None:
+    long = PreferencePair.make([Message(role="user", content="why " * 60)], "yes " * 80, "no " * 80)
+    cuts = replace(rules, assembly=assembly, max_length=200, trace=THINKS, prefill=PREFILL)
+    prompts = JudgePrompts(cuts, formats("gpt2_chatml"))
+    assert prompts.after_trace is not None
+    free = THINKS.max_new_tokens + prompts.after_trace.size
+    longest = max(len(prompt.input_ids) for prompt in prompts.build(long))
+    assert 200 - 8 < longest + free < 200
+    assert prompts.counts == Counter({QUESTION_CUT: 1, RESPONSE_CUT: 2})
+    with pytest.raises(UserError, match=r"judge\.max_length is 60, but .* and judge\.trace keeps \d+ free: raise it"):
+        JudgePrompts(replace(cuts, max_length=60), formats("gpt2_chatml"))
+
+
+def test_what_closes_a_trace_by_itself_is_refused(formats: Formats, rules: JudgeRules) -> None:
+    off = CHATML.replace(
+        "<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n\n</think>\n\n{% endif %}"
+    )
+    on = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
+    assert off != CHATML != on
+    thinks = replace(rules, trace=THINKS)
+    JudgePrompts(thinks, formats("gpt2_chatml", on))
+    with pytest.raises(UserError, match=r"prompt ends in .*judge\.trace\.until='</think>' already.*chat_template_kwa"):
+        JudgePrompts(thinks, formats("gpt2_chatml", off))
+    plain = Path(rules.template_file).with_name("plain.txt")
+    plain.write_text(f"{WORDING}</think>\n")
+    with pytest.raises(UserError, match=r"judge\.trace: the judge's prompt ends in"):
+        JudgePrompts(replace(thinks, template_file=str(plain), chat=False), formats("gpt2_plain"))
+    plain.write_text(f"Think, then write </think>.\n{WORDING}")
+    JudgePrompts(replace(thinks, template_file=str(plain)), formats("gpt2_plain"))
+    with pytest.raises(UserError, match=r"judge\.prefill='</think> So:' closes a trace by itself"):
+        JudgePrompts(replace(thinks, prefill="</think> So:"), formats("gpt2_chatml"))
+
+
+def test_settings_and_what_identifies_them() -> None:
+    """Greedy decoding draws nothing, so what would be drawn with makes no other trace."""
+    assert TraceRules(8).fingerprint() == TraceRules(8, seed=3, top_p=0.5).fingerprint()
+    assert TraceRules(8).unread().keys() == {"top_p", "top_k", "seed"}
+    drawn = TraceRules(8, temperature=0.6)
+    others = [TraceRules(8), TraceRules(9), TraceRules(8, "done"), drawn, replace(drawn, seed=1),
+              replace(drawn, top_p=0.5), replace(drawn, top_k=2)]  # fmt: skip
+    assert len({str(one.fingerprint()) for one in others}) == len(others) and not drawn.unread()
+    with pytest.raises(UserError, match="top_p"):
+        TraceRules(8, top_p=2.0)
