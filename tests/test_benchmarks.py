@@ -23,7 +23,7 @@ from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
 from attnpo.schema import JudgeReading
-from experiments.benchmarks import extraction, gpu, harness, pipeline, step, step_length
+from experiments.benchmarks import extraction, gpu, harness, long_memory, pipeline, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.shapes import (
     EOS,
@@ -507,7 +507,7 @@ def test_the_page_names_every_benchmark_and_none_that_is_not_there() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     named = set(re.findall(r"python -m experiments\.benchmarks\.(\w+)", page))
     with_main = {file.stem for file in FOLDER.glob("*.py") if "--json" in file.read_text(encoding="utf-8")}
-    assert named == with_main | {"gpu", "rollout_memory", "step_length"}
+    assert named == with_main | {"gpu", "rollout_memory", "step_length", "long_memory"}
     assert all(re.search(rf"^## {name}$", page, re.MULTILINE) for name in ("step", "extraction", "pipeline", "gpu"))
 
 
@@ -517,6 +517,22 @@ def test_the_cost_of_a_step_over_length_is_printed_with_slopes(capsys: pytest.Ca
     assert [cell.strip() for cell in rows[0]] == ["step", "T=32", "T=128", "slope"] and len(rows) == 8
     memory = {row[0].strip(): [float(cell) for cell in row[1:]] for row in rows[2:] if "MiB" in row[0]}
     assert all(0 < short < long and slope > 0 for short, long, slope in memory.values())
+
+
+def test_the_estimates_of_long_pairs_on_the_page_are_those_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every recipe is composed; what the page says of them in words is in the rows."""
+    long_memory.main()
+    printed = capsys.readouterr().out.strip()
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert f"\n\n{printed}\n\n" in page and "Never run on a GPU: these are estimates." in page
+    rows = {
+        (line.split(" | ")[0].strip("| "), line.rsplit(" | ", 1)[1].strip(" |")) for line in printed.splitlines()[2:]
+    }
+    every = {(length, machine) for length in long_memory.LENGTHS for machine in long_memory.CAPACITY}
+    named = {name: fits == "yes" for name, fits in rows}
+    assert len(rows) == len(named) == 14
+    assert all(named[f"{length}, {machine}, LoRA"] for length, machine in every)
+    assert {key for key, fits in named.items() if not fits} == {f"{length}, 1x141gb, full" for length in ("8k", "16k")}
 
 
 def test_a_table_is_markdown() -> None:

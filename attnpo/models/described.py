@@ -178,6 +178,40 @@ def require_exact(config: PretrainedConfig, path: str, key: str, length: int) ->
         )
 
 
+def stated_positions(config: PretrainedConfig) -> int | None:
+    """The number of positions that a model's config states, or None where it states none.
+
+    Where its rotary positions are stretched by a factor, at least the original number times that: not every such config
+    states the product.
+    """
+    text = config.get_text_config()
+    stated = widest(text, "max_position_embeddings")
+    if stated is None:
+        return None
+    ropes = getattr(text, "rope_parameters", None) or {}
+    found = [stated]
+    for rope in (ropes, *ropes.values()):  # of all layers, or by kind of layer
+        if isinstance(rope, dict):
+            original = rope.get("original_max_position_embeddings") or stated
+            found.append(int(original * (rope.get("factor") or 1)))
+    return max(found)
+
+
+def require_positions(config: PretrainedConfig, path: str, key: str, length: int) -> None:
+    """Refuses sequences of ``length`` tokens, set by ``key``, that the model at ``path`` has no positions for.
+
+    Raises:
+        UserError: with the length that can be had; also where that is the exact length (``require_exact``).
+    """
+    require_exact(config, path, key, length)
+    positions = stated_positions(config)
+    if positions is not None and length > positions:
+        raise UserError(
+            f"{key}={length}: {path} has {positions} positions (max_position_embeddings), and was never trained "
+            f"beyond; set {key}={positions} or lower, or take a model of a longer context"
+        )
+
+
 def _calls_the_interface(part: torch.nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(part).forward), "__code__", None)
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names

@@ -1,11 +1,13 @@
 """Which model, from where, in what number format, with which adapters: plain settings without any heavy import."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from attnpo.schema import UserError, check_least
+from attnpo.schema import BOOKKEEPING, UserError, check_least
 
 ALL_LINEAR = "all-linear"
+AUTO = "auto"
+CHUNKS = (1024, 256)  # tokens at once through the vocabulary head, of which ``auto`` takes one: the quicker one first
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
 
@@ -50,11 +52,13 @@ class ModelSpec:
     weights: float32 masters for training (``trainer.precision`` sets autocast); bfloat16 for a frozen base
     under ``lora``, whose adapters are float32 then too, or with ``optimizer.stochastic_rounding``. With
     ``gradient_checkpointing`` every ``checkpoint_every``-th block keeps its input alone and is computed again in the
-    backward pass; the others keep all their activations. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4
-    bits beside ``lora`` (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of
-    ``torch.compile`` for the blocks of the policy, such as inductor. ``reward`` gives the policy a head for sequences
-    in place of the vocabulary's, fresh unless the folder has one: what is trained is a reward model.
-    ``router_aux_loss_coef`` times the load-balancing loss of a mixture's routers is added to each pair's loss.
+    backward pass; the others keep all their activations. ``logps_chunk`` tokens meet the vocabulary head at once.
+    Either may be "auto": the quickest of ``choices`` that the memory estimate finds room for; until that is decided,
+    the one of least memory. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4 bits beside ``lora``
+    (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of ``torch.compile`` for the
+    blocks of the policy, such as inductor. ``reward`` gives the policy a head for sequences in place of the
+    vocabulary's, fresh unless the folder has one: what is trained is a reward model. ``router_aux_loss_coef`` times the
+    load-balancing loss of a mixture's routers is added to each pair's loss.
     """
 
     path: str
@@ -64,8 +68,9 @@ class ModelSpec:
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
     fold_system: bool = False
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = False
     checkpoint_every: int = 1
+    logps_chunk: int | str = field(default=CHUNKS[0], metadata=BOOKKEEPING)
     lora: LoraSpec | None = None
     quantize: str | None = None
     compile: str | None = None
@@ -77,6 +82,12 @@ class ModelSpec:
             raise UserError(f"model.dtype: unknown dtype {self.dtype!r}; one of {', '.join(DTYPES)}")
         if self.quantize is not None:
             self._check_quantized()
+        if isinstance(self.gradient_checkpointing, str) and self.gradient_checkpointing != AUTO:
+            raise UserError(
+                f"model.gradient_checkpointing must be true, false or {AUTO}, got {self.gradient_checkpointing!r}"
+            )
+        if self.logps_chunk != AUTO and (isinstance(self.logps_chunk, str) or self.logps_chunk < 1):
+            raise UserError(f"model.logps_chunk must be at least 1 token, or {AUTO}, got {self.logps_chunk!r}")
         if self.checkpoint_every < 1:
             raise UserError(f"model.checkpoint_every must be at least 1 (every block), got {self.checkpoint_every}")
         if self.checkpoint_every > 1 and not self.gradient_checkpointing:
@@ -98,6 +109,31 @@ class ModelSpec:
                 f"model.reward=true trains all weights of a reward model as they are: set model.{given[0]}="
                 f"{0 if parts[given[0]] is balance else 'null'}"
             )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are computed again in the backward pass."""
+        return bool(self.gradient_checkpointing)
+
+    @property
+    def chunk(self) -> int:
+        """How many tokens meet the vocabulary head at once."""
+        return CHUNKS[-1] if isinstance(self.logps_chunk, str) else self.logps_chunk
+
+    def choices(self) -> list["ModelSpec"]:
+        """What this may become once every ``auto`` is decided, the quickest first and the one of least memory last."""
+        blocks = (False, True) if self.gradient_checkpointing == AUTO else (self.gradient_checkpointing,)
+        chunks = CHUNKS if self.logps_chunk == AUTO else (self.logps_chunk,)
+        return [
+            replace(
+                self,
+                gradient_checkpointing=again,
+                checkpoint_every=self.checkpoint_every if again else 1,
+                logps_chunk=chunk,
+            )
+            for again in blocks
+            for chunk in chunks
+        ]
 
     def _check_quantized(self) -> None:
         if self.quantize not in QUANTIZED:

@@ -36,4 +36,4 @@ def fill_store(cfg: RunConfig) -> None:
         return
     # Reference log-probs depend on training ids alone: any weights give the same ones.
     sets = {split: prepare_examples(found, Uniform(), {}, cfg.align) for split, found in encoded.items()}
-    fill_reference(context, sets, ScoredLM(load_start(context)), shard)
+    fill_reference(context, sets, ScoredLM(load_start(context), chunk=context.model.chunk), shard)

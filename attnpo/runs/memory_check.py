@@ -54,20 +54,20 @@ def log_memory(context: RunContext, *, training: bool = True) -> None:
         )
     capacity = capacity_of(cfg)
     if training:
-        _log_training(cfg, load_config(spec.path, spec.revision), capacity)
+        _log_training(cfg, spec, load_config(spec.path, spec.revision), capacity)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
         tokens = max(judge.settings.token_budget, judge.settings.max_length)
         config = load_config(judge.path, judge.revision)
-        with _estimating(judge.path):
+        with estimating(judge.path):
             mapped = judge.settings.max_length if describe(config).mapped else 0
             found = estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens, mapped=mapped)
             log_once(found.lines(capacity))
 
 
-def _log_training(cfg: RunConfig, config: PretrainedConfig, capacity: int | None) -> None:
-    with _estimating(cfg.model.path):
-        found = training_estimate(cfg, config)
+def _log_training(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig, capacity: int | None) -> None:
+    with estimating(cfg.model.path):
+        found = training_estimate(cfg, config, spec)
         others = {}
         if capacity is not None and not found.fits(capacity):
             others = dict(alternatives(cfg, config))
@@ -75,7 +75,7 @@ def _log_training(cfg: RunConfig, config: PretrainedConfig, capacity: int | None
 
 
 @contextmanager
-def _estimating(path: str) -> Iterator[None]:
+def estimating(path: str) -> Iterator[None]:
     """A context in which an estimate that fails is a warning: configs of some kinds say less, or say it otherwise."""
     try:
         yield
@@ -92,12 +92,14 @@ def capacity_of(cfg: RunConfig) -> int | None:
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
-def training_estimate(cfg: RunConfig | Planned, config: PretrainedConfig) -> MemoryEstimate:
-    """What training this configuration needs on each device."""
+def training_estimate(
+    cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSpec | None = None
+) -> MemoryEstimate:
+    """What training this configuration needs on each device; ``model`` in place of its own, which may have ``auto``."""
     plan = cfg.batch
     return estimate_training(
         config,
-        cfg.model,
+        model or cfg.model,
         cfg.optimizer,
         precision=cfg.trainer.precision,
         max_length=cfg.lengths.max_length,

@@ -126,8 +126,8 @@ def load_policy(context: RunContext) -> ScoredLM:
         require_router(model)
     else:
         say_unused(model)
-    policy = ScoredLM(model)
-    if context.model.gradient_checkpointing:
+    policy = ScoredLM(model, chunk=context.model.chunk)
+    if context.model.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=context.model.checkpoint_every)
     return policy
 
@@ -145,7 +145,7 @@ def _load_reward(context: RunContext) -> RewardPolicy:
     model.config.pad_token_id = context.tokenizer.pad_token_id  # the library's classes look for a row's end by it
     model.to(device_of(context.cfg.trainer.accelerator))  # type: ignore[arg-type]
     policy = RewardPolicy(model)
-    if spec.gradient_checkpointing:
+    if spec.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=spec.checkpoint_every)
     return policy
 
@@ -167,6 +167,6 @@ def load_reference(context: RunContext, policy: ScoredLM) -> ScoredLM:
     """The reference that is run during training: a frozen copy, or the policy without its adapters."""
     if context.cfg.reference == "adapter_off":
         return AdapterOff(policy)
-    reference = ScoredLM(load_start(context))
+    reference = ScoredLM(load_start(context), chunk=context.model.chunk)
     frozen(reference)
     return reference

@@ -27,6 +27,7 @@ from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import Inputs, inputs_on
 from attnpo.runs.memory_check import log_memory
+from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_start
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
@@ -73,7 +74,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     check_folder(folder, resume)
     if leading:
         make_folder(folder)
-    context = make_context(cfg)
+    context = fit_memory(make_context(cfg))
     log_memory(context)
     inputs = inputs_on(context)
     cfg = inputs.context.cfg

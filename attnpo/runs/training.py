@@ -26,6 +26,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store
 from attnpo.runs.identity import numbers_of
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.memory_choice import decision
 from attnpo.runs.models import (
     BYTES_PER_TOKEN,
     compile_policy,
@@ -40,7 +41,7 @@ from attnpo.runs.report import make_exporter
 from attnpo.runs.resume import contents_of
 from attnpo.runs.settings import require_parts
 from attnpo.schema import SIDES
-from attnpo.training.gather import WholePolicy
+from attnpo.training.gather import SameEverywhere, WholePolicy
 from attnpo.training.module import PreferenceModule, RowMaker
 from attnpo.training.reference_cache import KeptReference
 from attnpo.training.resume_state import Continuation
@@ -105,12 +106,15 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     data = _datamodule(inputs, examples, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
+    watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
+    if len(cfg.model.choices()) > 1:
+        watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
     account = {"config": numbers_of(cfg), "contents": contents_of(inputs)}
     with quiet_lightning():
         trainer = make_trainer(
             settings,
             loggers,
-            [gathered, *([kept] if kept else []), *make_callbacks(callbacks, settings, folder, exporter, account)],
+            [*watched, *make_callbacks(callbacks, settings, folder, exporter, account)],
             folder,
             accumulation=1,
             environment=environment(),

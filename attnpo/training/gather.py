@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from attnpo.models.lora import merged_state
+from attnpo.schema import UserError
 
 Value = TypeVar("Value")
 
@@ -19,6 +20,24 @@ def from_all_ranks(value: Value, processes: int) -> list[Value]:
     if processes > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+class SameEverywhere(L.Callback):
+    """Refuses to train where the processes of a job have decided ``what`` otherwise: ``value`` is this one's decision.
+
+    Blocks that are computed again gather their shards again, so such processes would wait for each other for ever.
+    """
+
+    def __init__(self, what: str, value: str, instead: str) -> None:
+        self.what, self.value, self.instead = what, value, instead
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Compares the decisions (a collective: every rank takes part). UserError on every rank where they differ."""
+        values = from_all_ranks(self.value, trainer.world_size)
+        if len(set(values)) > 1:
+            first = {value: values.index(value) for value in reversed(values)}
+            told = ", ".join(f"process {rank}: {value}" for value, rank in first.items())
+            raise UserError(f"{self.what} became another choice on another device ({told}); {self.instead}")
 
 
 class WholePolicy(L.Callback):

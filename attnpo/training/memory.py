@@ -139,7 +139,6 @@ def estimate_training(
     eval_micro: int = 1,
     tokens: int | None = None,
     eval_tokens: int | None = None,
-    chunk: int = 1024,
 ) -> MemoryEstimate:
     """What training needs on each device for the longest micro-batch: 2 x ``micro`` rows of ``max_length`` tokens.
 
@@ -148,7 +147,7 @@ def estimate_training(
     without one); the other values are those of the run's config. Weights in their own format are ``model.dtype``;
     under bf16-mixed the matrix products are bf16. Raises UserError when ``config`` describes no causal LM.
     """
-    shape = Shape.of(config, model.lora)
+    shape, chunk = Shape.of(config, model.lora), model.chunk
     weight = DTYPES[model.dtype].itemsize
     compute = BF16 if precision == "bf16-mixed" else weight
     step = _Step(
@@ -250,7 +249,7 @@ class _Step:
 
 def _recomputed(shape: Shape, model: ModelSpec) -> tuple[int, bool]:
     """How many blocks keep their input alone, and whether the last is one of them."""
-    if not model.gradient_checkpointing:
+    if not model.recomputes:
         return 0, False
     return -(-shape.layers // model.checkpoint_every), (shape.layers - 1) % model.checkpoint_every == 0
 

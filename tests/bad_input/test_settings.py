@@ -53,6 +53,11 @@ KEYS = {
     "judge.max_length=9": ("judge.max_length is 9, but the judge template alone takes about",),
     "judge.template_file=nowhere.txt": ("judge.template_file=nowhere.txt: no such file",),
     "model.dtype=int8": ("unknown dtype 'int8'; one of float64, float32, bfloat16, float16",),
+    "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),
+    "model.logps_chunk=0": ("model.logps_chunk must be at least 1 token, or auto, got 0",),
+    "model.logps_chunk=many": ("model.logps_chunk must be at least 1 token, or auto, got 'many'",),
+    "lengths.max_length=513": ("lengths.max_length=513", "has 512 positions", "set lengths.max_length=512 or lower"),
+    "judge.max_length=513": ("judge.max_length=513", "has 512 positions", "set judge.max_length=512 or lower"),
     "reference=frozen": ("reference=frozen: expected one of live, cached",),
     "resume=nowhere": ("resume=nowhere: no checkpoint at",),
     "optimizer.lr=0": ("optimizer.lr must be above 0",),
@@ -89,6 +94,12 @@ def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, o
     for part in KEYS[override]:
         assert part in answer.error, answer.error
     record(override, answer.error.removeprefix("error: "), NOT_STARTED)
+
+
+def test_long_pairs_need_a_model_of_as_many_positions(attempts: Attempts, record: Record) -> None:
+    message = attempts.fit("lengths=16k", "batch.micro=null", "batch.eval_micro=null").refused()
+    assert message.startswith("lengths.max_length=16384: ") and "has 512 positions" in message
+    record("lengths=16k", message, NOT_STARTED)
 
 
 def test_an_override_may_be_longer_than_a_file_name(attempts: Attempts) -> None:

@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaConfig, PreTrainedModel
 
 from attnpo.conformance.family_models import tiny_config
 from attnpo.conformance.family_models import tiny_model as family
 from attnpo.models.backbone import require_trainable
-from attnpo.models.described import describe, exact_length, require_exact
+from attnpo.models.described import (
+    describe,
+    exact_length,
+    require_exact,
+    require_positions,
+    stated_positions,
+)
 from attnpo.models.generate import context_length
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.layouts import choose
@@ -300,6 +306,22 @@ def test_rope_by_kind_of_layer_is_read(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(tiny_folder("gemma4_text", tmp_path))
     config.rope_parameters = ropes
     assert exact_length(config) == (SHAPE["max_position_embeddings"], "dynamic")
+
+
+def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for() -> None:
+    def llama(**more: Any) -> LlamaConfig:
+        return LlamaConfig(max_position_embeddings=4096, **more)
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
+    assert stated_positions(llama()) == 4096
+    assert stated_positions(llama(rope_parameters=rope)) == 8192
+    assert stated_positions(llama(rope_parameters={**rope, "factor": 1.5})) == 4096
+    assert stated_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
+    require_positions(llama(), "here", "lengths.max_length", 4096)
+    with pytest.raises(
+        UserError, match=r"^lengths\.max_length=4097: here has 4096 positions .*set lengths\.max_length="
+    ):
+        require_positions(llama(), "here", "lengths.max_length", 4097)
 
 
 # ------------------------------------------------------------------------------------------------ configs

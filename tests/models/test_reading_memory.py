@@ -67,9 +67,13 @@ def slope(peaks: dict[int, int]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
 
 
-def reading_peaks(family: str, what: str, lengths: tuple[int, ...] = LENGTHS, orders: int = 1) -> dict[int, int]:
-    """Of one prompt, or of two that begin alike, which lie in one row."""
-    judge = CausalJudge(AutoModelForCausalLM.from_config(CONFIGS[family]()).eval())
+def reading_peaks(
+    family: str, what: str, lengths: tuple[int, ...] = LENGTHS, orders: int = 1, **shape: int
+) -> dict[int, int]:
+    """Of one prompt, or of two that begin alike, which lie in one row; ``shape`` changes the family's."""
+    config = CONFIGS[family]()
+    config.update(shape)
+    judge = CausalJudge(AutoModelForCausalLM.from_config(config).eval())
     prompts = {}
     for length in lengths:
         ids, start = [5 + place % 80 for place in range(length)], 2 * length // 5
@@ -89,6 +93,14 @@ def test_peak_memory_is_linear_in_the_length(family: str, what: str, orders: int
     # Not a trick of a constant that hides the growth: the longest prompt stays below one map of a single head.
     least = max(LENGTHS) * SHAPE["hidden_size"] * 4  # the hidden states alone
     assert least < peaks[max(LENGTHS)] < orders * max(LENGTHS) ** 2 * 4
+
+
+def test_prompts_of_8k_and_16k_tokens_are_read_in_linear_memory() -> None:
+    """A model of one narrow head, for the time that attention takes; a map of it would be 1 GiB."""
+    narrow = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    peaks = reading_peaks("llama", "rows", (8192, 16384), max_position_embeddings=16384, **narrow)
+    assert slope(peaks) <= BOUND, peaks
+    assert 16384 * narrow["hidden_size"] * 4 < peaks[16384] < 16384**2 * 4 / 10, peaks
 
 
 def test_a_map_of_length_times_length_breaks_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

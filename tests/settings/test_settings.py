@@ -18,7 +18,8 @@ from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.runs import settings
-from attnpo.schema import SIDES, PreferencePair
+from attnpo.runs.memory_choice import chosen
+from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import expand_arms
 from attnpo.text.alignment import align
@@ -28,7 +29,10 @@ from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass, estimate_
 
 SETTINGS = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 # Usable memory of each device in GiB and the number of devices.
-HARDWARE = {"1x24gb": (23.6, 1), "1x80gb": (79.2, 1), "2x80gb": (79.2, 2), "1x141gb": (139.8, 1)}
+HARDWARE = {
+    **{"1x24gb": (23.6, 1), "1x80gb": (79.2, 1), "2x80gb": (79.2, 2), "1x141gb": (139.8, 1)},
+    **{"8x80gb": (79.2, 8), "8x141gb": (139.8, 8)},
+}
 WHOLE = {"layers": 32, "heads": 32, "keys": 8, "hidden": 4096, "inner": 14336}
 
 
@@ -191,7 +195,10 @@ def test_layers_of_the_papers_figure() -> None:
 
 # ------------------------------------------------------------------------------------------------ hardware
 
-LAYOUT = {"trainer.accelerator", "trainer.devices", "trainer.strategy", "model.gradient_checkpointing"}
+LAYOUT = {
+    *("trainer.accelerator", "trainer.devices", "trainer.strategy"),
+    *("model.gradient_checkpointing", "model.logps_chunk"),
+}
 # Keys that change the numbers, and the words by which the file's header says so.
 CHANGES: dict[str, dict[str, str]] = {
     "1x24gb": {
@@ -207,6 +214,8 @@ CHANGES: dict[str, dict[str, str]] = {
     },
     "2x80gb": {},
     "1x141gb": {},
+    "8x80gb": {},
+    "8x141gb": {},
 }
 
 
@@ -256,8 +265,13 @@ def config_of(name: str) -> PretrainedConfig:
     return MistralConfig(vocab_size=32000, **shape) if mistral else LlamaConfig(vocab_size=128256, **shape)
 
 
-def estimate(cfg: FitConfig, config: PretrainedConfig) -> MemoryEstimate:
-    model: ModelSpec = cfg.model
+def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
+    """Of training, with what ``auto`` stands for on devices of so many GiB."""
+    found = [_estimate(cfg, model, config) for model in cfg.model.choices()]
+    return found[chosen(found, int(capacity * GIB))[0]]
+
+
+def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
     plan: BatchPlan = cfg.batch
     devices = str(cfg.trainer.devices)
     return estimate_training(
@@ -281,7 +295,7 @@ def estimate(cfg: FitConfig, config: PretrainedConfig) -> MemoryEstimate:
 def test_the_paper_models_fit_the_hardware(name: str, option: str) -> None:
     capacity, devices = HARDWARE[option]
     cfg = composed(name, f"hardware={option}")
-    found = estimate(cfg, config_of(name))
+    found = estimate(cfg, config_of(name), capacity)
     assert found.devices == devices
     assert found.fits(int(capacity * GIB)), found.lines(int(capacity * GIB))
     judge = estimate_pass(config_of(name), dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
@@ -294,6 +308,8 @@ SAID: dict[str, list[list[str] | None]] = {
     "1x80gb": [[], ["model.gradient_checkpointing=false"]],
     "2x80gb": [[]],
     "1x141gb": [[], ["optimizer=adamw8bit", "model.gradient_checkpointing=false"]],
+    "8x80gb": [[]],
+    "8x141gb": [[]],
 }
 
 
@@ -304,10 +320,56 @@ def test_headers_hold_the_estimates(option: str) -> None:
         cfg = composed(SETTINGS[0], f"hardware={option}", *(overrides or []))
         config = config_of(SETTINGS[0])
         judge = estimate_pass(config, dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
-        sizes.append((judge if overrides is None else estimate(cfg, config)).total / GIB)
+        sizes.append((judge if overrides is None else estimate(cfg, config, HARDWARE[option][0])).total / GIB)
     text = header(CONFIG_DIR / "hardware" / f"{option}.yaml")
     said = [float(number) for number in re.findall(r"(?:\(8B model: |judge pass |\(| and )(\d+\.\d)(?= GiB|\))", text)]
     assert said == [round(size, 1) for size in sizes]
+
+
+# ------------------------------------------------------------------------------------------------ long pairs
+
+FRAME = 512  # tokens that are left for the judge's wording and the chat around it
+
+
+def test_every_length_is_tested_here() -> None:
+    assert groups()["lengths"] == ["16k", "8k"]
+
+
+@pytest.mark.parametrize("length", [8, 16])
+@pytest.mark.parametrize("name", ["testbed", "real_smoke", SETTINGS[2]])
+def test_a_length_goes_with_any_setting_and_adds_up(name: str, length: int) -> None:
+    made, tokens = composed(name, f"lengths={length}k"), length * 1024
+    assert (made.lengths.max_length, made.judge.max_length) == (tokens, tokens)
+    assert FRAME + made.lengths.max_prompt_length + 2 * made.judge.max_response_length == tokens
+    assert (made.batch.tokens, made.batch.eval_tokens, made.batch.micro) == (2 * tokens, 2 * tokens, None)
+    assert (made.model.gradient_checkpointing, made.model.logps_chunk) == ("auto", "auto")
+
+
+def test_a_length_wins_over_hardware_and_loses_to_the_command_line() -> None:
+    words = ["hardware=1x141gb", "lengths=8k", "model=lora", "judge.max_length=7000"]
+    for order in (words, words[::-1]):
+        made = composed(SETTINGS[2], *order)
+        assert made.model.gradient_checkpointing == "auto" and made.model.lora is not None
+        assert (made.lengths.max_length, made.judge.max_length) == (8192, 7000)
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int, shared: Path) -> None:
+    """One token more than its rules add up to and what the frame leaves is cut, and counted."""
+    made = composed(SETTINGS[0], f"lengths={length}k")
+    prompts = JudgePrompts(made.judge.rules(), chat_of(shared, "gpt2", LINES))
+    prompt, answers = made.lengths.max_prompt_length, made.judge.max_response_length
+
+    def pair(more: int) -> PreferencePair:
+        question = [Message(role="user", content="word" + " word" * (prompt - 1 + more))]
+        return PreferencePair.make(question, "good" + " good" * (answers - 1), "bad" + " bad" * (answers - 1))
+
+    for seen in prompts.build(pair(0)):
+        assert length * 1024 - FRAME < len(seen.input_ids) < length * 1024 and not seen.cut
+        assert {stop - start for start, stop in seen.spans.values()} == {answers}
+    assert not prompts.counts
+    first, _ = prompts.build(pair(FRAME))
+    assert first.cut and prompts.counts == {"judge prompt cut": 1} and len(first.input_ids) < length * 1024
 
 
 # ------------------------------------------------------------------------------------------------ judges

@@ -47,9 +47,15 @@ FORMATS = {"float32": ("float32", False), "mixed": ("float32", True), "bfloat16"
 
 
 def spec(
-    dtype: str = "float32", *, checkpointing: bool = False, every: int = 1, lora: LoraSpec | None = None
+    dtype: str = "float32",
+    *,
+    checkpointing: bool = False,
+    every: int = 1,
+    lora: LoraSpec | None = None,
+    chunk: int = 1024,
 ) -> ModelSpec:
-    return ModelSpec("nowhere", dtype=dtype, gradient_checkpointing=checkpointing, checkpoint_every=every, lora=lora)
+    blocks = {"gradient_checkpointing": checkpointing, "checkpoint_every": every, "logps_chunk": chunk}
+    return ModelSpec("nowhere", dtype=dtype, lora=lora, **blocks)
 
 
 def of_8b(model: ModelSpec | None = None, optimizer: Optimizer | None = None, **named: Any) -> MemoryEstimate:
@@ -137,7 +143,7 @@ def test_longer_or_more_rows_cost_activations_only() -> None:
     assert two["activations"].size == longer["activations"].size == 2 * one["activations"].size
     assert two["weights"] == one["weights"]
     assert of_8b(eval_micro=2).at(FORWARD) > one.at(FORWARD)
-    assert of_8b(chunk=4096).at(HEAD) > one.at(HEAD)
+    assert of_8b(spec(chunk=4096)).at(HEAD) > one.at(HEAD)
     assert of_8b(optimizer=EIGHT_BIT).at(UPDATE) > states(of_8b(optimizer=EIGHT_BIT)) * GIB
 
 
@@ -288,12 +294,11 @@ def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: i
     peak = max(live_bytes(profiler.profiler.kineto_results.events()))
     estimate = estimate_training(
         config,
-        spec(dtype, checkpointing=every > 0, every=max(1, every)),
+        spec(dtype, checkpointing=every > 0, every=max(1, every), chunk=128),
         Optimizer(),
         precision="bf16-mixed" if mixed else "32-true",
         max_length=width,
         reference="cached",
-        chunk=128,
     )
     held = sum(row.size for row in estimate.rows if not row.moments)
     counted = max(estimate.at(moment) for moment in STEP) - held

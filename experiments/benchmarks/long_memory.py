@@ -1,0 +1,95 @@
+"""What training on pairs of 8k and 16k tokens needs on each GPU, by the estimate: no weights, no GPU, nothing is run.
+
+    python -m experiments.benchmarks.long_memory
+
+Prints a markdown table for the shape of Llama-3-8B with a long context: for every recipe (lengths, hardware, all
+weights or adapters) the estimated peak, that of the judge pass, what ``auto`` became (whether activations are kept, and
+how many tokens meet the vocabulary head at once), and whether both fit with 5 % of the device left free. Where training
+all weights does not fit with float32 moments, a row with 8-bit moments follows.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from transformers import LlamaConfig
+
+from attnpo.config import compose, part
+from attnpo.models.spec import ModelSpec
+from attnpo.runs.memory_check import Planned, training_estimate
+from attnpo.runs.memory_choice import chosen
+from attnpo.runs.settings import Judge
+from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass
+from experiments.benchmarks.harness import table
+
+LENGTHS = ("8k", "16k")
+CAPACITY = {"1x141gb": 139.8, "8x80gb": 79.2, "8x141gb": 139.8}  # GiB that the drivers of such GPUs report
+WHOLE, EIGHT_BITS, ADAPTERS = "full", "full, 8-bit moments", "LoRA"
+METHODS = {
+    WHOLE: (),
+    EIGHT_BITS: ("optimizer=adamw8bit",),
+    ADAPTERS: ("model=lora", "model.dtype=bfloat16", "reference=adapter_off"),
+}
+SHAPE = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+)
+HEAD = ("lengths, hardware, method", "GiB on each GPU", "GiB of the judge pass", "activations", "head", "fits")
+
+
+@dataclass(frozen=True)
+class Recipe(Planned):
+    """What of a composed recipe says how much memory its training and its judge pass take."""
+
+    judge: Judge
+
+
+def recipe(length: str, hardware: str, method: str) -> Recipe:
+    """A recipe as a user composes it."""
+    words = ["setting=llama3_8b_base_sft", f"hardware={hardware}", f"lengths={length}", *METHODS[method]]
+    return part(compose("fit", words), Recipe)
+
+
+def decided(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
+    """What a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
+    choices = made.model.choices()
+    estimates = [training_estimate(made, SHAPE, choice) for choice in choices]
+    place, _ = chosen(estimates, capacity)
+    return choices[place], estimates[place]
+
+
+def rows() -> Iterator[list[str]]:
+    """The table's rows."""
+    for length in LENGTHS:
+        for hardware, size in CAPACITY.items():
+            capacity, whole_fits = int(size * GIB), True
+            for method in METHODS:
+                if method == EIGHT_BITS and whole_fits:
+                    continue
+                made = recipe(length, hardware, method)
+                model, training = decided(made, capacity)
+                tokens = max(made.judge.token_budget, made.judge.max_length)
+                judged = estimate_pass(SHAPE, dtype=made.judge.dtype, tokens=tokens)
+                fits = training.fits(capacity) and judged.fits(capacity)
+                whole_fits = fits if method == WHOLE else whole_fits
+                yield [
+                    f"{length}, {hardware}, {method}",
+                    f"{training.total / GIB:.1f}",
+                    f"{judged.total / GIB:.1f}",
+                    "computed again" if model.recomputes else "kept",
+                    str(model.chunk),
+                    "yes" if fits else f"does not fit {size} GiB",
+                ]
+
+
+def main() -> None:
+    """Prints the table."""
+    print(table(HEAD, list(rows())))
+
+
+if __name__ == "__main__":
+    main()
