@@ -163,9 +163,10 @@ def _nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[s
     if missing is not None and missing[1] in known:
         return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
     for group, value in (override.split("=", 1) for override in overrides if "=" in override):
-        if value == "null" and group in known and "Config group override" in text:
+        if group in known and value not in known[group] and "Config group override" in text:
             listed = ", ".join(known[group])
-            return f"{group}=null: a group takes one of its options ({listed}); ~{group} leaves it out"
+            close = f"; ~{group} leaves it out" if value == "null" else did_you_mean(value, known[group], f"{group}=")
+            return f"{group}={value}: a group takes one of its options ({listed}){close}"
     return text
 
 
