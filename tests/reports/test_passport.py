@@ -119,7 +119,7 @@ def refused(world: World, output: Path, capsys: pytest.CaptureFixture[str], *mor
 def test_a_judge_that_knows_is_worth_reading(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tools(judge: RunJudge, device: torch.device) -> Tools:
+    def tools(judge: RunJudge, device: torch.device, keep: bool) -> Tools:
         return Tools(judge=KnowingJudge(world.model), prompts=judge.prompts, verdict=judge.settings.verdict)
 
     monkeypatch.setattr(RunJudge, "tools", tools)
