@@ -197,19 +197,18 @@ def stated_positions(config: PretrainedConfig) -> int | None:
     return max(found)
 
 
-def require_positions(config: PretrainedConfig, path: str, key: str, length: int) -> None:
-    """Refuses sequences of ``length`` tokens, set by ``key``, that the model at ``path`` has no positions for.
+def beyond_positions(config: PretrainedConfig, path: str, key: str, length: int) -> str | None:
+    """What to say of ``length`` tokens where the model at ``path`` states fewer positions; None where they suffice.
 
-    Raises:
-        UserError: with the length that can be had; also where that is the exact length (``require_exact``).
+    ``key``: the option that bounds such lengths.
     """
-    require_exact(config, path, key, length)
     positions = stated_positions(config)
-    if positions is not None and length > positions:
-        raise UserError(
-            f"{key}={length}: {path} has {positions} positions (max_position_embeddings), and was never trained "
-            f"beyond; set {key}={positions} or lower, or take a model of a longer context"
-        )
+    if positions is None or length <= positions:
+        return None
+    return (
+        f"{path} has {positions} positions (max_position_embeddings), and was never trained beyond; set "
+        f"{key}={positions} or lower, or take a model of a longer context"
+    )
 
 
 def _calls_the_interface(part: torch.nn.Module) -> bool:

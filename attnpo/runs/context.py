@@ -12,7 +12,7 @@ from attnpo.config_files import read_template
 from attnpo.files import in_bytes
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
-from attnpo.models.described import on_meta, require_positions
+from attnpo.models.described import beyond_positions, on_meta, require_exact
 from attnpo.models.loading import (
     attention_of,
     load_config,
@@ -120,7 +120,7 @@ def make_context(cfg: RunConfig) -> RunContext:
         require_backend(model.compile)
     tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
     log_model(model)
-    require_positions(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
+    require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
     chat = ChatFormat(tokenizer, kwargs=model.chat_template_kwargs, fold_system=model.fold_system)
     context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, chat, prepared)
     require_reader(cfg.weights, cfg.objective)
@@ -162,9 +162,11 @@ def log_model(spec: ModelSpec) -> None:
 def run_judge(context: RunContext) -> RunJudge:
     """The run's judge, not loaded. UserError when its tokens cannot be matched with those of training."""
     judge = RunJudge(settle_judge(context.cfg)[0].judge, context.model, context.chat, context.store)
-    require_positions(
-        text_config(judge.path, judge.revision), judge.path, "judge.max_length", judge.settings.max_length
-    )
+    key, length = "judge.max_length", judge.settings.max_length
+    config = text_config(judge.path, judge.revision)
+    require_exact(config, judge.path, key, length)
+    if (beyond := beyond_positions(config, judge.path, key, length)) is not None:
+        log_once([f"warning: {key}={length} lets in longer prompts than the judge can read: {beyond}"], logging.WARNING)
     check_tokenizers(context, judge)
     return judge
 
@@ -190,7 +192,7 @@ def run_reward(context: RunContext) -> RunReward:
             f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
         )
     reward = RunReward(source)
-    require_positions(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
+    require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
     check_vocabulary(context, reward.tokenizer, reward.path, "weights.path")
     return reward
 

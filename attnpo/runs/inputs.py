@@ -10,6 +10,8 @@ from attnpo.data.base import PairSet, name_unused
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
 from attnpo.live import phase
 from attnpo.machine import planned_processes
+from attnpo.models.described import beyond_positions
+from attnpo.models.loading import text_config
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.identity import inputs_of
@@ -57,6 +59,7 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
             encoded[split] = encode_pairs(found.pairs, context.chat, rules)
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
+        _check_positions(context, split, encoded[split])
         share = unknown_share(encoded[split], context.tokenizer)
         if share > UNKNOWN:
             log.warning(
@@ -67,6 +70,17 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
                 context.tokenizer.unk_token,
             )
     return encoded
+
+
+def _check_positions(context: RunContext, split: str, found: EncodedSet) -> None:
+    """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
+    model = context.model
+    lengths = [max(len(side.prompt_ids) + len(side.response_ids) for side in sides.values()) for sides in found.encoded]
+    longest = max(lengths, default=0)
+    beyond = beyond_positions(text_config(model.path, model.revision), model.path, "lengths.max_length", longest)
+    if beyond is not None:
+        pair = found.pairs[lengths.index(longest)].pair_id
+        raise UserError(f"{split}: a row of pair {pair} has {longest} tokens: {beyond}")
 
 
 def make_inputs(cfg: RunConfig) -> Inputs:

@@ -56,8 +56,6 @@ KEYS = {
     "model.gradient_checkpointing=maybe": ("model.gradient_checkpointing must be true, false or auto, got 'maybe'",),
     "model.logps_chunk=0": ("model.logps_chunk must be at least 1 token, or auto, got 0",),
     "model.logps_chunk=many": ("model.logps_chunk must be at least 1 token, or auto, got 'many'",),
-    "lengths.max_length=513": ("lengths.max_length=513", "has 512 positions", "set lengths.max_length=512 or lower"),
-    "judge.max_length=513": ("judge.max_length=513", "has 512 positions", "set judge.max_length=512 or lower"),
     "reference=frozen": ("reference=frozen: expected one of live, cached",),
     "resume=nowhere": ("resume=nowhere: no checkpoint at",),
     "optimizer.lr=0": ("optimizer.lr must be above 0",),
@@ -97,9 +95,17 @@ def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, o
 
 
 def test_long_pairs_need_a_model_of_as_many_positions(attempts: Attempts, record: Record) -> None:
-    message = attempts.fit("lengths=16k", "batch.micro=null", "batch.eval_micro=null").refused()
-    assert message.startswith("lengths.max_length=16384: ") and "has 512 positions" in message
-    record("lengths=16k", message, NOT_STARTED)
+    long = ("lengths=16k", "batch.micro=null", "batch.eval_micro=null")
+    message = attempts.fit(*long, world=attempts.saying(chosen="good " * 600)).refused()
+    assert message.startswith("train: a row of pair ") and "has 512 positions" in message
+    assert "set lengths.max_length=512 or lower" in message
+    record("lengths=16k, a row past the positions", message, NOT_STARTED)
+
+
+def test_a_longer_limit_than_the_judge_has_positions_is_warned_of(attempts: Attempts) -> None:
+    answer = attempts.weigh("lengths.max_length=2048", "judge.max_length=513")
+    told = answer.noted("warning: judge.max_length=513 lets in longer prompts than the judge can read")
+    assert answer.status == 0 and "has 512 positions" in told and "set judge.max_length=512 or lower" in told
 
 
 def test_an_override_may_be_longer_than_a_file_name(attempts: Attempts) -> None:

@@ -12,13 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaCon
 from attnpo.conformance.family_models import tiny_config
 from attnpo.conformance.family_models import tiny_model as family
 from attnpo.models.backbone import require_trainable
-from attnpo.models.described import (
-    describe,
-    exact_length,
-    require_exact,
-    require_positions,
-    stated_positions,
-)
+from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
 from attnpo.models.generate import context_length
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.layouts import choose
@@ -317,11 +311,9 @@ def test_positions_are_those_stated_or_those_that_a_stretched_rope_was_made_for(
     assert stated_positions(llama(rope_parameters=rope)) == 8192
     assert stated_positions(llama(rope_parameters={**rope, "factor": 1.5})) == 4096
     assert stated_positions(BloomConfig()) is None  # no positions, whose attention falls off with the distance
-    require_positions(llama(), "here", "lengths.max_length", 4096)
-    with pytest.raises(
-        UserError, match=r"^lengths\.max_length=4097: here has 4096 positions .*set lengths\.max_length="
-    ):
-        require_positions(llama(), "here", "lengths.max_length", 4097)
+    assert beyond_positions(llama(), "here", "lengths.max_length", 4096) is None
+    said = beyond_positions(llama(), "here", "lengths.max_length", 4097)
+    assert said is not None and "here has 4096 positions" in said and "set lengths.max_length=4096 or lower" in said
 
 
 # ------------------------------------------------------------------------------------------------ configs
