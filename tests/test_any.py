@@ -9,6 +9,7 @@ MOST = 40
 
 ACCOUNT = "what became of a run's inputs, nested as result.json has it"
 CARD = "facts of a model card, nested as the card's sections"
+TURNS = "turns and function schemas as chat templates take them, whatever JSON they hold"
 REASONS = {
     "analysis/faithfulness.py::score_of": "plain data of the analysis, read back from its file",
     "config.py::_changed": "a copy of any dataclass or mapping",
@@ -32,6 +33,8 @@ REASONS = {
         for name in ("score", "base_answers")
     },
     "studies/runner.py::_record": "a testbed's digest of its world, whatever its form",
+    "text/chat.py::_written": TURNS,
+    **{f"text/tools.py::{name}": TURNS for name in ("check", "tools_of", "without_tools")},
     "training/loggers.py::experiment": "a class of wandb, which is imported inside functions only",
 }
 

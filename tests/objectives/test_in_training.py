@@ -34,4 +34,6 @@ def test_how_a_step_is_cut_changes_nothing(
         cut, whole = ([row[name] for row in run if name in row] for run in rows)
         # AdamW's first step is lr times a sign where a gradient is near 0, so rounding shows in the second step's.
         rel = 1e-4 if name == "train/grad_norm" else 2e-5
-        assert len(whole) == 2 and cut == pytest.approx(whole, rel=rel, abs=2e-6), name
+        # So it does in a margin, a difference of sums near each other: 3.6e-6 on one processor.
+        near = 1e-5 if name == "train/rewards/margins" else 2e-6
+        assert len(whole) == 2 and cut == pytest.approx(whole, rel=rel, abs=near), name
