@@ -13,6 +13,8 @@ ARGS ?=
 PAGES ?= $(wildcard outputs/*/report.html)
 
 .DEFAULT_GOAL := help
+# The tests start hundreds of short commands: none compiles the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup run test quick format bench lengths browser screenshots figures notebooks trl trlweights readers families \
 	clean
 
@@ -74,8 +76,12 @@ clean: ## remove the virtual environments and the tools' caches (runs in outputs
 	rm -rf $(VENV) $(TRL) $(READERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
 
 # torch goes first: a build that is already at hand (CPU-only, or for this GPU's driver) is then kept by what follows.
-# -qq: pip says nothing about package indexes that lack a package; its errors still show. --no-compile: Python compiles
-# what is imported when it is; pip would compile 23,000 files first, on one core.
+# -qq: pip says nothing about package indexes that lack a package; its errors still show. --no-compile and compileall:
+# pip compiles on one core, compileall on all. It must be done: where PYTHONDONTWRITEBYTECODE is set, as in many
+# containers, every command would compile torch and transformers anew, ten seconds each. It ends with 1 where a file is
+# for a newer Python (torch has one), hence "|| :".
+compiled = { $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || :; }
+
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "attnpo needs Python 3.11 or newer: neither python3.11 nor python3 on the PATH is;" \
 		"name one with make PYTHON=/path/to/python" >&2; exit 1; }
@@ -84,6 +90,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		{ test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); } && \
 		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt torch && \
 		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev,notebooks,eval]' && \
+		$(call compiled,$(VENV)) && \
 		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
 
 # What has other versions than ours or is no dependency stays out of the project's own environment: $(1) is a folder with
@@ -93,7 +100,8 @@ define beside
 	@$(BIN)/python -m venv $(1) && echo '*' > $(1)/.gitignore && \
 		torch=$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch').partition('+')[0])") && \
 		$(1)/bin/python -m pip install -qq --no-compile -c constraints.txt "torch==$$torch" && \
-		$(1)/bin/python -m pip install -qq --no-compile $(2) && touch $@
+		$(1)/bin/python -m pip install -qq --no-compile $(2) && \
+		$(call compiled,$(1)) && touch $@
 endef
 
 $(TRL_READY): $(READY)
