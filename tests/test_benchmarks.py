@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library
 
 from attnpo.config import load
+from attnpo.judging import JudgeReading
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
-from attnpo.schema import JudgeReading
 from experiments.benchmarks import extraction, gpu, harness, long_memory, pipeline, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.shapes import (

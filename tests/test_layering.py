@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
 
 ENTRY_POINTS = {"fit", "weigh", "generate", "pair", "evaluate", "show", "report", "verify"}
-TEXT = {"files", "schema", "text"}
+TEXT = {"files", "judging", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"fitting", "losses", "reports", "runs", "theory", "version", "weigher"},
     "version": set(),
     "losses": {"models", "objectives", "schema"},
-    "schema": {"errors", "files"},
+    "schema": {"errors", "files", "judging"},
+    "judging": set(),
     "console": {"errors"},
     "components": {"console", "errors", "files"},
     "component_fields": {"components", "files"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": WEIGHTS | {"components"},
     "data": DATA | {"components", "hub"},
     "objectives": {"schema"},
-    "models": {"files", "hub", "schema"},
+    "models": {"files", "hub", "judging", "schema"},
     "training": TRAINING | {"console", "live"},
     "testbed": TEXT | {"models"},
     "grading": TEXT | EDGE | {"models", "testbed"},

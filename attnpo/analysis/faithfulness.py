@@ -19,7 +19,8 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.schema import SIDES, EncodedResponse, JudgeModel, JudgePrompt, PairWeights, PreferencePair, UserError
+from attnpo.judging import JudgeModel, JudgePrompt
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.weights.base import PromptBuilder, WeightSource
 from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import finished_weights

@@ -31,9 +31,10 @@ from attnpo.conformance.weights import (
     unit_items,
     weight_source,
 )
+from attnpo.judging import JudgeReading
 from attnpo.models.loading import load_tokenizer
 from attnpo.runs.judges import RunJudge
-from attnpo.schema import SIDES, JudgeReading, Message, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, Message, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.weights.base import Tools, WeightSource

@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attnpo.conformance.fields import Fields
-from attnpo.schema import SIDES, Json, JudgeModel, JudgePrompt, JudgeReading, Message, PreferencePair, UserError
+from attnpo.judging import JudgeModel, JudgePrompt, JudgeReading
+from attnpo.schema import SIDES, Json, Message, PreferencePair, UserError
 from attnpo.text.judge_template import JudgePrompts
 
 ROUNDS = ("cr", "rc")  # chosen as answer A, then rejected as answer A

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from attnpo.judging import JudgeReading
 from attnpo.models.backbone import require_trainable
 from attnpo.models.described import Described
 from attnpo.models.judge import CausalJudge, kernel_for
@@ -20,7 +21,7 @@ from attnpo.models.layouts import LAYOUTS, Layout, Sequences, choose, padded, re
 from attnpo.models.loading import described, load_config, load_model
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import JudgeReading, UserError
+from attnpo.schema import UserError
 from attnpo.training.model_shape import Shape
 
 WORDS = 90  # ids 5 to 94 are words in every tiny vocabulary

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from attnpo.config_files import read_template
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.judging import JudgeReading
 from attnpo.machine import device_of
 from attnpo.models.spec import DTYPES
-from attnpo.schema import BOOKKEEPING, JudgeReading, Message, Sampling, UserError, check_choice, check_least
+from attnpo.schema import BOOKKEEPING, Message, Sampling, UserError, check_choice, check_least
 from attnpo.text.chat import SENTINEL, ChatFormat, RefusedText
 from attnpo.text.judge_labels import label_tokens
 

@@ -1,6 +1,6 @@
 """A causal LM as judge: attention rows of the verdict position, rollout and verdict, in one forward per batch.
 
-Implements ``attnpo.schema.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
+Implements ``attnpo.judging.JudgeModel``. Prompts lie in one row without padding, what they begin with alike only once;
 of the last layer only the verdict positions are run, the vocabulary head nowhere else, and nothing above the deepest
 layer that is asked for. A model that cannot follow such rows is given right-padded batches of similar lengths: the
 same numbers, more work. Whether it can is tried once.
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnpo.files import in_bytes
+from attnpo.judging import JudgeReading
 from attnpo.models.attention_maps import require_distributions, take_maps
 from attnpo.models.attention_rows import CAUSAL
 from attnpo.models.attention_tap import KERNELS, MAPS, PROBE, Enough, Probe, SeveralRows, tapped, trimmed
@@ -33,7 +34,7 @@ from attnpo.models.generate import longest_first
 from attnpo.models.logps import project
 from attnpo.models.prompt_rows import one_row, row_batches
 from attnpo.models.read_trial import Blocks, differ, probe_prompts, right_padded
-from attnpo.schema import JudgeReading, UserError
+from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from attnpo.judging import WrittenTrace
 from attnpo.models.backbone import require_causal_lm
 from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, written_text
-from attnpo.schema import Sampling, UserError, WrittenTrace
+from attnpo.schema import Sampling, UserError
 
 
 class TraceWriter:

@@ -33,6 +33,7 @@ from attnpo.data.prepare import EncodedSet, Tally, prepare_examples
 from attnpo.display.output import print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.files import folder_size, write_record, write_whole
+from attnpo.judging import JudgeModel, JudgeReading
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
 from attnpo.reports.output import check_free
@@ -46,7 +47,7 @@ from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.folders import make_folder
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.judges import RunJudge
-from attnpo.schema import SIDES, JudgeModel, JudgeReading, PairWeights, PreferencePair, UserError, digest
+from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
 from attnpo.studies.faithfulness import by_layer, true_mass
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.importance import is_flipped

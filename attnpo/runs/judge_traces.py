@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from attnpo.judging import JudgeModel, JudgeReading, WrittenTrace
 from attnpo.models.trace_writer import TraceWriter
-from attnpo.schema import JudgeModel, JudgeReading, WrittenTrace, digest
+from attnpo.schema import digest
 from attnpo.text.judge_trace import AfterTrace
 from attnpo.weights.cache import Table, array_in
 

@@ -9,6 +9,7 @@ import torch
 
 from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
+from attnpo.judging import JudgeModel
 from attnpo.models.generate import longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
@@ -23,17 +24,7 @@ from attnpo.models.spec import ModelSpec
 from attnpo.models.trace_writer import TraceWriter
 from attnpo.runs.judge_traces import TRACES, KeptTraces, ThinkingJudge, trace_key
 from attnpo.runs.settings import Judge, Verbalizer
-from attnpo.schema import (
-    SIDES,
-    Generator,
-    JudgeModel,
-    Message,
-    PairWeights,
-    PreferencePair,
-    Sampling,
-    UserError,
-    digest,
-)
+from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.text.score_prompt import ScoreQuestions

@@ -8,9 +8,10 @@ from itertools import islice
 from pathlib import Path
 
 from attnpo.files import read_record, write_record
+from attnpo.judging import JudgePrompt
 from attnpo.runs.judges import RunJudge
 from attnpo.runs.settings import STOP
-from attnpo.schema import JudgePrompt, PreferencePair, UserError, digest
+from attnpo.schema import PreferencePair, UserError, digest
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store

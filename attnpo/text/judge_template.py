@@ -19,7 +19,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
-from attnpo.schema import SIDES, JudgePrompt, Message, PreferencePair, UserError, check_least, digest
+from attnpo.judging import JudgePrompt
+from attnpo.schema import SIDES, Message, PreferencePair, UserError, check_least, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, Range, check_text, place_in_frame, split_frame
 from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room

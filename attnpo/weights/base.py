@@ -7,12 +7,10 @@ from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from attnpo.judging import JudgeModel, JudgePrompt, JudgeReading
 from attnpo.schema import (
     EncodedResponse,
     Generator,
-    JudgeModel,
-    JudgePrompt,
-    JudgeReading,
     Kind,
     Message,
     PairWeights,

@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import SIDES, JudgePrompt, PairWeights, PreferencePair, UserError
+from attnpo.judging import JudgePrompt
+from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource
 from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in

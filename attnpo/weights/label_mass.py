@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from attnpo.schema import JudgeModel, JudgeReading
+from attnpo.judging import JudgeModel, JudgeReading
 
 TOP = 3
 """Tokens that are named at most; more of them tell no more of what the judge is about to write."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from attnpo.schema import PairWeights, Round, TokenWeights, TraceLength, UserError
+from attnpo.judging import TraceLength
+from attnpo.schema import PairWeights, Round, TokenWeights, UserError
 from attnpo.weights.cache import Array, Cell, array_in, fields_in
 from attnpo.weights.layers import Row, layer_column
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from attnpo.judging import JudgeReading
 from attnpo.models.judge import CausalJudge
-from attnpo.schema import JudgeReading
 from experiments.benchmarks.harness import (
     MIB,
     Bar,

@@ -20,8 +20,9 @@ import torch
 from attnpo.config import build, compose, groups
 from attnpo.config_files import read_template
 from attnpo.data.base import PairSource
+from attnpo.judging import JudgePrompt
 from attnpo.models.loading import load_tokenizer
-from attnpo.schema import SIDES, EncodedResponse, JudgePrompt, PreferencePair
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import Assembly, JudgePrompts, JudgeRules

@@ -26,7 +26,8 @@ from attnpo.analysis.faithfulness import (
     remaining_text,
     top_tokens,
 )
-from attnpo.schema import JudgePrompt, JudgeReading, PreferencePair, UserError
+from attnpo.judging import JudgePrompt, JudgeReading
+from attnpo.schema import PreferencePair, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.sources.attention import Attention
 from tests.weights.fakes import LABELS, FakeJudge, FakePrompts, make_pair, word_id, words

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from attnpo.judging import JudgeReading
 from attnpo.models import attention_rows
 from attnpo.models.attention_rows import MaskRule
 from attnpo.models.attention_tap import KERNELS, Probe
 from attnpo.models.judge import CausalJudge
-from attnpo.schema import JudgeReading, UserError
+from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]
 LENGTHS = (5, 23, 12, 40, 1, 23)

@@ -7,9 +7,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from attnpo.judging import JudgeModel
 from attnpo.models.judge import CausalJudge
 from attnpo.models.loading import load_model
-from attnpo.schema import JudgeModel, UserError
+from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]
 IDS = [[5, 6, 7, 8, 9, 10], [11, 12], [20, 21, 22, 23], [30]]

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from attnpo.judging import WrittenTrace
 from attnpo.models.trace_writer import TraceWriter
-from attnpo.schema import Sampling, WrittenTrace
+from attnpo.schema import Sampling
 from tests.runs.worlds import build_world
 
 MOST = 12

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 from attnpo.command_line import run_entry
 from attnpo.data.base import PairSet
 from attnpo.files import read_record
+from attnpo.judging import JudgeReading
 from attnpo.reports.passport import drawn, write_passport
 from attnpo.runs.judges import RunJudge
-from attnpo.schema import JudgeReading, PreferencePair
+from attnpo.schema import PreferencePair
 from attnpo.testbed.pairs import write_jsonl
 from attnpo.testbed.words import POLARITY
 from attnpo.weights.base import Tools

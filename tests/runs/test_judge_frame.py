@@ -6,8 +6,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from attnpo.config import compose, read
+from attnpo.judging import JudgePrompt
 from attnpo.runs.context import make_context, run_judge
-from attnpo.schema import JudgePrompt, Message, PreferencePair, UserError
+from attnpo.schema import Message, PreferencePair, UserError
 from attnpo.weigher import Weigher
 from tests.runs.worlds import World, build_world
 

@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnpo import show, weigh
 from attnpo.command_line import run_entry
+from attnpo.judging import JudgePrompt, WrittenTrace
 from attnpo.models.trace_writer import TraceWriter
 from attnpo.runs import judge_traces
 from attnpo.runs.context import make_context, run_judge
 from attnpo.runs.input_summary import example_statistics
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.judge_traces import trace_key
-from attnpo.schema import JudgePrompt, PairWeights, PreferencePair, WrittenTrace
+from attnpo.schema import PairWeights, PreferencePair
 from attnpo.text.judge_trace import TraceRules
 from attnpo.weigher import Weigher
 from attnpo.weights.cache import Store

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from attnpo import fit, weigh
 from attnpo.command_line import run_entry
+from attnpo.judging import JudgeReading
 from attnpo.runs.judges import RunJudge
 from attnpo.runs.label_check import PAIRS
-from attnpo.schema import JudgeReading
 from attnpo.weights.base import Tools
 from tests.runs.worlds import TRAIN, VAL, World, build_world
 

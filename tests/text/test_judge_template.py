@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnpo.schema import SIDES, JudgePrompt, PreferencePair, UserError
+from attnpo.judging import JudgePrompt
+from attnpo.schema import SIDES, PreferencePair, UserError
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 from attnpo.text.judge_template import (
     BLANK,

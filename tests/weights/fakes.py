@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attnpo.schema import JudgePrompt, JudgeReading, PreferencePair
+from attnpo.judging import JudgePrompt, JudgeReading
+from attnpo.schema import PreferencePair
 
 LABELS = (900, 901)
 

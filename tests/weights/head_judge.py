@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnpo.schema import JudgeReading
+from attnpo.judging import JudgeReading
 from tests.weights.fakes import FakeJudge
 
 

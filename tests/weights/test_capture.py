@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnpo.schema import JudgePrompt, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.judging import JudgePrompt
+from attnpo.schema import PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store, Table

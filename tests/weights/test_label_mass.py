@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from attnpo.schema import JudgeReading
+from attnpo.judging import JudgeReading
 from attnpo.weights.label_mass import LabelMass, in_words, mass_of
 
 A, B, TRACE = 5, 6, 7

@@ -8,10 +8,11 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from attnpo.data.prepare import REFUSED
+from attnpo.judging import JudgeReading
 from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.reward import RewardModel
 from attnpo.runs.inputs import make_inputs
-from attnpo.schema import SIDES, EncodedResponse, JudgeReading, Message, PreferencePair, UserError
+from attnpo.schema import SIDES, EncodedResponse, Message, PreferencePair, UserError
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import Tools
 from attnpo.weights.capture import Unreadable

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attnpo.schema import BOOKKEEPING, JudgeReading, Kind, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.judging import JudgeReading
+from attnpo.schema import BOOKKEEPING, Kind, PairWeights, PreferencePair, TokenWeights, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess

@@ -7,7 +7,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import JudgeReading, PairWeights, PreferencePair, UserError
+from attnpo.judging import JudgeReading
+from attnpo.schema import PairWeights, PreferencePair, UserError
 from attnpo.weights.base import Tools, Unlayered
 from attnpo.weights.layers import Row, attending
 from attnpo.weights.postprocess import Postprocess

@@ -6,16 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.schema import (
-    SIDES,
-    JudgePrompt,
-    JudgeReading,
-    PairWeights,
-    PreferencePair,
-    Round,
-    TokenWeights,
-    UserError,
-)
+from attnpo.judging import JudgePrompt, JudgeReading
+from attnpo.schema import SIDES, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.weights.base import Tools
 
 
