@@ -75,6 +75,11 @@ def of_session(leader: int) -> list[int]:
     return found
 
 
+def heed_interrupts() -> None:
+    """Undoes what tests that a shell runs in the background inherit: there SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def results(output: Path) -> dict[Path, RunResult]:
     """The finished points under a folder."""
     return {path: RunResult.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in output.rglob(RESULT)}
@@ -113,6 +118,7 @@ def ended(words: list[str], output: Path) -> Iterator[Ended]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     ) as study:
         assert study.stderr is not None
         lines = []
