@@ -492,7 +492,7 @@ def imported(start: str) -> tuple[set[str], set[str]]:
 def test_the_gpu_form_needs_few_rooms() -> None:
     modules, packages = imported("experiments.benchmarks.gpu")
     rooms = {module.split(".")[1] for module in modules if module.startswith("attnpo.")}
-    assert rooms == {"errors", "files", "schema", "models", "objectives"}
+    assert rooms == {"errors", "files", "schema", "judging", "models", "objectives"}
     # numpy and tokenizers come with transformers; jaxtyping is the schema's.
     assert packages <= {"torch", "transformers", "tokenizers", "numpy", "jaxtyping"}
 
