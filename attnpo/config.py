@@ -27,6 +27,7 @@ from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, joi
 from attnpo.components import MISSING as MISSING
 from attnpo.errors import UserError
 from attnpo.files import Json
+from attnpo.parsed_files import keep_parsed
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
@@ -79,6 +80,7 @@ def groups(config_dir: Path | None = None) -> dict[str, list[str]]:
 
 @contextmanager
 def _initialized(config_dir: Path | None) -> Iterator[list[str]]:
+    keep_parsed()
     first, *others = _folders(config_dir)
     quoted = ["'file://" + str(folder).replace("'", "\\'") + "'" for folder in others]
     with hydra.initialize_config_dir(config_dir=str(first), version_base="1.3"):

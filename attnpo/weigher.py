@@ -18,7 +18,7 @@ from attnpo.display.heat import heat_row
 from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
 from attnpo.machine import device_of
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.described import describe, require_exact
+from attnpo.models.described import describe, require_exact, stated_positions
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer
 from attnpo.runs.judge_traces import KeptTraces
@@ -156,11 +156,12 @@ class Weigher:
         self.lengths = LengthRules() if lengths is None else lengths
         self.tokenizer = _tokenizer(model, tokenizer, revision)
         self.chat = ChatFormat(self.tokenizer, read_template(chat_template), kwargs=chat_template_kwargs)
-        self.prompts = JudgePrompts(settings.rules(), self.chat, None if wording is None else JudgeTemplate(wording))
         loaded = _model(model, dtype, revision, device)
         found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
         require_exact(config, name, "max_length", max_length)
+        template = None if wording is None else JudgeTemplate(wording)
+        self.prompts = JudgePrompts(settings.rules(stated_positions(config)), self.chat, template)
         if not found.layers:
             raise UserError(
                 f"no layer of {found.name} has softmax attention that can be read: {found.why}; give another model"

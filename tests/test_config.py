@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
 import pytest
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import command_line, component_fields, config
@@ -894,3 +896,26 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=message):
         config.check(config.compose("fit", [override]), complete=False)
+
+
+def test_a_file_is_parsed_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a composition does to its copy stays there, and an edit between two compositions is seen."""
+    file = tmp_path / "objective" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("defaults:\n  - dpo\nbeta: 0.25\n", encoding="utf-8")
+    parsed: list[str] = []
+    plain = FileConfigSource.load_config
+
+    def counting(source: FileConfigSource, config_path: str) -> ConfigResult:
+        parsed.append(config_path)
+        return plain(source, config_path)
+
+    monkeypatch.setattr(FileConfigSource, "load_config", counting)
+    first = config.compose("fit", ["objective=mine"], tmp_path)
+    assert first.objective.beta == 0.25 and "objective/mine" in parsed
+    first.objective.beta = 7
+    parsed.clear()
+    assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.25 and parsed == []
+    file.write_text("defaults:\n  - dpo\nbeta: 0.125\n", encoding="utf-8")
+    assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.125
+    assert parsed == ["objective/mine"]

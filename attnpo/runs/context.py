@@ -12,7 +12,7 @@ from attnpo.config_files import read_template
 from attnpo.files import in_bytes
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
-from attnpo.models.described import beyond_positions, on_meta, require_exact
+from attnpo.models.described import on_meta, require_exact
 from attnpo.models.loading import (
     attention_of,
     load_config,
@@ -165,8 +165,8 @@ def run_judge(context: RunContext) -> RunJudge:
     key, length = "judge.max_length", judge.settings.max_length
     config = text_config(judge.path, judge.revision)
     require_exact(config, judge.path, key, length)
-    if (beyond := beyond_positions(config, judge.path, key, length)) is not None:
-        log_once([f"warning: {key}={length} lets in longer prompts than the judge can read: {beyond}"], logging.WARNING)
+    if (most := judge.prompts.rules.max_length) < length:
+        log_once([f"{key}={length}: prompts are cut to the {most} positions that the judge has"])
     check_tokenizers(context, judge)
     return judge
 

@@ -66,12 +66,7 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     weighed = inputs.weighed
     if weighed.report is not None:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
-    if weighed.report is not None and "judge" in weighed.source.requires:
-        rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
-        out["judge_prompts"] = {"read": len(rounds), "cut": sum(item.cut for item in rounds)}
-    if weighed.report is not None and "scorers" in weighed.source.requires:
-        cut = sum(item.cut for pair in weighed.captured.values() for item in pair.rounds)
-        out["scorers"] = {"pairs": len(weighed.captured), "cut": cut}
+    out.update(_cut_prompts(weighed))
     if weighed.answers is not None:
         lost = sum(made.tally.total(DROPPED_FOR_COVERAGE) for made in inputs.examples.values())
         out["verbalizer"] = {**weighed.answers.numbers(), "dropped_pairs": lost}
@@ -157,10 +152,6 @@ def log_inputs(inputs: Inputs) -> None:
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)
-    if statistics.get("judge_prompts", {}).get("cut"):
-        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", statistics["judge_prompts"])
-    if statistics.get("scorers", {}).get("cut"):
-        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", statistics["scorers"])
     log_captured(inputs.weighed)
     for split in SPLITS:
         _require_examples(inputs, split)
@@ -171,11 +162,30 @@ def log_inputs(inputs: Inputs) -> None:
         log.info("%s", line)
 
 
+def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
+    """Prompts of the judge, and pairs with a scorer's instruction, that were read, and how many had to be cut."""
+    if weighed.report is None:
+        return {}
+    rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
+    cut = sum(item.cut for item in rounds)
+    found: dict[str, dict[str, int]] = {}
+    if "judge" in weighed.source.requires:
+        found["judge_prompts"] = {"read": len(rounds), "cut": cut}
+    if "scorers" in weighed.source.requires:
+        found["scorers"] = {"pairs": len(weighed.captured), "cut": cut}
+    return found
+
+
 def log_captured(weighed: Weighed) -> None:
     """Logs the judge's passport in two lines, with a warning where it tells nothing of preference, and the answers.
 
-    Before these how long its traces are, with a warning where some were cut.
+    Before these how many prompts were cut, and how long its traces are, with a warning where some were cut.
     """
+    cut_prompts = _cut_prompts(weighed)
+    if cut_prompts.get("judge_prompts", {}).get("cut"):
+        log.warning("judge prompts cut at judge.max_length: %(cut)d of %(read)d", cut_prompts["judge_prompts"])
+    if cut_prompts.get("scorers", {}).get("cut"):
+        log.warning("prompts with a scorer's instruction cut at lengths: %(cut)d of %(pairs)d", cut_prompts["scorers"])
     if weighed.traces is not None:
         log.info("%s", weighed.traces.text())
         cut = weighed.traces.problem()

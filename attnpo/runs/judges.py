@@ -10,6 +10,7 @@ import torch
 from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
 from attnpo.judging import JudgeModel
+from attnpo.models.described import stated_positions
 from attnpo.models.generate import longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
@@ -18,6 +19,7 @@ from attnpo.models.loading import (
     load_tokenizer,
     model_depth,
     model_heads,
+    text_config,
     weights_fingerprint,
 )
 from attnpo.models.spec import ModelSpec
@@ -71,7 +73,8 @@ class RunJudge:
         asking = chat
         if own and judge.chat and judge.chat_template_kwargs is not None:
             asking = ChatFormat(self.tokenizer, kwargs=judge.chat_template_kwargs, part="judge")
-        self.prompts = JudgePrompts(judge.rules(), asking, training=chat)
+        positions = stated_positions(text_config(self.path, self.revision))
+        self.prompts = JudgePrompts(judge.rules(positions), asking, training=chat)
         self._store = store
 
     @property

@@ -121,10 +121,15 @@ class Judge(JudgeRules):
         idle = not self.chat and self.chat_template_kwargs is not None
         return {"chat_template_kwargs": "judge.chat=false"} if idle else {}
 
-    def rules(self) -> JudgeRules:
-        """The prompt rules alone, with the template's path settled."""
+    def rules(self, positions: int | None = None) -> JudgeRules:
+        """The prompt rules alone, with the template's path settled, for a judge of as many ``positions``.
+
+        Prompts are cut to what the judge can read. None: a judge that states no end.
+        """
         plain = JudgeRules(**{item.name: getattr(self, item.name) for item in fields(JudgeRules)})
-        return replace(plain, template_file=str(find_file(self.template_file, "judge.template_file")))
+        length = plain.max_length if positions is None else min(plain.max_length, positions)
+        path = str(find_file(self.template_file, "judge.template_file"))
+        return replace(plain, template_file=path, max_length=length)
 
 
 @dataclass(frozen=True)

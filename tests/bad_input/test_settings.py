@@ -102,10 +102,13 @@ def test_long_pairs_need_a_model_of_as_many_positions(attempts: Attempts, record
     record("lengths=16k, a row past the positions", message, NOT_STARTED)
 
 
-def test_a_longer_limit_than_the_judge_has_positions_is_warned_of(attempts: Attempts) -> None:
-    answer = attempts.weigh("lengths.max_length=2048", "judge.max_length=513")
-    told = answer.noted("warning: judge.max_length=513 lets in longer prompts than the judge can read")
-    assert answer.status == 0 and "has 512 positions" in told and "set judge.max_length=512 or lower" in told
+def test_judge_prompts_are_cut_to_the_positions_that_the_judge_has(attempts: Attempts, record: Record) -> None:
+    both = attempts.saying(chosen="good " * 300, rejected="bad " * 300)
+    answer = attempts.weigh("judge.max_length=4096", world=both)
+    assert answer.status == 0
+    told = answer.noted("judge.max_length=4096: prompts are cut to the 512 positions that the judge has")
+    answer.noted("judge prompts cut at judge.max_length: 2 of 36")
+    record("judge.max_length beyond the judge's positions", told, "the prompts' ends, counted")
 
 
 def test_an_override_may_be_longer_than_a_file_name(attempts: Attempts) -> None:
