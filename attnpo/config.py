@@ -27,7 +27,7 @@ from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, joi
 from attnpo.components import MISSING as MISSING
 from attnpo.errors import UserError
 from attnpo.files import Json
-from attnpo.parsed_files import keep_parsed
+from attnpo.kept_configs import keep_parsed, kept
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
@@ -95,6 +95,13 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
+    if any(override.lstrip("+~").startswith("hydra.") for override in overrides):  # which may name other folders
+        return _compose(name, overrides, config_dir)
+    key = (name, tuple(overrides), config_dir)
+    return kept(key, _folders(config_dir), lambda: _compose(name, overrides, config_dir))
+
+
+def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
     with _initialized(config_dir) as searchpath:
         known = groups(config_dir)
         _refuse_moved(overrides, known)

@@ -160,8 +160,8 @@ class Weigher:
         found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)
         require_exact(config, name, "max_length", max_length)
-        template = None if wording is None else JudgeTemplate(wording)
-        self.prompts = JudgePrompts(settings.rules(stated_positions(config)), self.chat, template)
+        template_text = None if wording is None else JudgeTemplate(wording)
+        self.prompts = JudgePrompts(settings.rules(stated_positions(config)), self.chat, template_text)
         if not found.layers:
             raise UserError(
                 f"no layer of {found.name} has softmax attention that can be read: {found.why}; give another model"

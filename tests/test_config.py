@@ -898,7 +898,9 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
         config.check(config.compose("fit", [override]), complete=False)
 
 
-def test_a_file_is_parsed_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_are_parsed_and_composed_once_and_again_when_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a composition does to its copy stays there, and an edit between two compositions is seen."""
     file = tmp_path / "objective" / "mine.yaml"
     file.parent.mkdir()
@@ -911,11 +913,15 @@ def test_a_file_is_parsed_once_and_again_when_it_changes(tmp_path: Path, monkeyp
         return plain(source, config_path)
 
     monkeypatch.setattr(FileConfigSource, "load_config", counting)
-    first = config.compose("fit", ["objective=mine"], tmp_path)
-    assert first.objective.beta == 0.25 and "objective/mine" in parsed
-    first.objective.beta = 7
-    parsed.clear()
-    assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.25 and parsed == []
+    for words in (["objective=mine"], ["objective=mine", "seed=3"]):  # the same composition, and another of its files
+        parsed.clear()
+        first = config.compose("fit", words, tmp_path)
+        assert first.objective.beta == 0.25 and ("objective/mine" in parsed) == (len(words) == 1)
+        first.objective.beta = 7
+        parsed.clear()
+        again = config.compose("fit", words, tmp_path)
+        assert again.objective.beta == 0.25 and parsed == []
+        assert OmegaConf.is_struct(again) and again == config._compose("fit", words, tmp_path)
     file.write_text("defaults:\n  - dpo\nbeta: 0.125\n", encoding="utf-8")
     assert config.compose("fit", ["objective=mine"], tmp_path).objective.beta == 0.125
     assert parsed == ["objective/mine"]

@@ -1,0 +1,66 @@
+"""What a process has parsed and composed, kept: a study composes each point several times, from the same few files.
+
+Both hold for files as they are: one that changes, by its time or its size, is read anew.
+"""
+
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import DictConfig
+
+MOST = 1000  # compositions that are kept, of some 20 KiB each
+
+_parsed: dict[tuple[str, ...], tuple[tuple[int, int], bytes]] = {}
+_composed: dict[Hashable, bytes] = {}
+
+
+class ParsedFiles(FileConfigSource):
+    """Hydra's source of ``file://``, which keeps what it has parsed and gives copies of it."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """The configuration at ``config_path``, Hydra's own error where there is no such file."""
+        file = os.path.join(self.path, self._normalize_file_name(config_path))
+        if not os.path.exists(file):
+            return super().load_config(config_path)
+        found = os.stat(file)
+        key, state = (self.provider, self.path, config_path), (found.st_mtime_ns, found.st_size)
+        if key not in _parsed or _parsed[key][0] != state:
+            _parsed[key] = (state, pickle.dumps(super().load_config(config_path)))
+        # A copy: Hydra takes the defaults list out of it. Pickle makes one five times as fast as OmegaConf's deepcopy.
+        result: ConfigResult = pickle.loads(_parsed[key][1])
+        return result
+
+
+def keep_parsed() -> None:
+    """Makes Hydra read configuration files through ``ParsedFiles`` from now on."""
+    Plugins.instance()  # brings Hydra's own sources, one of which it replaces
+    SourcesRegistry.instance().types[ParsedFiles.scheme()] = ParsedFiles
+
+
+def kept(key: Hashable, folders: Sequence[Path], make: Callable[[], DictConfig]) -> DictConfig:
+    """A copy of what ``make`` composed for this ``key`` from the files in ``folders``; ``make`` is called if need be.
+
+    What ``make`` raises is passed on and not kept.
+    """
+    whole = (key, _state(folders))
+    if whole not in _composed:
+        made = pickle.dumps(make())
+        if len(_composed) >= MOST:
+            _composed.clear()
+        _composed[whole] = made
+    cfg: DictConfig = pickle.loads(_composed[whole])
+    return cfg
+
+
+def _state(folders: Sequence[Path]) -> str:
+    """A digest of the names, times and sizes of all configuration files in ``folders``."""
+    files = sorted(file for folder in folders for file in folder.rglob("*.yaml"))
+    found = [(str(file), file.stat()) for file in files]
+    return hashlib.sha256(repr([(file, at.st_mtime_ns, at.st_size) for file, at in found]).encode()).hexdigest()
