@@ -1,8 +1,9 @@
 """Composition of configurations, checks of their components, the front of the entry points, and paths.
 
-Hydra composes, and stays in this file and the entry points. Importing this module, ``--help`` and ``--cfg`` load
-neither torch nor anything that does. The check imports the modules of the targets named in the configuration, which
-must therefore be light, and reports wrong keys and types before a model loads (how: ``attnpo.components``).
+Hydra composes, and stays in this file, ``kept_configs`` and the entry points. Importing this module, ``--help`` and
+``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets named in the
+configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
+``attnpo.components``).
 """
 
 import logging

@@ -3,9 +3,16 @@
 import os
 from pathlib import Path
 
+# What a checked module imports first, jaxtyping's hook compiles anew and keeps under a name of its own, libraries too.
+# These come first, as they were compiled when they were installed.
 import hypothesis
+import lightning.pytorch  # noqa: F401
+import matplotlib.figure  # noqa: F401
 import pytest
+import scipy.stats  # noqa: F401
 import torch
+import torchmetrics.text  # noqa: F401
+import transformers.modeling_utils  # noqa: F401
 
 from tests.bad_input.table import pytest_terminal_summary as pytest_terminal_summary
 

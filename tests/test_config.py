@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -817,14 +818,16 @@ def roots() -> list[str]:
     return sorted(path.stem for path in config.CONFIG_DIR.glob("*.yaml"))
 
 
+@cache
+def groups_of(root: str) -> set[str]:
+    """The groups that a root's defaults list names."""
+    defaults = OmegaConf.load(config.CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+    return {str(key).removeprefix("optional ") for item in defaults if isinstance(item, DictConfig) for key in item}
+
+
 def composing(group: str, option: str) -> list[tuple[str, str]]:
     """The roots an option can be composed in, with the override; one with ``+`` in all where none lists the group."""
-    found = []
-    for root in roots():
-        defaults = OmegaConf.load(config.CONFIG_DIR / f"{root}.yaml").get("defaults", [])
-        keys = {str(key).removeprefix("optional ") for item in defaults if isinstance(item, DictConfig) for key in item}
-        if group in keys:
-            found.append((root, f"{group}={option}"))
+    found = [(root, f"{group}={option}") for root in roots() if group in groups_of(root)]
     return found or [(root, f"+{group}={option}") for root in roots()]
 
 
