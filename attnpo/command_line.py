@@ -16,7 +16,7 @@ from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read
 from attnpo.config_help import Arguments
 from attnpo.console import guarded, reporting, stoppable, world_size
 from attnpo.errors import UserError
-from attnpo.live import heartbeat, waiting
+from attnpo.live import heartbeat, importing, waiting
 
 _log = logging.getLogger(__name__)
 
@@ -98,7 +98,8 @@ def _run(
     composed = [ready(job) for job in jobs]
     with heartbeat(name):
         # Brings torch, which takes seconds, in a process that has not loaded it.
-        with nullcontext() if "torch" in sys.modules else waiting("checking the configuration"):
+        said = "checking the configuration"
+        with importing(said), nullcontext() if "torch" in sys.modules else waiting(said):
             readings = [_whole(cfg, complete) for cfg in composed]
         _note_idle([reading.idle_overrides() for reading in readings])
         roots = [cast(SomeRoot, reading.root) for reading in readings]  # the entry point's own, as its _target_ says

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from attnpo.console import hear_signals
+from attnpo.live import importing
 
 if TYPE_CHECKING:
     from attnpo.evaluation.evaluate_config import EvaluateConfig
@@ -30,14 +31,16 @@ python -m attnpo.evaluate benchmark=judge setting=real_smoke model.path=MODEL da
 
 def main(cfg: "EvaluateConfig") -> int:
     """0; 1 where calls got no reply, so that the command has to be given again."""
-    from attnpo.evaluation.evaluating import evaluate
+    with importing("loading transformers"):
+        from attnpo.evaluation.evaluating import evaluate
 
     return evaluate(cfg)
 
 
 def passport(cfg: "PassportConfig") -> int:
     """0; the passport is printed, and written into a folder."""
-    from attnpo.reports.passport import write_passport
+    with importing("loading transformers"):
+        from attnpo.reports.passport import write_passport
 
     write_passport(cfg)
     return 0

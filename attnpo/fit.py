@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from attnpo.console import command_text, hear_signals, leads, leave, world_size
-from attnpo.live import phase
+from attnpo.live import importing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ def _checked(cfg: "FitConfig") -> "tuple[Plan | None, str | None]":
 
 
 def _refuse_folder(cfg: "FitConfig", folder: "Path") -> None:
-    with phase("loading transformers"):
+    with importing("loading transformers"):
         from attnpo.runs.resume import check_folder, refuse_taken
 
     refuse_taken(cfg, folder)
@@ -95,7 +95,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
     from attnpo.training.interrupted import Interrupted
 
     if plan is None:
-        with phase("loading transformers"):
+        with importing("loading transformers"):
             from attnpo.runs.resume import refuse_taken
             from attnpo.runs.run import run
 

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from attnpo.console import hear_signals
+from attnpo.live import importing
 
 if TYPE_CHECKING:
     from attnpo.answers.answer_config import AnswerConfig
@@ -20,7 +21,8 @@ python -m attnpo.generate model.path=MODEL data.path=PROMPTS.jsonl answering=ope
 
 def main(cfg: "AnswerConfig") -> int:
     """0; the path of the answers is printed."""
-    from attnpo.answers.answering import answer_prompts
+    with importing("loading transformers"):
+        from attnpo.answers.answering import answer_prompts
 
     sys.stdout.write(f"{answer_prompts(cfg)}\n")
     return 0

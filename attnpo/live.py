@@ -3,6 +3,7 @@
 Light: neither torch nor anything that loads it.
 """
 
+import gc
 import json
 import logging
 import sys
@@ -24,6 +25,7 @@ from attnpo.console import leads
 log = logging.getLogger(__name__)
 QUIET_FOR = 9.0  # seconds without a line after which a command says what it is at
 WRITTEN_EVERY = 0.5  # seconds between two notes of a point
+RARELY = 20_000  # new objects between two looks for garbage; Python's own number is 700
 NOTE = ".progress.json"  # in the folder of a study's point, while it trains
 
 
@@ -140,6 +142,21 @@ def phase(what: str) -> Iterator[None]:
         yield
     finally:
         _phases.remove(this)
+
+
+@contextmanager
+def importing(what: str) -> Iterator[None]:
+    """A ``phase`` that imports packages, in which garbage is looked for rarely.
+
+    What an import makes stays, and looking through hundreds of thousands of such objects takes a quarter of its time.
+    """
+    usual = gc.get_threshold()
+    gc.set_threshold(RARELY, *usual[1:])
+    try:
+        with phase(what):
+            yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from attnpo.console import guarded, hear_signals, reporting
+from attnpo.live import importing
 
 if TYPE_CHECKING:
     from attnpo.inspection.show_config import ShowConfig
@@ -26,7 +27,8 @@ def main(texts: dict[str, str], cfg: "ShowConfig") -> int:
     """0; the pairs are printed or written. ``texts`` are those of a typed pair."""
     for key, text in texts.items():
         cfg = cfg.with_value(key, text)
-    from attnpo.inspection.showing import show
+    with importing("loading transformers"):
+        from attnpo.inspection.showing import show
 
     show(cfg)
     return 0

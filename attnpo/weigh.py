@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.console import hear_signals
+from attnpo.live import importing
 
 if TYPE_CHECKING:
     from attnpo.studies.weigh_config import WeighConfig
@@ -23,8 +24,9 @@ def main(cfg: "WeighConfig") -> int:
     from attnpo.runs.startup import announce
 
     announce("weigh", cfg, None)
-    from attnpo.runs.fill_store import fill_store
-    from attnpo.runs.weight_export import check_export, write_weights
+    with importing("loading transformers"):
+        from attnpo.runs.fill_store import fill_store
+        from attnpo.runs.weight_export import check_export, write_weights
 
     if cfg.export is not None:
         check_export(cfg, Path(cfg.export))

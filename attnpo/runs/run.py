@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.data.prompts import Prompt
-from attnpo.live import phase
+from attnpo.live import importing, phase
 from attnpo.machine import as_launched, device_of, versions
 from attnpo.models.backbone import frozen
 from attnpo.models.generate import context_length
@@ -85,7 +85,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         write_config(cfg, folder)
     log_inputs(inputs)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
-    with phase("loading Lightning"):
+    with importing("loading Lightning"):
         from attnpo.runs.report import publish_run, write_run_report
         from attnpo.runs.training import train
         from attnpo.training.loggers import open_loggers

@@ -1,4 +1,7 @@
-"""Points run in processes of their own, or one after the other in this one; one that is killed ends alone."""
+"""Points run in processes of their own, or one after the other in this one; one that is killed ends alone.
+
+Light: a new process imports this module before it can say how the heavy ones are to be imported.
+"""
 
 import logging
 import os
@@ -10,18 +13,16 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from attnpo.config import load
 from attnpo.console import end_with_parent
-from attnpo.live import behind, noting_in
-from attnpo.runs.identity import source_digest
-from attnpo.runs.inputs import forget, remembering
+from attnpo.errors import UserError
+from attnpo.live import behind, importing, noting_in
 from attnpo.runs.result import RunResult
-from attnpo.runs.run import run
-from attnpo.runs.run_config import RunConfig
-from attnpo.schema import UserError
+
+if TYPE_CHECKING:
+    from attnpo.runs.run_config import RunConfig
 
 Job = tuple[list[str], Path]  # the overrides of a point and its folder
 
@@ -33,8 +34,10 @@ LINGER = 5.0  # seconds in which a worker that a signal ended gives its answer b
 EDITED = "the package's source was changed while the study ran; run the study's command again"
 
 
-def on_gpu(configs: Iterable[RunConfig]) -> bool:
+def on_gpu(configs: "Iterable[RunConfig]") -> bool:
     """Whether one of these points would train on a GPU of this machine."""
+    import torch
+
     return torch.cuda.is_available() and any(cfg.trainer.accelerator != "cpu" for cfg in configs)
 
 
@@ -53,6 +56,8 @@ def execute(
             for place, (overrides, folder) in enumerate(jobs):
                 yield (place, *run_point(overrides, folder, config_dir, store, None))
         finally:
+            from attnpo.runs.inputs import forget
+
             forget()
         return
     workers = min(workers, len(jobs))
@@ -73,6 +78,8 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
     at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
+    from attnpo.runs.identity import source_digest
+
     with ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
     ) as pool:
@@ -110,6 +117,8 @@ def _begin(source: str) -> None:
     A point's folder is named by the source of the process that began the study; a worker imports what is there now.
     """
     end_with_parent()
+    with importing("loading torch"):
+        from attnpo.runs.identity import source_digest
     if source_digest() != source:
         _edited.append(EDITED)
 
@@ -122,6 +131,11 @@ def run_point(
         raise _ended[0]
     if _edited:
         return None, _edited[0]
+    with importing("loading transformers"):
+        import torch
+
+        from attnpo.runs.inputs import remembering
+        from attnpo.runs.run import run
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)

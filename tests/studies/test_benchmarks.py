@@ -22,9 +22,10 @@ from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.grading.store import ReplyStore
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
+from attnpo.runs import run as runs
 from attnpo.runs.folders import run_folder
 from attnpo.schema import Message, UserError
-from attnpo.studies import benchmarks, exports, workers
+from attnpo.studies import benchmarks, exports
 from attnpo.studies.arms import Composed
 from attnpo.studies.benchmark_scores import RowScore, asked_problems
 from attnpo.studies.benchmark_table import benchmark_cells, benchmark_notes
@@ -161,7 +162,7 @@ def test_a_repeated_command_runs_nothing_and_asks_nothing(
     def never(*_: object) -> None:
         raise AssertionError("run again")
 
-    monkeypatch.setattr(workers, "run", never)
+    monkeypatch.setattr(runs, "run", never)
     monkeypatch.setattr(ReplyStore, "add", never)
     again = run_study(cfg, outcome.folder)
     assert again.benchmarks == outcome.benchmarks and not again.unmeasured

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from attnpo.command_line import run_entry
+from attnpo.runs import run as runs
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import RESULT
-from attnpo.studies import runner, workers
+from attnpo.studies import runner
 from attnpo.studies.workers import Done, Job
 from tests.runs.worlds import World, build_world
 
@@ -158,13 +159,13 @@ def test_the_printed_command_goes_on_with_what_is_finished(
 ) -> None:
     """Each point runs once; then the commands that the finished study prints are run, with points of no training."""
     trained: list[Path] = []
-    run = workers.run  # type: ignore[attr-defined]
+    run = runs.run
 
     def counted(cfg: object, folder: Path, point: bool) -> RunResult | None:
         trained.append(folder)
         return run(cfg, folder, point=point)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(workers, "run", counted)
+    monkeypatch.setattr(runs, "run", counted)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)  # points in this process
     assert start(ended.command) == 0
     now = results(output)

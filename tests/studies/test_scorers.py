@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from attnpo.models.loading import load_tokenizer, weights_fingerprint
+from attnpo.runs import run as runs
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
-from attnpo.studies import workers
 from attnpo.studies.bases import make_basis
 from attnpo.studies.cost_table import FORWARDS, TRAINING, WEIGHING, cost_tables
 from attnpo.studies.fit_config import FitConfig
@@ -163,7 +163,7 @@ def test_a_repeated_command_trains_no_scorer_again(
         tried.append(place.name.partition("-")[0])
         raise UserError("not again")
 
-    monkeypatch.setattr(workers, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     again = run_study(cfg, folder / "out")
     assert tried == ["lost"] and [result for _, result in again.points] == [result for _, result in outcome.points]
     assert again.scorers[("", 0)]["oracle"] == outcome.scorers[("", 0)]["oracle"]

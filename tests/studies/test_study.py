@@ -10,9 +10,10 @@ import pytest
 
 from attnpo import fit
 from attnpo.config import load
+from attnpo.runs import run as runs
 from attnpo.runs.folders import run_folder
 from attnpo.schema import UserError
-from attnpo.studies import bases, workers
+from attnpo.studies import bases
 from attnpo.studies.arms import arm_config, layered, point_config, point_folder
 from attnpo.studies.bases import make_basis
 from attnpo.studies.fit_config import FitConfig
@@ -284,7 +285,7 @@ def test_a_repeated_command_trains_nothing_again(
         tried.append(place.name)
         raise UserError("not again")
 
-    monkeypatch.setattr(workers, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     with judge_loads() as loaded:
         again = run_study(cfg, folder)
     assert len(tried) == 1 and tried[0].startswith("broken")
@@ -305,7 +306,7 @@ def test_changed_code_runs_every_point_again(
         tried.append(place.name.partition("-")[0])
         raise UserError("tried")
 
-    monkeypatch.setattr(workers, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     monkeypatch.setattr(bases, "source_digest", lambda *given: "another version")
     with judge_loads() as loaded, pytest.raises(UserError, match="all 3 points failed"):
         run_study(cfg, folder)
@@ -324,7 +325,7 @@ def test_another_setting_is_another_study_in_the_same_folder(
         tried.append(place.name)
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(workers, "run", run)
+    monkeypatch.setattr(runs, "run", run)
     with pytest.raises(UserError, match=r"study tiny: all 3 points failed; the first with: (.|\n)*out of luck"):
         run_study(cfg, folder)
     assert len(tried) == 3
