@@ -1,14 +1,13 @@
 """Composition of configurations, checks of their components, the front of the entry points, and paths.
 
-Hydra composes, and stays in this file, ``kept_configs`` and the entry points. Importing this module, ``--help`` and
-``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets named in the
-configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
+Hydra composes, and stays in this file, ``kept_configs``, ``refused_overrides`` and the entry points. Importing this
+module, ``--help`` and ``--cfg`` load neither torch nor anything that does. The check imports the modules of the targets
+named in the configuration, which must therefore be light, and reports wrong keys and types before a model loads (how:
 ``attnpo.components``).
 """
 
 import logging
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -19,16 +18,17 @@ import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
-from omegaconf import Container, DictConfig, OmegaConf, open_dict
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from attnpo.component_fields import as_values
-from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, join, required, resolve
+from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
 from attnpo.components import MISSING as MISSING
 from attnpo.errors import UserError
 from attnpo.files import Json
-from attnpo.kept_configs import keep_parsed, kept
+from attnpo.kept_configs import choices_and_values, keep_parsed, kept, put
+from attnpo.refused_overrides import hydra_text, nearest_option, refuse_moved, unknown_key
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")
 
@@ -96,21 +96,35 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
-    if any(override.lstrip("+~").startswith("hydra.") for override in overrides):  # which may name other folders
+    if any(override.lstrip("+~").startswith("hydra") for override in overrides):  # which may name other folders
         return _compose(name, overrides, config_dir)
-    key = (name, tuple(overrides), config_dir)
-    return kept(key, _folders(config_dir), lambda: _compose(name, overrides, config_dir))
+    folders, key = _folders(config_dir), (name, tuple(overrides), config_dir)
+    return kept(key, folders, lambda: _of_parts(name, overrides, config_dir, folders))
+
+
+def _of_parts(name: str, overrides: Sequence[str], config_dir: Path | None, folders: Sequence[Path]) -> DictConfig:
+    """The same as ``_compose``, from what was kept of the options chosen; what is wrong is told by ``_compose``."""
+    refuse_moved(overrides, groups(config_dir))
+    choices, values = choices_and_values(overrides, folders)
+    if not values or any("={" in choice for choice in choices):  # a dict for a group is a value in Hydra's eyes
+        return _compose(name, overrides, config_dir)
+    try:
+        cfg = kept((name, tuple(choices), config_dir), folders, lambda: _compose(name, choices, config_dir))
+        put(values, cfg)
+    except (UserError, HydraException, OmegaConfBaseException, ValueError):
+        return _compose(name, overrides, config_dir)
+    return _noted(cfg, overrides)
 
 
 def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
     with _initialized(config_dir) as searchpath:
         known = groups(config_dir)
-        _refuse_moved(overrides, known)
+        refuse_moved(overrides, known)
         try:
             cfg = hydra.compose(name, [*searchpath, *overrides], return_hydra_config=True)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            text = _hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
-            text = _unknown_key(text, name, [*searchpath, *overrides], list(known)) or _nearest_option(
+            text = hydra_text(error) if isinstance(error, HydraException) else f"{error} (in {' '.join(overrides)})"
+            text = unknown_key(text, name, [*searchpath, *overrides], list(known)) or nearest_option(
                 text, overrides, known
             )
             raise UserError(text) from error
@@ -122,103 +136,19 @@ def _compose(name: str, overrides: Sequence[str], config_dir: Path | None) -> Di
             listed = ", ".join(known[group])
             raise UserError(f"Could not find '{group}/{option}'{close}\nAvailable options in '{group}': {listed}")
     choices = {str(key): choice for key, choice in cfg.hydra.runtime.choices.items() if isinstance(choice, str)}
+    folder = None if config_dir is None else str(config_dir)
     with open_dict(cfg):
         del cfg["hydra"]
         if "composed" in cfg:
-            literal = [override.replace("${", "\\${") for override in overrides]  # to be read, not resolved
-            folder = None if config_dir is None else str(config_dir)
-            cfg.composed = {"overrides": literal, "config_dir": folder, "choices": choices}
+            cfg.composed = {"overrides": [], "config_dir": folder, "choices": choices}
+    return _noted(cfg, overrides)
+
+
+def _noted(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """``cfg`` with the ``overrides`` it was composed with, to be read, not resolved."""
+    if "composed" in cfg:
+        cfg.composed.overrides = [override.replace("${", "\\${") for override in overrides]
     return cfg
-
-
-def _refuse_moved(overrides: Sequence[str], known: dict[str, list[str]]) -> None:
-    """Raises UserError for a choice of a group, or a key, that there was once, naming the words to type now."""
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key == "study":
-            name = "none" if value in ("", "null") else value
-            file = f", with your file as experiment/{name}.yaml, first line `# @package study`"
-            raise UserError(
-                f"{override}: the group is called experiment now; give experiment={name}"
-                f"{'' if name in known.get('experiment', []) else file}"
-            )
-        if key.partition("@")[0] == "methods":
-            raise UserError(
-                f"{override}: the methods' grids stand in the settings now; give setting={value}, or single "
-                "grids such as grids.simpo.beta=[2.0]"
-            )
-        if key in ("answers.batch_size", "answers.token_budget", "answers.max_length"):
-            name = key.partition(".")[2]
-            raise UserError(f"{override}: the key stands in the group answering now; give answering.{name}={value}")
-
-
-def _hydra_text(error: Exception) -> str:
-    if isinstance(error, OverrideParseException):
-        reason = re.sub(r"^Error parsing override .*\n", "", str(error)).partition("\n")[0]
-        return (
-            f"{error.override}: cannot be read ({reason}); put a value with brackets, commas, quotes or spaces in "
-            "quotes of its own, as in \"KEY='a, b'\""
-        )
-    lines = [str(error).partition("\nConfig search path")[0]]
-    if isinstance(error.__cause__, OmegaConfBaseException):
-        lines.append(str(error.__cause__).partition("\n")[0])
-    text = re.sub(r"\nSee https\S+ for details|\n\t_\w+(?=\n)", "", "\n".join(lines))
-    text = text.replace(":\n\t", ": ").replace("\n\t", ", ")
-    return re.sub(r"\n\s*\n", "\n", text)
-
-
-def _nearest_option(text: str, overrides: Sequence[str], known: dict[str, list[str]]) -> str:
-    """``text`` with the option nearest to one that was not found, and null explained where an option is needed."""
-    missing = re.search(r"Could not find '(.+)/([^/']+)'", text)
-    if missing is not None and missing[1] in known:
-        return text.replace(missing[0], missing[0] + did_you_mean(missing[2], known[missing[1]], f"{missing[1]}="), 1)
-    for group, value in (override.split("=", 1) for override in overrides if "=" in override):
-        if group in known and value not in known[group] and "Config group override" in text:
-            listed = ", ".join(known[group])
-            close = f"; ~{group} leaves it out" if value == "null" else did_you_mean(value, known[group], f"{group}=")
-            return f"{group}={value}: a group takes one of its options ({listed}){close}"
-    return text
-
-
-def _unknown_key(text: str, name: str, overrides: list[str], group_names: list[str]) -> str | None:
-    """What to say where Hydra's ``text`` is about an override of a key that there is not; None for any other text."""
-    refused = re.search(r"Could not override '([^']+)'", text)
-    if refused is None:
-        return None
-    key = refused[1]
-    typed = next((override for override in overrides if override.lstrip("+~").partition("=")[0] == key), key)
-    said = f"{typed}: there is no key {key}"
-    rest = [override for override in overrides if override.lstrip("+~").partition("=")[0] != key]
-    try:
-        root: Any = hydra.compose(name, rest)
-    except (HydraException, OmegaConfBaseException):
-        return said
-    node, path = root, ""
-    for part in key.split(".")[:-1]:
-        if not isinstance(node, DictConfig) or part not in node:
-            break
-        node, path = node[part], join(path, part)
-    if not isinstance(node, DictConfig):
-        return f"{said}; `{path}` is a value, it has no keys"
-    names = [str(key) for key in node if key != "_target_"] + ([] if path else group_names)
-    wrong = key[len(path) :].lstrip(".").partition(".")[0]
-    elsewhere = sorted((found for found in _single(root) if found.endswith(f".{key}")), key=lambda at: at.count("."))
-    elsewhere = [found for found in elsewhere if found.count(".") == elsewhere[0].count(".")]
-    if elsewhere:
-        said += f"; did you mean {' or '.join(elsewhere[:3])}?"
-    else:
-        said += did_you_mean(wrong, names, f"{path}." if path else "")
-    return f"{said}\n`{path or name}` has: {', '.join(sorted(set(names)))}"
-
-
-def _single(node: DictConfig, path: str = "") -> Iterator[str]:
-    """The dotted path of every key below ``node`` that holds a single value; no interpolation is resolved."""
-    for key in node:
-        child, found = node._get_node(key), join(path, str(key))
-        if not isinstance(child, Container) or child._is_interpolation():
-            yield found
-        elif isinstance(child, DictConfig) and not child._is_none():
-            yield from _single(child, found)
 
 
 def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[list[str]]:
@@ -231,7 +161,7 @@ def expand(overrides: Sequence[str], config_dir: Path | None = None) -> list[lis
         try:
             return BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)[0]
         except HydraException as error:
-            raise UserError(_hydra_text(error)) from error
+            raise UserError(hydra_text(error)) from error
 
 
 # --------------------------------------------------------------------------------------------- components

@@ -1,6 +1,7 @@
 """What a process has parsed and composed, kept: a study composes each point several times, from the same few files.
 
-Both hold for files as they are: one that changes, by its time or its size, is read anew.
+Both hold for files as they are: one that changes, by its time or its size, is read anew. Points that choose the same
+options differ in single values alone, which Hydra applies last: what the options gave is kept for all of them.
 """
 
 import hashlib
@@ -9,10 +10,13 @@ import pickle
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
 
@@ -76,6 +80,29 @@ def kept(key: Hashable, folders: Sequence[Path], make: Callable[[], DictConfig])
         _composed[whole] = made
     cfg: DictConfig = pickle.loads(_composed[whole])
     return cfg
+
+
+def choices_and_values(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[list[str], list[str]]:
+    """``overrides`` parted as Hydra parts them: those that choose options of groups, and those of single values."""
+    choices: list[str] = []
+    values: list[str] = []
+    for override in overrides:
+        group = override.lstrip("+~").partition("=")[0].partition("@")
+        chosen = bool(group[1]) or any((folder / group[0]).is_dir() for folder in folders)
+        (choices if chosen else values).append(override)
+    return choices, values
+
+
+def put(values: Sequence[str], cfg: DictConfig) -> None:
+    """Applies overrides of single values to ``cfg``, as Hydra does after all choices.
+
+    Raises Hydra's and OmegaConf's own errors, with less said than where Hydra composes the whole.
+    """
+    parsed = OverridesParser.create().parse_overrides(list(values))
+    for override in parsed:
+        if override.is_sweep_override():
+            raise ConfigCompositionException(f"{override.input_line}: several values")
+    ConfigLoaderImpl._apply_overrides_to_config(parsed, cfg)
 
 
 def _state(folders: Sequence[Path]) -> str:

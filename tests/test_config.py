@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
@@ -19,7 +19,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo import command_line, component_fields, config
+from attnpo import command_line, component_fields, config, kept_configs
 from attnpo.reports.report_config import ReportConfig
 from attnpo.runs import settings
 from attnpo.schema import UserError
@@ -899,6 +899,60 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
     monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(UserError, match=message):
         config.check(config.compose("fit", [override]), complete=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["weights=attention", "seed=3", "weights.layer=2"],
+        ["weights.layer=2", "weights=attention", "transform=shuffled", "optimizer.lr=1e-3"],
+        ["setting=real_smoke", "model.path='a, b'", "+data.columns.new={a: 1}", "++seed=4"],
+        ["~callbacks.samples", "experiment=layer_sweep", "study.sources=[attention,decay]", "name=${seed}"],
+        ["weights@weights.inner=attention", "seed=1", "seed=2", "data.path=null"],
+        ["name=[1"],
+        ["seed=1,2"],
+        ["seed@other=1"],
+        ["~nothing", "seed=1"],
+        ["+seed=4"],
+        ["weights.layr=2", "seed=1"],
+        ["weights={layer: 2}", "seed=1"],
+        ["objective=dp", "seed=1"],
+        ["methods=testbed", "seed=1"],
+        ["answers.batch_size=2"],
+        ["study=none", "seed=1"],
+        ["hydra.run.dir=x", "seed=1"],
+    ],
+    ids=" ".join,
+)
+def test_choices_and_values_apart_compose_as_hydra_composes_the_whole(words: list[str]) -> None:
+    """The same tree in the same order, or the same words about what is wrong; twice, since the choices are kept."""
+
+    def outcome(compose: Callable[..., DictConfig]) -> tuple[str, bool]:
+        try:
+            cfg = compose("fit", words, None)
+        except UserError as error:
+            return str(error), False
+        return OmegaConf.to_yaml(cfg), bool(OmegaConf.is_struct(cfg))
+
+    expected = outcome(config._compose)
+    assert outcome(config.compose) == expected
+    assert outcome(config.compose) == expected
+
+
+def test_points_of_the_same_choices_ask_hydra_for_one_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    whole = config._compose
+
+    def counting(name: str, overrides: Sequence[str], folder: Path | None) -> DictConfig:
+        calls.append(" ".join(overrides))
+        return whole(name, overrides, folder)
+
+    monkeypatch.setattr(config, "_compose", counting)
+    kept_configs._composed.clear()
+    for seed in range(3):
+        cfg = config.compose("fit", ["weights=attention", f"seed={seed}", "name=a"])
+        assert (cfg.seed, cfg.composed.overrides[1]) == (seed, f"seed={seed}")
+    assert calls == ["weights=attention"]
 
 
 def test_files_are_parsed_and_composed_once_and_again_when_they_change(

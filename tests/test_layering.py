@@ -24,6 +24,7 @@ EDGE = {
         "live",
         "locks",
         "machine",
+        "refused_overrides",
         "threads",
         "version",
     ),
@@ -43,8 +44,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "console": {"errors"},
     "components": {"console", "errors", "files"},
     "component_fields": {"components", "files"},
-    "config": {"component_fields", "components", "errors", "files", "kept_configs"},
+    "config": {"component_fields", "components", "errors", "files", "kept_configs", "refused_overrides"},
     "kept_configs": set(),
+    "refused_overrides": {"components", "errors"},
     "config_help": {"console", "errors"},
     "command_line": {"components", "config", "config_help", "console", "errors", "live"},
     "config_files": {"config", "schema"},
@@ -93,6 +95,7 @@ LIGHT_FILES = ENTRY_POINTS | {
         "live",
         "locks",
         "machine",
+        "refused_overrides",
         "threads",
         "version",
     ),
@@ -163,8 +166,8 @@ def broken_rule(where: str, room: str, dotted: str, lazy: bool, package: str) ->
         return f"{room} may not import {target}"
     if top == "experiments":
         return "imports experiments/"
-    if top == "hydra" and room not in ("config", "kept_configs") and room not in ENTRY_POINTS:
-        return "only config.py, kept_configs.py and the entry points import hydra"
+    if top == "hydra" and room not in ("config", "kept_configs", "refused_overrides") and room not in ENTRY_POINTS:
+        return "only config.py, kept_configs.py, refused_overrides.py and the entry points import hydra"
     if top == "Levenshtein" and where != "text/alignment.py":
         return "only text/alignment.py imports Levenshtein"
     if top == "wandb" and not lazy:
@@ -239,7 +242,7 @@ PLANTED = {
     "models/logps.py": ("from attnpo import fit\n", "models/logps.py:1: imports the entry point fit"),
     "data/base.py": (
         "from hydra import compose\n",
-        "data/base.py:1: only config.py, kept_configs.py and the entry points import hydra",
+        "data/base.py:1: only config.py, kept_configs.py, refused_overrides.py and the entry points import hydra",
     ),
     "weights/cache.py": ("import Levenshtein as lev\n", "weights/cache.py:1: only text/alignment.py imports Lev"),
     "training/callbacks.py": ("import wandb\n", "training/callbacks.py:1: wandb is imported inside functions"),
