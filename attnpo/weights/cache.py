@@ -347,6 +347,14 @@ def _array(values: Sequence[Cell]) -> pa.Array:
     return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), pa.array(np.concatenate(arrays)))
 
 
+def _numbers(array: pa.Array) -> Array:
+    """``array`` in NumPy; Arrow's own ``to_numpy``, for which nulls and bits are left, imports pandas: a second."""
+    if array.null_count or pa.types.is_boolean(array.type):
+        numbers: Array = array.to_numpy(zero_copy_only=False)
+        return numbers
+    return np.from_dlpack(array)
+
+
 class _Column:
     """Random access to the rows of a column that ``_array`` made."""
 
@@ -357,8 +365,8 @@ class _Column:
         if pa.types.is_struct(array.type):
             self._fields = {field.name: _Column(array.field(field.name)) for field in array.type}
         elif pa.types.is_large_list(array.type):
-            self._ends = array.offsets.to_numpy()
-            self._values = array.values.to_numpy(zero_copy_only=False)
+            self._ends = _numbers(array.offsets)
+            self._values = _numbers(array.values)
         else:
             self._scalars = array.to_pylist()
 

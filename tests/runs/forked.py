@@ -167,6 +167,7 @@ def main() -> None:
     import attnpo.runs.run
     import attnpo.studies.report
     import attnpo.studies.runner
+    from attnpo.config import compose
 
     assert attnpo.fit
     board = Board()
@@ -176,6 +177,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         board.write(moment=BEFORE, step=0, micro=0, began=0.0, ended=0.0)
+        compose("fit", order["overrides"])  # kept for the process that is forked
         pid = os.fork()
         if pid == 0:
             status = 70

@@ -4,16 +4,20 @@ import json
 import logging
 import multiprocessing
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from attnpo.files import file_digest
 from attnpo.schema import UserError, digest
+from attnpo.weights import cache
 from attnpo.weights.cache import Store, Table
 
 KEY = {"judge": {"weights": "abc", "dtype": "float32"}, "prompts": {"lengths": [2048, 768]}, "code": "1"}
@@ -54,6 +58,23 @@ def test_values_come_back_bit_for_bit(table: Table) -> None:
     assert back["p"]["empty"].shape == (0,)
     assert (back["p"]["d"], back["p"]["n"], back["q"]["n"]) == (0.1, 2**40, 5)
     assert back["q"]["s"]["a"].tolist() == [1, 2] and back["q"]["s"]["b"].tolist() == [0.5]
+
+
+def test_reading_does_not_bring_pandas(table: Table) -> None:
+    """A second of each command that finds its weights in the store; flags and gaps, which need it, come back too."""
+    flags = pa.array([[True, False]], pa.large_list(pa.bool_()))
+    gaps = pa.array([[1.0, None]], pa.large_list(pa.float32()))
+    assert cache._Column(flags)[0].tolist() == [True, False]  # type: ignore[union-attr]
+    assert np.isnan(cache._Column(gaps)[0]).tolist() == [False, True]  # type: ignore[arg-type]
+    table.append({"p": {"f": np.array([0.25, 0.75], dtype=np.float32), "n": 3}})
+    code = (
+        "import json, sys; from pathlib import Path; from attnpo.weights.cache import Table\n"
+        "found = Table(Path(sys.argv[1]), json.loads(sys.argv[2])).read(['p'], ['f', 'n'])\n"
+        "print(found['p']['f'].tolist(), found['p']['n'], 'pandas' in sys.modules)"
+    )
+    words = [sys.executable, "-c", code, str(table.folder), json.dumps(dict(table.key))]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert done.stdout.split("\n")[0] == "[0.25, 0.75] 3 False", done.stderr
 
 
 def test_what_rows_took_is_noted_beside_them(table: Table) -> None:
