@@ -1,7 +1,8 @@
 """The paper's settings from pairs to answers, as a user types them: nothing is overridden but the model and the data.
 
-A two-layer model of each setting's own class goes through weigh, four optimiser steps with a SIGTERM in between,
-resume, export and generate. The hardware groups are not needed: without a GPU the same settings run on a CPU.
+A two-layer model of each setting's own class goes through four optimiser steps, export and generate; one of them in
+more commands: weigh, fit with a SIGTERM between the steps, resume. The hardware groups are not needed: without a GPU
+the same settings run on a CPU.
 """
 
 import json
@@ -22,6 +23,7 @@ from tests.settings.small_models import write_model, write_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"llama3_8b_base_sft": "llama", "llama3_8b_instruct": "llama", "mistral_7b_base_sft": "mistral"}
+STOPPED = "mistral_7b_base_sft"  # and gone on with; how, hangs on no setting
 STEPS, BATCH = 4, 32
 PATIENCE = 400.0
 
@@ -69,7 +71,7 @@ class Shell:
 
 
 @pytest.mark.parametrize("setting", sorted(SETTINGS))
-def test_weigh_train_kill_resume_export_generate(setting: str, tmp_path: Path) -> None:
+def test_from_pairs_to_answers(setting: str, tmp_path: Path) -> None:
     cfg = load("fit", [f"setting={setting}"])
     corpus = write_pairs(tmp_path / "data", {cfg.data.train_split: STEPS * BATCH, cfg.data.val_split: 8})
     write_model(SETTINGS[setting], corpus, tmp_path / "model")
@@ -78,19 +80,20 @@ def test_weigh_train_kill_resume_export_generate(setting: str, tmp_path: Path) -
     words = [f"setting={setting}", "judge.low_label_mass=warn"]
     words += [f"model.path={tmp_path / 'model'}", f"data.path={tmp_path / 'data'}"]
 
-    weighed = shell.run("weigh", *words)
-    pairs = STEPS * BATCH + 8
-    assert f"weights: 0 of {pairs} pairs in the store" in weighed and f"weights: {pairs} pairs computed" in weighed
-
-    status, log = shell.run_and_terminate("step 1/4", "fit", *words, "name=run")
-    assert status == 143, log[-3000:]
-    assert "judge pass: reading" not in log, "weigh had put every weight into the store"
-    assert "resume=auto" in log.strip().splitlines()[-1]
-    run = tmp_path / "outputs" / "run"
-    halfway = torch.load(run / "last" / "state.ckpt", weights_only=True)["global_step"]
-    assert 1 <= halfway < STEPS
-
-    shell.run("fit", *words, "name=run", "resume=auto")
+    run, pairs = tmp_path / "outputs" / "run", STEPS * BATCH + 8
+    if setting == STOPPED:
+        said = shell.run("weigh", *words)
+        assert f"weights: 0 of {pairs} pairs in the store" in said and f"weights: {pairs} pairs computed" in said
+        status, log = shell.run_and_terminate("step 1/4", "fit", *words, "name=run")
+        assert status == 143, log[-3000:]
+        assert "judge pass: reading" not in log, "weigh had put every weight into the store"
+        assert "resume=auto" in log.strip().splitlines()[-1]
+        halfway = torch.load(run / "last" / "state.ckpt", weights_only=True)["global_step"]
+        assert 1 <= halfway < STEPS
+        shell.run("fit", *words, "name=run", "resume=auto")
+    else:
+        said = shell.run("fit", *words, "name=run")
+        assert f"weights: {pairs} pairs computed" in said
     result = json.loads((run / "result.json").read_text())
     assert result["steps"] == STEPS
     rows = (run / "metrics.csv").read_text().splitlines()
