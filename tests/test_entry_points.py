@@ -52,7 +52,7 @@ def test_help_comes_at_once(name: str) -> None:
     assert time.monotonic() - begin < PATIENCE
 
 
-def best_times(*commands: list[str], rounds: int = 3) -> list[float]:
+def best_times(*commands: list[str], rounds: int = 2) -> list[float]:
     """The shortest of several runs of each command, taken in turns so that all meet the same load."""
     seconds = [[0.0] * rounds for _ in commands]
     for turn in range(rounds):
