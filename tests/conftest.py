@@ -7,6 +7,7 @@ from pathlib import Path
 # What a checked module imports first, jaxtyping's hook compiles anew and keeps under a name of its own, libraries too.
 # These come first, as they were compiled when they were installed.
 import hypothesis
+import jaxtyping
 import lightning.pytorch  # noqa: F401
 import matplotlib.figure  # noqa: F401
 import pytest
@@ -44,7 +45,27 @@ def shared() -> Path:
     return folder
 
 
+# Where annotated shapes are checked at each call: in tests of the rooms that compute with tensors, and of whole runs.
+# A sixth of the time of the others went into checking the same calls again.
+CHECKED = {
+    *("analysis", "conformance", "evaluation", "inspection", "models"),
+    *("objectives", "testbed", "theory", "training", "weights"),
+}
+CHECKED_FILES = ("runs/test_run.py", "runs/test_models.py", "test_weigher.py")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _shapes(request: pytest.FixtureRequest) -> None:
+    where = request.path.relative_to(ROOT / "tests").as_posix()
+    checked = where.partition("/")[0] in CHECKED or where in CHECKED_FILES
+    jaxtyping.config.update("jaxtyping_disable", not checked)
+
+
 def pytest_collection_finish() -> None:
-    """Leaves what is imported by now out of each later garbage collection: millions of objects that stay."""
+    """Leaves what is imported by now out of each later garbage collection: millions of objects that stay.
+
+    And looks for garbage less often: a test leaves little, in a process of gigabytes.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

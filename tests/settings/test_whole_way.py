@@ -8,8 +8,6 @@ the same settings run on a CPU.
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from attnpo.config import load
+from tests import warm
 from tests.settings.small_models import write_model, write_pairs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,18 +40,10 @@ class Shell:
             "OMP_NUM_THREADS": "1",
         }
 
-    def start(self, name: str, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    def start(self, name: str, *words: str) -> tuple[warm.Process, Path]:
         log = self.folder / f"log-{time.monotonic_ns()}.txt"
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", f"attnpo.{name}", *words],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        return process, log
+        log.touch()
+        return warm.start(["-m", f"attnpo.{name}", *words], self.environment, log, self.folder), log
 
     def run(self, name: str, *words: str, status: int = 0) -> str:
         process, log = self.start(name, *words)

@@ -2,10 +2,10 @@
 
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from tests import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,13 +48,6 @@ def of_srun(rank: int, ranks: int = 2, nodes: int = 1) -> dict[str, str]:
     return {name: str(value) for name, value in {**place, **sizes}.items()}
 
 
-def _start(arguments: Sequence[str], place: dict[str, str], port: int, output: Path) -> subprocess.Popen[str]:
+def _start(arguments: Sequence[str], place: dict[str, str], port: int, output: Path) -> warm.Process:
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with output.open("w") as file:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **place, **more},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    return warm.start(arguments, {**os.environ, **place, **more}, output, Path.cwd())
