@@ -1,13 +1,11 @@
-"""What makes a run the run it is: the keys of its config, and the source files, that can move a number.
+"""What makes a run the run it is: the keys of its config, and the files they name, that can move a number.
 
 The one notion of it, for resuming a run, for finding a study's finished points and for telling a study's arms apart.
 """
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,11 +16,10 @@ from attnpo.config import CONFIG_DIR, build, plain
 from attnpo.files import Json, file_digest, flat
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import LAYER
+from attnpo.runs.sources import PACKAGE
 from attnpo.schema import UserError
 from attnpo.training.settings import CallbackSettings, direction
 from attnpo.weights.base import WeightSource
-
-PACKAGE = Path(__file__).resolve().parents[1]
 
 # The class of the root, which is that of the command, and keys of studies, which runs do not have.
 ROOT = ("_target_",)
@@ -62,18 +59,6 @@ LATER = {
     **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
 }
-# Rooms and files of the package that no number of a run comes from: they start a command, show what is finished, or
-# measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
-SHOWING = (
-    *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "verify.py"),
-    *("conformance", "display", "inspection", "reports", "theory", "losses.py", "weigher.py", "runs/ending.py"),
-    *("evaluate.py", "evaluation", "grading", "pair.py", "pairing", "analysis/passport.py", "runs/implicit_reward.py"),
-    *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
-    *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),
-    *("studies/ranking.py", "studies/report.py", "studies/selection.py", "studies/tables.py", "studies/exports.py"),
-    *("studies/ending.py", "studies/study_figures.py", "studies/study_page.py", "studies/yardstick.py"),
-    *("studies/cost_table.py", "studies/benchmarks.py", "studies/benchmark_scores.py", "studies/benchmark_table.py"),
-)
 
 
 def numbers_of(cfg: RunConfig) -> dict[str, object]:
@@ -187,15 +172,3 @@ def _module(dotted: str) -> str | None:
     except (ImportError, ValueError):
         return None  # told when it is built
     return spec.origin if spec is not None and spec.has_location else None
-
-
-@cache
-def source_digest(root: Path | None = None) -> str:
-    """Digest of all sources of the package that can move a number of a run, computed once per process."""
-    root = root or PACKAGE
-    found = hashlib.sha256()
-    for file in sorted(root.rglob("*.py")):
-        name = file.relative_to(root).as_posix()
-        if not any(name == one or name.startswith(f"{one}/") for one in SHOWING):
-            found.update(f"{name}\0{file_digest(file)}\0".encode())
-    return found.hexdigest()[:16]

@@ -15,9 +15,10 @@ from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context, open_paths, settle, settle_judge
-from attnpo.runs.identity import APART, below, files_of, inputs_of, settings_of, source_digest
+from attnpo.runs.identity import APART, below, files_of, inputs_of, settings_of
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.sources import source_digest
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import digest
 from attnpo.studies.arms import Composed, arm_config

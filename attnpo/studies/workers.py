@@ -20,6 +20,7 @@ from attnpo.console import end_with_parent
 from attnpo.errors import UserError
 from attnpo.live import behind, importing, noting_in
 from attnpo.runs.result import RunResult
+from attnpo.runs.sources import source_digest
 
 if TYPE_CHECKING:
     from attnpo.runs.run_config import RunConfig
@@ -78,8 +79,6 @@ def _until_broken(calls: Sequence[Call], left: deque[int], workers: int) -> Gene
     """Yields what becomes of the jobs in ``left``, taking them out; returns those at work when a process was killed."""
     at_work: dict[Future[tuple[RunResult | None, str | None]], int] = {}
     killed: list[int] = []
-    from attnpo.runs.identity import source_digest
-
     with ProcessPoolExecutor(
         workers, mp_context=get_context("spawn"), initializer=_begin, initargs=(source_digest(),)
     ) as pool:
@@ -117,8 +116,6 @@ def _begin(source: str) -> None:
     A point's folder is named by the source of the process that began the study; a worker imports what is there now.
     """
     end_with_parent()
-    with importing("loading torch"):
-        from attnpo.runs.identity import source_digest
     if source_digest() != source:
         _edited.append(EDITED)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from attnpo.config import as_yaml, load
-from attnpo.runs import identity
-from attnpo.runs.identity import SHOWING, numbers_of, saved_numbers, source_digest
+from attnpo.runs import sources
+from attnpo.runs.identity import numbers_of, saved_numbers
 from attnpo.runs.resume import check_same
+from attnpo.runs.sources import SHOWING, source_digest
 from attnpo.schema import UserError
 from attnpo.studies.arms import point_folder
 from attnpo.studies.bases import make_basis
@@ -16,7 +17,7 @@ from attnpo.studies.study import Arm, Point
 from tests.runs.worlds import build_world
 from tests.test_layering import imported_names
 
-PACKAGE = Path(identity.__file__).resolve().parents[1]
+PACKAGE = Path(sources.__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -119,7 +120,7 @@ def test_changed_code_of_the_reference_is_another_basis_for_the_points(
     """As a study lays it: its points lie in folders named by these facts."""
     cfg = build_world(tmp_path).config("experiment=quickstart")
     study = cfg.study
-    monkeypatch.setattr(identity, "PACKAGE", package)
+    monkeypatch.setattr(sources, "PACKAGE", package)
     codes = []
     for name in (None, "report.py", "runs/models.py"):
         if name is not None:

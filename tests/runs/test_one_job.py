@@ -2,16 +2,14 @@
 
 import json
 import logging
+import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from omegaconf import OmegaConf
@@ -23,9 +21,9 @@ from attnpo.generate import main as generate
 from attnpo.locks import locked
 from attnpo.report import main as report
 from attnpo.schema import UserError
+from tests import warm
 from tests.runs.worlds import World, build_world
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = ("experiment=none", "name=x", "callbacks=none", "weights=uniform", "trainer.validate_every=1")
 STUDY = """
 # @package study
@@ -51,22 +49,27 @@ def config_dir(world: World) -> Path:
     return world.model.parent / "configs"
 
 
+class Started(NamedTuple):
+    process: warm.Process
+    output: Path
+
+
 @contextmanager
-def started(world: World, output: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+def started(world: World, output: Path, *overrides: str) -> Iterator[Started]:
     """``attnpo.fit`` as a user starts it."""
-    command = [sys.executable, "-m", "attnpo.fit", *world.overrides(f"output={output}", *overrides)]
-    command += ["--config-dir", str(config_dir(world))]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    command = ["-m", "attnpo.fit", *world.overrides(f"output={output}", *overrides)]
+    said = output / f"said-{time.monotonic_ns()}.txt"
+    process = warm.start([*command, "--config-dir", str(config_dir(world))], os.environ, said)
+    try:
+        yield Started(process, said)
+    finally:
+        process.kill()
 
 
-def until_locked(folder: Path, process: subprocess.Popen[str]) -> None:
+def until_locked(folder: Path, first: Started) -> None:
     end = time.monotonic() + 300
     while not list((folder / ".lock").glob("*")):
-        assert process.poll() is None and time.monotonic() < end, process.stdout and process.stdout.read()
+        assert first.process.poll() is None and time.monotonic() < end, first.output.read_text()
         time.sleep(0.05)
 
 
@@ -78,8 +81,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_of_two_starts_under_one_name_one_trains(world: World, tmp_path: Path) -> None:
     """Config and result are of one run."""
     with started(world, tmp_path, *PLAIN, "seed=1") as first, started(world, tmp_path, *PLAIN, "seed=2") as second:
-        said = [process.communicate(timeout=300)[0] for process in (first, second)]
-    codes = [first.returncode, second.returncode]
+        codes = [process.wait(timeout=300) for process, _ in (first, second)]
+        said = [output.read_text() for _, output in (first, second)]
     assert sorted(codes) == [0, 2], said
     refused = said[codes.index(2)].splitlines()
     assert re.match(r"error: .*/x (is in use by process \d+ on host|holds a finished run)", refused[-1]), refused
@@ -100,14 +103,15 @@ def test_a_second_start_is_refused_until_the_first_is_gone(
         until_locked(tmp_path / "x", first)
         with pytest.raises(UserError) as refused:
             fit.main(cfg)
-        text = f"{tmp_path / 'x'} is in use by process {first.pid} on host {socket.gethostname()} since 2"
+        text = f"{tmp_path / 'x'} is in use by process {first.process.pid} on host {socket.gethostname()} since 2"
         assert str(refused.value).startswith(text) and "\n" not in str(refused.value)
-        assert first.poll() is None
-        first.send_signal(signal.SIGKILL)
-        first.wait(timeout=60)
+        assert first.process.poll() is None
+        first.process.kill()
+        first.process.wait(timeout=60)
     with caplog.at_level(logging.INFO):
         assert fit.main(cfg) == 0
-    assert [f"process {first.pid} on host" in line for line in caplog.messages if "is gone; going on" in line] == [True]
+    gone = [line for line in caplog.messages if "is gone; going on" in line]
+    assert [f"process {first.process.pid} on host" in line for line in gone] == [True]
     results = [json.loads(path.read_text())["seed"] for path in (tmp_path / "x").rglob("result.json")]
     assert results == [2] * (1 if kind == "run" else 2)
     assert not (tmp_path / "x" / ".lock").exists()

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from attnpo.config import load
-from attnpo.runs import identity
 from attnpo.studies import workers
 from attnpo.studies.workers import EDITED, KILLED, Job, execute, on_gpu
 from tests.runs.fragile import fragile
@@ -62,7 +61,7 @@ def test_points_on_a_gpu_run_in_this_process(tmp_path: Path, monkeypatch: pytest
 
 def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders of the points are named by the source that the study began with; here by an earlier one."""
-    monkeypatch.setattr(identity, "source_digest", lambda: "another")
+    monkeypatch.setattr(workers, "source_digest", lambda: "another")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     jobs: list[Job] = [(["seed=0"], tmp_path / name) for name in ("one", "two")]
     assert sorted(execute(jobs, 2, None, None)) == [(0, None, EDITED), (1, None, EDITED)]
@@ -72,7 +71,6 @@ def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, m
 STUDY = """
 import os, sys
 from pathlib import Path
-from attnpo.runs import identity
 from attnpo.studies import workers
 from tests.runs.fragile import fragile
 if __name__ == "__main__":
