@@ -75,8 +75,9 @@ class ChatFormat:
             template: str = tokenizer.get_chat_template(chat_template)
         except ValueError as problem:
             raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template to the "
-                "template's text or to a file that holds it"
+                f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template "
+                "(chat_template= in Python) to the template's text, to a file that holds it, or to "
+                "model/plain_chat.jinja, a plain one that comes with attnpo"
             ) from problem
         self.chat_template = with_options(template, tokenizer, kwargs, fold_system, part)
         self._part, self._folds = part, fold_system
