@@ -51,8 +51,8 @@ lengths: $(READY) ## how a step's time and memory grow from 2k to 16k tokens, on
 browser: $(READY) ## the weight explorer at its full size in headless Chromium: its bytes, the seconds it takes to open
 	@$(BIN)/pytest -s tests/display/large_explorer.py
 
-base: $(READY) ## build the testbed's base for two seeds, and hold its judge to nine right answers in ten
-	@$(BIN)/pytest -s -n 2 tests/testbed/real_base.py
+base: $(READY) ## build the testbed's base for two seeds, and hold its judge to the recipe's gate
+	@$(BIN)/pytest -n 2 -rP tests/testbed/real_base.py
 
 screenshots: $(READY) ## pictures of pages and terminals, in outputs/screenshots; PAGES="FILE.html ..." chooses the pages
 	@$(BIN)/python -m experiments.pages.screenshots outputs/screenshots $(PAGES)
