@@ -96,7 +96,8 @@ def compose(name: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     override, what there is in its place, and the nearest of that.
     """
     _register_resolvers()
-    if any(override.lstrip("+~").startswith("hydra") for override in overrides):  # which may name other folders
+    # The first may name other folders, and what is composed is noted at the second.
+    if any(override.lstrip("+~").startswith(("hydra", "composed")) for override in overrides):
         return _compose(name, overrides, config_dir)
     folders, key = _folders(config_dir), (name, tuple(overrides), config_dir)
     return kept(key, folders, lambda: _of_parts(name, overrides, config_dir, folders))

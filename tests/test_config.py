@@ -921,6 +921,7 @@ def test_what_cannot_be_trained_is_refused_with_the_configuration(
         ["answers.batch_size=2"],
         ["study=none", "seed=1"],
         ["hydra.run.dir=x", "seed=1"],
+        ["composed.config_dir=x", "seed=1"],
     ],
     ids=" ".join,
 )

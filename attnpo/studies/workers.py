@@ -116,6 +116,7 @@ def _begin(source: str) -> None:
     A point's folder is named by the source of the process that began the study; a worker imports what is there now.
     """
     end_with_parent()
+    _source.append(source)
     if source_digest() != source:
         _edited.append(EDITED)
 
@@ -133,6 +134,11 @@ def run_point(
 
         from attnpo.runs.inputs import remembering
         from attnpo.runs.run import run
+    if _source:  # the imports took seconds, in which the files may have changed
+        source_digest.cache_clear()
+        if source_digest() != _source.pop():
+            _edited.append(EDITED)
+            return None, EDITED
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,4 +180,5 @@ def _end_soon() -> None:
 
 # In a worker: the signal that ended its point ends the point that is queued to it already.
 _ended: list[KeyboardInterrupt] = []
+_source: list[str] = []  # in a worker that has imported nothing yet: the digest that its study began with
 _edited: list[str] = []  # in a worker: why it runs no point

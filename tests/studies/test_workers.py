@@ -68,6 +68,16 @@ def test_a_process_that_would_import_edited_code_runs_no_point(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
+def test_an_edit_while_a_worker_imports_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its start the files were those of the study; this process stands for a worker that has imported by now."""
+    edited: list[str] = []
+    monkeypatch.setattr(workers, "_source", ["what the study began with"])
+    monkeypatch.setattr(workers, "_edited", edited)
+    for seed in (0, 1):
+        assert workers.run_point([f"seed={seed}"], tmp_path / "point", None, None, None) == (None, EDITED)
+    assert edited == [EDITED] and not list(tmp_path.iterdir())
+
+
 STUDY = """
 import os, sys
 from pathlib import Path
