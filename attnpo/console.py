@@ -3,7 +3,9 @@
 Loads neither torch nor anything that does. Of the processes of one job only the first one reports.
 """
 
+import atexit
 import errno
+import gc
 import logging
 import os
 import re
@@ -16,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from multiprocessing import active_children, parent_process
 from pathlib import Path
@@ -292,12 +295,19 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="ends with the parent", daemon=True).start()
 
 
+@cache
+def end_quickly() -> None:
+    """Makes this process end without a search for garbage among all that it imported, which takes a second or two."""
+    atexit.register(gc.freeze)
+
+
 def guarded(command: Callable[[], int]) -> int:
     """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
 
     2 for an error the user can mend (UserError, a package that is not installed), 128 + n for signal n, and the
     ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
     """
+    end_quickly()
     try:
         with _raising():
             return command()

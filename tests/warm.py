@@ -6,6 +6,7 @@ as such a one does. Where a test is about imports, or about who starts a process
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -120,13 +121,12 @@ def become(order: dict[str, Any]) -> None:
     rank_zero_only.rank = _get_rank() or 0
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     first, *others = order["arguments"]
+    sys.path[0], sys.argv = (
+        (order["folder"], list(others)) if first == "-m" else (str(Path(first).parent), [first, *others])
+    )
     if first == "-m":
-        sys.path[0] = order["folder"]
-        sys.argv = list(others)
         runpy.run_module(others[0], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(first).parent)
-        sys.argv = [first, *others]
         runpy.run_path(first, run_name="__main__")
 
 
@@ -141,9 +141,12 @@ def main() -> None:
     import attnpo.runs.run
     import attnpo.runs.training
     import attnpo.studies.runner
+    from attnpo.config import compose
 
+    compose("fit", [])  # what was read for it is kept for those that are forked
     assert torch and lightning.pytorch and torchmetrics.text and transformers.models.llama.modeling_llama
     assert attnpo.runs.run and attnpo.runs.training and attnpo.studies.runner
+    gc.freeze()
     order = serve()
     if order is not None:
         become(order)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.config import load
-from attnpo.console import end_with_parent
+from attnpo.console import end_quickly, end_with_parent
 from attnpo.errors import UserError
 from attnpo.live import behind, importing, noting_in
 from attnpo.runs.result import RunResult
@@ -116,6 +116,7 @@ def _begin(source: str) -> None:
     A point's folder is named by the source of the process that began the study; a worker imports what is there now.
     """
     end_with_parent()
+    end_quickly()
     _source.append(source)
     if source_digest() != source:
         _edited.append(EDITED)

@@ -1,23 +1,22 @@
 """Runs that are killed or told to stop, at any moment, and resumed: everything ends as if they had not been."""
 
 import json
-import os
 import random
 import signal
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 
 from attnpo.training.checkpoint_folders import read_account, whole
 from attnpo.training.metrics_file import read_metrics
-from tests.runs.forked import BEST, FIRST, LAST, MOMENTS, STEP, VALIDATING
+from tests.runs import traced
+from tests.runs.traced import BEST, FIRST, LAST, MOMENTS, STEP, VALIDATING
 from tests.runs.worlds import World, build_world
 
 KILLS = 20
@@ -39,25 +38,15 @@ RUN = (
 
 @dataclass
 class Runs:
-    """The process that runs, and where runs go."""
+    """Where runs go."""
 
     world: World
     output: Path
-    process: subprocess.Popen[str]
 
     def start(self, name: str, *more: str, **order: Any) -> dict[str, Any]:
-        """One process of ``attnpo.fit`` from its start to its end, and what became of it."""
+        """One process of ``attnpo.fit`` from its start to its end, and what became of it (``traced.run``)."""
         overrides = self.world.overrides(*RUN, f"name={name}", f"output={self.output}", *more)
-        line = json.dumps({"overrides": overrides, "log": str(self.log(name)), **order})
-        orders, answers = self._pipes()
-        orders.write(line + "\n")
-        orders.flush()
-        answer: dict[str, Any] = json.loads(answers.readline())
-        return answer
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        return self.process.stdin, self.process.stdout
+        return traced.run(overrides, self.log(name), **order)
 
     def log(self, name: str) -> Path:
         return self.output / f"{name}.txt"
@@ -67,31 +56,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """A model with dropout, so that random states matter too."""
     world = build_world(tmp_path_factory.mktemp("world"))
     config = world.model / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.2}))
-    place = tmp_path_factory.mktemp("runs")
-    script = Path(__file__).with_name("forked.py")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with (place / "warm.txt").open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-        )
-        runs = Runs(world, place, process)
-        orders, answers = runs._pipes()
-        ready = answers.readline()
-        assert ready, (place / "warm.txt").read_text()
-        yield runs
-        orders.close()
-        process.wait(timeout=60)
-        answers.close()
+    return Runs(world, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
