@@ -111,14 +111,37 @@ def override(key: str, text: str) -> str:
     return f"{key}='{escaped}'"
 
 
+class _Once(logging.Filter):
+    """Lets a warning through the first time it is worded so: the points of a study have the same to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        text = record.getMessage()
+        if text in self.said:
+            return False
+        self.said.add(text)
+        return True
+
+
+_once = _Once()
+
+
 @contextmanager
 def reporting(*, bars: bool = True) -> Iterator[None]:
     """A context in which attnpo logs to the error stream and libraries are quiet.
 
     Progress bars are for terminals: there are none in a file, in processes that do not report, or with ``bars`` false.
-    Warnings become one log line each, except those on what only a library's authors can change.
+    Warnings become one log line each, except those on what only a library's authors can change; one that is repeated in
+    the same words is shown once.
     """
+    _once.said.clear()
     handler = logging.StreamHandler()
+    handler.addFilter(_once)
     handler.setFormatter(_Lines(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("attnpo").setLevel(logging.INFO if leads() else logging.ERROR)

@@ -215,6 +215,27 @@ def test_only_the_first_process_reports(world: World, tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*.parquet"))
 
 
+REPEATS = """
+import logging
+from attnpo.console import reporting
+log = logging.getLogger("attnpo.runs")
+for command in range(2):
+    with reporting():
+        for point in range(2):
+            log.warning("warning: the judge is at chance")
+            log.info("point %d", point)
+"""
+
+
+def test_a_warning_of_every_point_is_shown_once_by_a_command() -> None:
+    done = subprocess.run([sys.executable, "-c", REPEATS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line[9:] for line in done.stderr.splitlines()] == [
+        "warning: the judge is at chance",
+        "point 0",
+        "point 1",
+    ] * 2
+
+
 # ------------------------------------------------------------------------------------------------ how a command ends
 
 # A shell starts what runs in its background with SIGINT ignored; a terminal does not.

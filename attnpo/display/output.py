@@ -76,7 +76,7 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     """
     if _width(console, table) <= console.width:
         return [table]
-    naming = min(table.naming, len(table.columns))
+    naming = _naming(table)
     cells = [
         [*line[:naming], *(_broken(cell, console.width // 3) for cell in line[naming:])]
         for line in ordered_cells(table.columns, table.rows)
@@ -87,6 +87,17 @@ def fitting(console: Console, table: TableBlock) -> list[TableBlock]:
     best = min(range(len(tried)), key=lambda place: len(tried[place]))
     made = [_cut(table, part, naming, widths[best]) for part in tried[best]]
     return [part if number == 0 else replace(part, caption="") for number, part in enumerate(made)]
+
+
+def _naming(table: TableBlock) -> int:
+    """How many columns name the rows: as many as the table says, with the texts after them that tell its rows apart."""
+    lines, least = ordered_cells(table.columns, table.rows), min(table.naming, len(table.columns))
+    for count in range(least, len(table.columns)):
+        if len({tuple(line[:count]) for line in lines}) == len(lines):
+            return count
+        if not all(isinstance(line[count], str) for line in lines):
+            break
+    return least
 
 
 def _parts_of(console: Console, table: TableBlock, naming: int, width: int) -> list[list[int]]:

@@ -105,3 +105,15 @@ def test_no_number_of_a_wide_table_is_broken(width: int) -> None:
             assert any(whole in line for line in lines), whole
     assert text.count("[-0.150, 0.301]") == 3 and text.count("2.5e-05") == 3
     assert set(" ".join([*names, "the judge sees it in first of two rounds,"]).split()) <= set(text.split())
+
+
+def test_each_part_of_a_wide_table_says_which_row_is_which() -> None:
+    """Also where the table names its rows by a column that is the same for two of them."""
+    columns = ["weights", "side", *(f"statistic {number}" for number in range(12))]
+    rows = [[weights, side, *range(12)] for weights in ("layer 1", "layer 2") for side in ("chosen", "rejected")]
+    stream = io.StringIO()
+    print_sections(Console(file=stream, width=80), [Section("t", [TableBlock(columns, rows)])])
+    lines = stream.getvalue().splitlines()
+    heads = [line for line in lines if "weights" in line]
+    assert len(heads) > 1 and all("side" in line for line in heads)
+    assert sum("layer 1" in line and "rejected" in line for line in lines) == len(heads)
