@@ -320,7 +320,10 @@ def end_with_parent() -> None:
 
 @cache
 def end_quickly() -> None:
-    """Makes this process end without a search for garbage among all that it imported, which takes a second or two."""
+    """Makes this process end without a search for garbage among all that it imported, which takes a second or two.
+
+    What only that search would find, objects in a cycle, is not finalised; what is registered with atexit runs.
+    """
     atexit.register(gc.freeze)
 
 

@@ -238,6 +238,31 @@ def test_a_warning_of_every_point_is_shown_once_by_a_command() -> None:
 
 # ------------------------------------------------------------------------------------------------ how a command ends
 
+CYCLE = """
+import atexit, sys
+from attnpo.console import guarded
+class Kept:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        sys.stdout.write("found as garbage\\n")
+def main():
+    Kept()
+    return 0
+if sys.argv[1] == "guarded":
+    guarded(main)
+else:
+    main()
+atexit.register(sys.stdout.write, "last act\\n")
+"""
+
+
+@pytest.mark.parametrize(("how", "said"), [("guarded", "last act\n"), ("plain", "last act\nfound as garbage\n")])
+def test_a_command_ends_without_a_search_for_garbage(how: str, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CYCLE, how], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == said
+
+
 # A shell starts what runs in its background with SIGINT ignored; a terminal does not.
 WAITS = """
 import signal, sys, time
