@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from attnpo.models.scored import ScoredLM
-from attnpo.schema import RowGroup, TokenStats, UserError
+from attnpo.schema import ModelInputs, RowGroup, TokenStats, UserError
 
 DECILES = 10
 Row = Float[np.ndarray, "_"]  # the tokens of one response
@@ -139,22 +140,33 @@ def measure(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[list[Row
         UserError: a model has no plain linear head to compare with.
         ValueError: the rows have no model inputs.
     """
-    return rows_of(group, both(policy, base, group)[0])
+    return rows_of(group, against(policy, base, alone(base, group), group))
 
 
-def both(policy: ScoredLM, base: ScoredLM, group: RowGroup) -> tuple[TokenStats, TokenStats]:
-    """Statistics of policy and base on the rows, without gradients; the policy's with "kl_policy_ref".
+def alone(base: ScoredLM, group: RowGroup) -> TokenStats:
+    """Statistics of the base on the rows, with the hidden states that ``against`` reads, without gradients.
 
-    Raises:
-        UserError: a model has no plain linear head to compare with.
-        ValueError: the rows have no model inputs.
+    Raises ``ValueError`` when the rows have no model inputs.
     """
+    with torch.no_grad():
+        stats: TokenStats = base(*_read(group), frozenset({"hidden"}))
+    return stats
+
+
+def against(policy: ScoredLM, base: ScoredLM, of_base: TokenStats, group: RowGroup) -> TokenStats:
+    """Statistics of the policy on the rows, with "kl_policy_ref", without gradients; ``of_base``: of ``alone``.
+
+    Raises as ``measure`` does.
+    """
+    with torch.no_grad():
+        stats: TokenStats = policy(*_read(group), frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head()))
+    return stats
+
+
+def _read(group: RowGroup) -> tuple[ModelInputs, Tensor, Tensor]:
     if group.inputs is None:
         raise ValueError("the rows have no model inputs")
-    read = (group.inputs, group.response_ids, group.response_mask)
-    with torch.no_grad():
-        of_base = base(*read, frozenset({"hidden"}))
-        return policy(*read, frozenset({"joint:kl_policy_ref"}), (of_base.hidden, base.head())), of_base
+    return group.inputs, group.response_ids, group.response_mask
 
 
 def rows_of(group: RowGroup, stats: TokenStats) -> tuple[list[Row], list[Row]]:

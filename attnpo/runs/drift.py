@@ -12,23 +12,38 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from attnpo.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
-from attnpo.analysis.freedom import both
+from attnpo.analysis.freedom import against, alone
 from attnpo.data.collate import TrainingExample, bare_rows, collate
 from attnpo.live import phase
 from attnpo.machine import device_of
-from attnpo.models.layouts import padded
+from attnpo.models.layouts import Sequences, padded
 from attnpo.models.scored import ScoredLM
+from attnpo.runs.context import reference_fingerprint
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.memory import Memory
 from attnpo.runs.models import autocast, load_reference
 from attnpo.runs.other_pairs import token_factors, weigh_others
 from attnpo.runs.settings import DriftSettings
-from attnpo.schema import SIDES, EncodedResponse, Json, Kind, PreferencePair, UserError
+from attnpo.schema import (
+    SIDES,
+    EncodedResponse,
+    Json,
+    Kind,
+    PreferencePair,
+    RowGroup,
+    TokenStats,
+    UserError,
+    digest,
+)
 from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
 
 TOKENS_PER_FORWARD = 2048  # padded; on a CPU larger batches are slower
 EXAMPLES_AT_ONCE = 256
+
+# The base's numbers on a forward's rows, for the next point of a study; those of a large model are not kept.
+_of_base = Memory(entries=64, room=1 << 22)  # bytes
 
 
 @phase("measuring where the policy moved")
@@ -55,7 +70,7 @@ def _measured(
     inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair], settings: DriftSettings
 ) -> dict[str, Json]:
     context = inputs.context
-    models = _Models(inputs, policy, load_reference(context, policy))
+    models = _Models(inputs, policy, load_reference(context, policy), digest(reference_fingerprint(context)))
     pairs = {split: {pair.pair_id: pair for pair in read.pairs} for split, read in inputs.pairs.items()}
     ordered = {split: sorted(made.examples, key=lambda one: one.pair_id) for split, made in inputs.examples.items()}
     val = _both_sides(models, ordered["val"][: settings.pairs], pairs["val"])
@@ -92,11 +107,12 @@ def _measured(
 
 @dataclass(frozen=True)
 class _Models:
-    """Policy and base, with what says how their numbers are read."""
+    """Policy and base, with what says how their numbers are read; ``of_base``: digest of what makes the base's."""
 
     inputs: Inputs
     policy: ScoredLM
     base: ScoredLM
+    of_base: str
 
 
 @dataclass(frozen=True)
@@ -137,7 +153,7 @@ def _both_sides(
 
 def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row, float]]:
     """Of each response the KL at its tokens and the gain in log-probability, in the order given."""
-    cfg, pad_id = models.inputs.context.cfg, int(models.inputs.context.tokenizer.pad_token_id or 0)
+    cfg = models.inputs.context.cfg
     device = device_of(cfg.trainer.accelerator)
     for model in (models.policy, models.base):
         model.eval().to(device)
@@ -149,14 +165,34 @@ def _scored(models: _Models, sides: Sequence[EncodedResponse]) -> list[tuple[Row
         while size > 1 and size * lengths[order[size - 1]] > TOKENS_PER_FORWARD:
             size -= 1
         chunk, order = order[:size], order[size:]
-        group = bare_rows([(sides[i].prompt_ids, sides[i].response_ids) for i in chunk], padded, pad_id).to(device)
+        group, base = _on_base(models, [(sides[i].prompt_ids, sides[i].response_ids) for i in chunk])
         with autocast(cfg):
-            policy, base = both(models.policy, models.base, group)
+            policy = against(models.policy, models.base, base, group)
         gains = (policy.logps.double() - base.logps.double()).sum(-1).tolist()  # exactly 0 off the response
         kl, mask = policy.joint["kl_policy_ref"].double().cpu(), group.response_mask.cpu()
         for row, i in enumerate(chunk):
             numbers[i] = kl[row][mask[row]].numpy(), gains[row]
     return [numbers[i] for i in range(len(sides))]
+
+
+def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStats]:
+    """The rows of one forward with the base's statistics, which most points of a study ask for again."""
+    context = models.inputs.context
+    device = device_of(context.cfg.trainer.accelerator)
+    group = bare_rows(sequences, padded, int(context.tokenizer.pad_token_id or 0)).to(device)
+
+    def make() -> TokenStats:
+        with autocast(context.cfg):
+            return alone(models.base, group)
+
+    def key() -> dict[str, object]:
+        return {"model": models.of_base, "device": str(device), "rows": sequences}
+
+    return group, _of_base.recall(key, make, _bytes_of)
+
+
+def _bytes_of(stats: TokenStats) -> int:
+    return 0 if stats.hidden is None else stats.hidden.nbytes
 
 
 # ------------------------------------------------------------------------------------------------ weights

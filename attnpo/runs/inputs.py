@@ -1,10 +1,7 @@
 """From a composed config to training examples: pairs read, encoded and weighed."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from dataclasses import dataclass, replace
 
 from attnpo.data.base import PairSet, name_unused
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
@@ -15,9 +12,10 @@ from attnpo.models.loading import text_config
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
 from attnpo.runs.identity import inputs_of
+from attnpo.runs.memory import Memory
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.weighing import SPLITS, Weighed, weigh
-from attnpo.schema import UserError, digest
+from attnpo.schema import UserError
 from attnpo.weights.base import ColumnSource
 
 log = logging.getLogger(__name__)
@@ -26,7 +24,6 @@ log = logging.getLogger(__name__)
 UNKNOWN = 0.05  # of the response tokens; above it, a warning
 EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
 WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
-Some = TypeVar("Some", EncodedPairs, WeighedExamples)
 
 
 @dataclass(frozen=True)
@@ -91,9 +88,9 @@ def make_inputs(cfg: RunConfig) -> Inputs:
 def inputs_on(context: RunContext) -> Inputs:
     """The same in a context that is made already."""
     context.cfg.batch.accumulation(planned_processes(context.cfg.trainer))  # refuses what cannot be split evenly
-    pairs, encoded = _memory.recall(lambda: _of_texts(context), lambda: _read(context))
+    pairs, encoded = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
     context = settle_layer(context, encoded)
-    weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded))
+    weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded), _pairs_in)
     return Inputs(context, pairs, weighed, examples)
 
 
@@ -117,51 +114,12 @@ def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExampl
 
 # ------------------------------------------------------------------------------------------------ memory
 
-KEPT = 64  # more than a study has arms, with those whose weights read a beta
-ROOM = 4096  # sets with more pairs than a laptop's study are not kept
+# More entries than a study has arms, with those whose weights read a beta; larger sets than a laptop's are not kept.
+_memory = Memory(entries=64, room=4096)  # pairs
 
 
-@dataclass
-class _Memory:
-    """What was made for a key, while open; the one used longest ago gives way."""
-
-    open: bool = False
-    kept: dict[str, object] = field(default_factory=dict)
-
-    def recall(self, key: Callable[[], dict[str, object]], make: Callable[[], Some]) -> Some:
-        """What ``make`` gives, or gave for the same ``key``."""
-        if not self.open:
-            return make()
-        name = digest(key())
-        if name in self.kept:
-            log.info("%s: as for an earlier point of this process", key()["what"])
-        found = cast(Some, self.kept.pop(name)) if name in self.kept else make()
-        if sum(made.read for made in found[1].values()) <= ROOM:  # pairs
-            self.kept[name] = found
-        if len(self.kept) > KEPT:
-            del self.kept[next(iter(self.kept))]
-        return found
-
-
-_memory = _Memory()
-
-
-@contextmanager
-def remembering() -> Iterator[None]:
-    """A context in which inputs are kept in memory for further runs of this process; ``forget`` lets go of them.
-
-    What the paths of the configs hold must not change meanwhile.
-    """
-    before, _memory.open = _memory.open, True
-    try:
-        yield
-    finally:
-        _memory.open = before
-
-
-def forget() -> None:
-    """Lets go of all inputs kept in memory."""
-    _memory.kept.clear()
+def _pairs_in(made: EncodedPairs | WeighedExamples) -> int:
+    return sum(part.read for part in made[1].values())
 
 
 def _of_texts(context: RunContext) -> dict[str, object]:

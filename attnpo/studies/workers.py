@@ -57,7 +57,7 @@ def execute(
             for place, (overrides, folder) in enumerate(jobs):
                 yield (place, *run_point(overrides, folder, config_dir, store, None))
         finally:
-            from attnpo.runs.inputs import forget
+            from attnpo.runs.memory import forget
 
             forget()
         return
@@ -133,7 +133,7 @@ def run_point(
     with importing("loading transformers"):
         import torch
 
-        from attnpo.runs.inputs import remembering
+        from attnpo.runs.memory import remembering
         from attnpo.runs.run import run
     if _source:  # the imports took seconds, in which the files may have changed
         source_digest.cache_clear()

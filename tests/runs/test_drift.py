@@ -6,17 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnpo.analysis.freedom import alone
 from attnpo.config import load
 from attnpo.data.prepare import TrainingExample
 from attnpo.models.scored import ScoredLM
+from attnpo.runs import drift
 from attnpo.runs import run as runs
 from attnpo.runs.drift import measure_drift
 from attnpo.runs.inputs import Inputs, make_inputs
+from attnpo.runs.memory import forget, remembering
 from attnpo.runs.models import load_policy
 from attnpo.runs.other_pairs import weigh_others
 from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
-from attnpo.schema import PreferencePair, UserError
+from attnpo.schema import PreferencePair, RowGroup, TokenStats, UserError
 from tests.runs.worlds import World, build_world
 
 DRIFT = ("drift.pairs=4", "drift.train_pairs=8", "drift.answers=5")
@@ -70,6 +73,30 @@ def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, mo
     assert (tmp_path / "run" / "drift.png").read_bytes().startswith(b"\x89PNG")
     tables = {path.parent.name for path in world.store.rglob("key.json")} - before
     assert len(tables) <= 2, "answers are weighed beside the store"
+
+
+def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second point reads the base's numbers from memory; of another base, in another precision, it does not."""
+    asked: list[int] = []
+
+    def counted(base: ScoredLM, group: RowGroup) -> TokenStats:
+        asked.append(len(group.response_ids))
+        return alone(base, group)
+
+    monkeypatch.setattr(drift, "alone", counted)
+    overrides = ("callbacks=none", "optimizer.lr=0.01", *DRIFT)
+    outside = run(world.config(*overrides), tmp_path / "outside").drift
+    with remembering():
+        first = run(world.config(*overrides), tmp_path / "first").drift
+        before = len(asked)
+        second = run(world.config(*overrides), tmp_path / "second").drift
+        assert before > 0 and len(asked) == before, "the base was asked again"
+        run(world.config(*overrides, "trainer.precision=bf16-mixed"), tmp_path / "bf16")
+        assert len(asked) > before, "numbers of another precision"
+    forget()
+    for one in (outside, first, second):
+        del one["seconds"]
+    assert first == second == outside
 
 
 def test_the_kl_on_answers_is_that_of_the_scorer(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnpo.config import load
 from attnpo.files import seal
 from attnpo.runs.fill_store import fill_store
-from attnpo.runs.inputs import forget, make_inputs, remembering
+from attnpo.runs.inputs import make_inputs
+from attnpo.runs.memory import forget, remembering
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import find_resume
 from attnpo.runs.run import run
