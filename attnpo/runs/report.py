@@ -161,6 +161,9 @@ def in_words(name: str) -> str:
 
 
 def _plain(value: object) -> Cell:
+    """A value as a cell; a list of [text, count] in words."""
+    if isinstance(value, list):
+        return ", ".join(f"{one[0]!r} ({one[1]})" if isinstance(one, list) else str(one) for one in value)
     return value if isinstance(value, str | float | int | None) else str(value)
 
 

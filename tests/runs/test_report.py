@@ -80,7 +80,12 @@ RESULT: dict[str, Any] = {
 def test_inputs_and_scores_are_tables_with_words_for_heads() -> None:
     places = {"p50": 1, "p90": 2, "p99": 3, "max": 4}
     split = {"read": 9, "unmatched_share": 0.5, "lengths": places, "tokens": {"chosen": {**places, "max": 7}}}
-    given = {"train": split, "val": {**split, "read": 5}, "judge_prompts": {"read": 8}}
+    given = {
+        "train": split,
+        "val": {**split, "read": 5},
+        "judge_prompts": {"read": 8},
+        "label_mass": {"written": [["is", 6], ["a", 2]]},
+    }
     result = RunResult.from_json({**RESULT, "inputs": given})
     single, spread, rest = inputs_section(result).blocks
     assert isinstance(single, TableBlock) and isinstance(spread, TableBlock) and isinstance(rest, KeyValues)
@@ -88,7 +93,7 @@ def test_inputs_and_scores_are_tables_with_words_for_heads() -> None:
     assert single.rows == [["read", 9, 5], ["unmatched share", 0.5, 0.5]]
     assert spread.columns[:2] == ["length in tokens", "training p50"] and spread.columns[-1] == "validation max"
     assert spread.rows == [["lengths", *[1, 2, 3, 4] * 2], ["chosen", *[1, 2, 3, 7] * 2]]
-    assert rest.values == {"judge prompts: read": 8}
+    assert rest.values == {"judge prompts: read": 8, "label mass: written": "'is' (6), 'a' (2)"}
     assert result.truth is not None
     table = truth_table(result.truth)
     assert table.rows == [["test", 0.25, 1.5]] and list(table.columns) == ["prompts", "reward", "KL"]
