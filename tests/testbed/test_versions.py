@@ -16,7 +16,7 @@ RECORDED = {
         prepare.CODE_VERSION,
         ("pairs.py", "pretrain.py", "sampling.py", "tasks.py", "tokenizer.py", "words.py"),
         "1",
-        "15f27ba846bd9412",
+        "fdb4bc03adfc0334",
     ),
 }
 
