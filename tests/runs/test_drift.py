@@ -76,7 +76,7 @@ def test_a_run_with_a_truth_measures_everything(world: World, tmp_path: Path, mo
 
 
 def test_points_of_a_process_ask_the_base_once(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second point reads the base's numbers from memory; of another base, in another precision, it does not."""
+    """The second point reads the base's numbers from memory; in another precision it does not."""
     asked: list[int] = []
 
     def counted(base: ScoredLM, group: RowGroup) -> TokenStats:
