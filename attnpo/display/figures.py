@@ -269,12 +269,13 @@ def gains(
     for number, (name, lines) in enumerate(panels.items(), 1):
         beside = drawn[0] if drawn else None
         axes = figure.add_subplot(1, len(panels), number, sharex=beside, sharey=beside)
-        panel(axes, name, xlabel if drawn else f"{xlabel}\n{GAINS}", "" if drawn else ylabel)
+        panel(axes, name, xlabel, "" if drawn else ylabel)
         _draw_gains(axes, lines, seen)
         drawn.append(axes)
     for last in drawn[-1:]:
         legend(last, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.tight_layout()
+    figure.text(0.012, 0.02, GAINS, fontsize=9, color=INK, ha="left")
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     return save(figure, path)
 
 

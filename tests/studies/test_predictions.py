@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import pytest
 
 from attnpo.analysis.intervals import Interval
@@ -241,3 +242,14 @@ def test_the_gains_are_drawn_over_the_scale_of_the_worlds(tmp_path: Path) -> Non
     assert (tmp_path / "gains.png").read_bytes().startswith(b"\x89PNG")
     nothing = gains({"at KL 1": {"a": [GainPoint(0.0, float("nan"))]}}, tmp_path / "none.png", xlabel="x")
     assert nothing.stat().st_size > 0
+
+
+@pytest.mark.parametrize("panels", [1, 3])
+def test_nothing_of_the_gains_is_cut_off_at_the_edge_of_the_picture(panels: int, tmp_path: Path) -> None:
+    line = [GainPoint(place, place / 2, place / 2 - 0.1, place / 2 + 0.1, place < 0.2) for place in (0.0, 0.1, 0.4)]
+    arms = {"attention": line, "true importance (knows the truth, or most)": line}
+    shown = {f"at KL {number} to the base": arms for number in range(panels)}
+    path = gains(shown, tmp_path / "gains.png", xlabel="share of wrong labels", title="what token weights gain")
+    image = matplotlib.image.imread(path)[:, :, :3]
+    edges = (image[:3], image[-3:], image[:, :3], image[:, -3:])
+    assert all((edge == image[0, 0]).all() for edge in edges)
