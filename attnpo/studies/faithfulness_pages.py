@@ -42,23 +42,31 @@ class Rules(Protocol):
 
 
 def world_sections(rules: Rules, outcome: Outcome, world: str, by_seed: BySeed) -> list[Section]:
-    """All sections of one world."""
+    """All sections of one world; with a single layer there is nothing to rank and no figure over layers."""
     suffix = f", {world}" if world else ""
     rewards = {seed: layer_rewards(outcome, world, seed, rules.kl_limit) for seed in by_seed}
     names = list(dict.fromkeys(name for values in by_seed.values() for name in values["weights"]))
     over = [over_seeds(rules, name, by_seed, rewards) for name in names]
     columns = list(dict.fromkeys(column for row in over for column in row))
     blocks: list[Block] = [TableBlock(columns, over), *map(Paragraph, notes(rules, by_seed))]
-    figure = draw(rules, outcome, world, by_seed, rewards)
+    ranked = layer_count(by_seed) > 1
+    figure = [draw(rules, outcome, world, by_seed, rewards)] if ranked else []
     seeds = [row for seed, values in by_seed.items() for row in seed_rows(rules, seed, values, rewards[seed])]
-    correlations = correlation_rows(by_seed, rewards)
-    ranks: list[Block] = [TableBlock(list(correlations[0]), correlations, digits=2)]
-    ranks += map(Paragraph, correlation_notes(rules, by_seed))
-    return [
+    sections = [
         Section(f"Faithfulness of token weights{suffix}", blocks),
-        Section(f"Faithfulness by seed{suffix}", [TableBlock(list(seeds[0]), seeds, digits=2), figure]),
-        Section(f"Rank correlation over layers{suffix}", ranks),
+        Section(f"Faithfulness by seed{suffix}", [TableBlock(list(seeds[0]), seeds, digits=2), *figure]),
     ]
+    if ranked:
+        correlations = correlation_rows(by_seed, rewards)
+        ranks: list[Block] = [TableBlock(list(correlations[0]), correlations, digits=2)]
+        ranks += map(Paragraph, correlation_notes(rules, by_seed))
+        sections.append(Section(f"Rank correlation over layers{suffix}", ranks))
+    return sections
+
+
+def layer_count(by_seed: BySeed) -> int:
+    """The largest number of layers that a seed has measured."""
+    return max(sum(found["layer"] is not None for found in values["weights"].values()) for values in by_seed.values())
 
 
 def layer_rewards(outcome: Outcome, world: str, seed: int, kl_limit: float) -> dict[int, float]:
@@ -181,16 +189,11 @@ def notes(rules: Rules, by_seed: BySeed) -> list[str]:
 
 def correlation_notes(rules: Rules, by_seed: BySeed) -> list[str]:
     """How little a correlation over a few layers says."""
-    layers = max(sum(f["layer"] is not None for f in values["weights"].values()) for values in by_seed.values())
-    few = "a single layer has no rank"
-    if layers > 1:
-        few = (
-            f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
-            f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
-            f"{math.factorial(layers):.3g} orders; the spread over seeds says more than any one value"
-        )
+    layers = layer_count(by_seed)
     return [
-        few,
+        f"Spearman over {layers} layers of one seed: with so few, an exchange of two neighbours moves it by "
+        f"{12 / (layers * (layers * layers - 1)):.2g} and more, and chance alone gives 1 once in "
+        f"{math.factorial(layers):.3g} orders; the spread over seeds says more than any one value",
         f"reward: on test prompts at KL {rules.kl_limit:g}, read off each layer's own path over the grid; layers whose "
         "points do not go as far are left out. That a layer is faithful, that it finds the truth, and that "
         "it trains best are three statements",

@@ -5,6 +5,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -68,6 +69,27 @@ def test_arms_with_a_grid_are_not_called_untuned() -> None:
     other = [(replace(point, values=("objective.beta=9",)), result) for point, result in outcome.points]
     (line,) = ending.came_out(replace(outcome, points=[*outcome.points, *other]), "")
     assert line.startswith("better than uniform")
+
+
+def test_best_points_of_several_arms_are_not_passed_off_as_a_comparison_at_equal_kl() -> None:
+    third = Arm("rollout", ("weights=rollout",))
+    points = [
+        (Point(arm, (f"objective.beta={beta}",), seed), at_kl(kl, [0.1, 0.2 + gain, 0.3, 0.2]))
+        for arm, gain, kl in ((Arm("uniform", ()), 0.0, 0.4), (LONG, 0.5, 2.3), (third, 0.1, 1.0))
+        for seed in range(2)
+        for beta in (0.1, 0.3)
+    ]
+    arms = [Arm("uniform", ()), LONG, third]
+    study = replace(STUDY, arms={arm.name: [] for arm in arms})
+    said = list(ending.came_out(Outcome(study, arms, typed(points), [], {}, Path("out"), 1.0), ""))
+    assert any("at a KL to the base of its own (0.40 to 2.30); for equal KL see" in line for line in said)
+
+
+def at_kl(kl: float, rewards: list[float]) -> dict[str, Any]:
+    """A result whose policy is ``kl`` nats from the base on the test prompts."""
+    made = result(test=rewards)
+    made["truth"]["scores"]["test"]["kl"] = kl
+    return made
 
 
 def test_one_seed_is_said_to_be_one() -> None:

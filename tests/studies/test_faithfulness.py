@@ -193,6 +193,12 @@ def test_worlds_and_settings_without_truth_have_their_own_sections(tmp_path: Pat
     assert len(list(tmp_path.glob("faithfulness-*.png"))) == 2
 
 
+def test_a_single_layer_is_not_ranked_and_has_no_figure_over_layers(tmp_path: Path) -> None:
+    sections = Faithfulness(shares=(0.2, 0.4)).sections(outcome(tmp_path, {0: {}}), {("", 0): values({1: 1.0}, None)})
+    assert [section.title for section in sections] == ["Faithfulness of token weights", "Faithfulness by seed"]
+    assert not list(tmp_path.glob("*.png"))
+
+
 def test_rank_correlation_by_hand() -> None:
     assert rank_correlation([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(0.8)
     assert rank_correlation([1.0, 1.0, 2.0], [5.0, 5.0, 1.0]) == pytest.approx(-1.0)
