@@ -54,9 +54,9 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
         apart = ", ".join(f"{name} {point.truth('test', 'kl'):.2f}" for name, point in best.items())
         yield f"one point each, nothing tuned, each at a KL to the base of its own ({apart}): no comparison at equal KL"
     elif sum(map(len, found.values())) > 1:
-        apart = [point.truth("test", "kl") for point in best.values()]
+        moved = [point.truth("test", "kl") for point in best.values()]
         yield (
-            f"each arm at its best point, at a KL to the base of its own ({min(apart):.2f} to {max(apart):.2f}); for "
+            f"each arm at its best point, at a KL to the base of its own ({min(moved):.2f} to {max(moved):.2f}); for "
             "equal KL see the tables of that name; not corrected for the number of arms"
         )
     if len(all_seeds(outcome)) == 1:
