@@ -5,16 +5,20 @@ row of one response to a row of the same length; those that are *fitted* first s
 Randomness depends on (seed, pair id, side) alone, so that a row is the same in every run and every order.
 """
 
+import copy
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from attnpo.schema import SIDES, UserError, digest
+
+_Some = TypeVar("_Some")
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,14 @@ def _require_fit(fitted: bool, transform: object) -> None:
         raise ValueError(f"{type(transform).__name__} must be fitted on training rows before it is used")
 
 
+def _with_state(transform: _Some, **state: object) -> _Some:
+    """Returns a copy of a transform that has learnt ``state``: its fields with ``init=False``, no keys of a config."""
+    fitted = copy.copy(transform)
+    for name, value in state.items():
+        object.__setattr__(fitted, name, value)
+    return fitted
+
+
 @dataclass(frozen=True)
 class CrossPair:
     """Another answer's weights, resampled to this one's length: keeps position profile and smoothness, not content.
@@ -248,25 +260,35 @@ class CrossPair:
     """
 
     seed: int = 0
-    pool: tuple[tuple[str, str, Float[Tensor, "_"]], ...] = field(default=(), repr=False, compare=False)
+    pool: dict[str, list[tuple[str, Float[Tensor, "_"]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     needs_fit: ClassVar[bool] = True
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
-        """A copy that holds the training rows, ordered by pair id and side."""
-        pool = sorted(
-            ((row.pair_id, row.side, row.weights) for row in rows if row.weights.numel()), key=lambda item: item[:2]
-        )
-        return replace(self, pool=tuple(pool))
+        """A copy that holds the training rows of each side, ordered by pair id."""
+        pool: defaultdict[str, list[tuple[str, Float[Tensor, _]]]] = defaultdict(list)
+        for row in rows:
+            if row.weights.numel():
+                pool[row.side].append((row.pair_id, row.weights))
+        return _with_state(self, pool={side: sorted(pool[side], key=_pair_id) for side in pool})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """A donor's weights on this row's tokens, at this row's total."""
         _require_fit(bool(self.pool), self)
-        donors = [weights for pair_id, side, weights in self.pool if side == row.side and pair_id != row.pair_id]
-        if not donors:
+        rows = self.pool.get(row.side, [])
+        own = bisect_left(rows, row.pair_id, key=_pair_id)  # the first row of this pair, which is no donor
+        count = bisect_right(rows, row.pair_id, key=_pair_id) - own
+        if len(rows) == count:
             raise UserError("transform CrossPair needs at least two training pairs")
-        place = int(torch.randint(len(donors), (1,), generator=_generator(self.seed, row)))
-        return _same_total(resample(donors[place].to(row.weights.dtype), row.weights.numel()), row.weights)
+        place = int(torch.randint(len(rows) - count, (1,), generator=_generator(self.seed, row)))
+        donor = rows[place if place < own else place + count][1]
+        return _same_total(resample(donor.to(row.weights.dtype), row.weights.numel()), row.weights)
+
+
+def _pair_id(item: tuple[str, Float[Tensor, "_"]]) -> str:
+    return item[0]
 
 
 @dataclass(frozen=True)
@@ -274,7 +296,7 @@ class PositionProfile:
     """The training set's mean mass per relative position (``bins`` of them): are the weights a rule of position?"""
 
     bins: int = 20
-    profile: tuple[float, ...] = ()
+    profile: tuple[float, ...] = field(default=(), init=False, repr=False)
 
     needs_fit: ClassVar[bool] = True
 
@@ -287,7 +309,7 @@ class PositionProfile:
         masses = [resample(_normal(row.weights), self.bins) for row in rows if row.weights.numel()]
         if not masses:
             raise UserError("transform PositionProfile has no training row to be fitted on")
-        return replace(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
+        return _with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The profile on this row's tokens, at this row's total."""
@@ -305,8 +327,8 @@ class TokenProfile:
 
     position: bool = False
     bins: int = 20
-    factors: dict[int, float] = field(default_factory=dict, repr=False)
-    places: PositionProfile | None = field(default=None, repr=False)
+    words: dict[int, float] = field(default_factory=dict, init=False, repr=False)
+    places: PositionProfile | None = field(default=None, init=False, repr=False)
 
     needs_fit: ClassVar[bool] = True
 
@@ -327,13 +349,13 @@ class TokenProfile:
         if not sums:
             raise UserError("transform TokenProfile has no training row to be fitted on")
         places = PositionProfile(self.bins).fit(kept) if self.position else None
-        return replace(self, factors={token: sums[token] / counts[token] for token in sums}, places=places)
+        return _with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The factors of this row's words, at this row's total."""
-        _require_fit(bool(self.factors), self)
-        words = [self.factors.get(token, 1.0) for token in row.token_ids.tolist()]
-        new = torch.tensor(words, dtype=row.weights.dtype)
+        _require_fit(bool(self.words), self)
+        factors = [self.words.get(token, 1.0) for token in row.token_ids.tolist()]
+        new = torch.tensor(factors, dtype=row.weights.dtype)
         if self.places is not None:
             new = new * self.places(row)
         return _same_total(new, row.weights)
@@ -349,7 +371,7 @@ class Branched:
     """
 
     reach: int = 4
-    entropies: dict[int, float] = field(default_factory=dict, repr=False)
+    entropies: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     needs_fit: ClassVar[bool] = True
 
@@ -366,7 +388,7 @@ class Branched:
                 follows[before][word] += 1
         if not follows:
             raise UserError("transform Branched has no training row to be fitted on")
-        return replace(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
+        return _with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
 
     def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
         """The row with its weights moved; the total is kept."""

@@ -317,9 +317,9 @@ def test_what_will_be_dropped_for_coverage_teaches_no_transform(chat: ChatFormat
     (profile,) = fit_transforms([TokenProfile()], encoded, Verbalized(), rows, (0,))
     assert isinstance(profile, TokenProfile)
     seen = {token for side in SIDES for token in encoded.encoded[0][side].response_ids[:-1]}
-    assert set(profile.factors) == seen
+    assert set(profile.words) == seen
     (profile,) = fit_transforms([TokenProfile()], encoded, Verbalized(), rows, (0,), AlignRules(min_coverage=0.5))
-    assert isinstance(profile, TokenProfile) and set(profile.factors) > seen
+    assert isinstance(profile, TokenProfile) and set(profile.words) > seen
 
 
 def test_a_pair_nobody_could_be_asked_about_is_dropped_with_the_reason(chat: ChatFormat) -> None:

@@ -2,11 +2,16 @@
 
 import math
 from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from attnpo.schema import UserError
+from attnpo.config import CONFIG_DIR, check, compose, load
+from attnpo.schema import UserError, digest
+from attnpo.weights.pipeline import check_transforms
+from attnpo.weights.sources.decay import Decay
 from attnpo.weights.transforms import (
     Branched,
     CrossPair,
@@ -82,11 +87,12 @@ def test_shuffled_keeps_the_values_and_depends_on_seed_pair_and_side_alone() -> 
 
 def test_branched_weights_lie_on_the_least_settled_word_within_reach() -> None:
     """After 1 come 2 and 3 alike (ln 2), after 2 and 3 always 4, and 1 begins: the choice is the second word."""
-    made = Branched(reach=1).fit([row([0.2, 0.3, 0.5], [1, 2, 4]), row([0.2, 0.3, 0.5], [1, 3, 4], "q")])
+    rows = [row([0.2, 0.3, 0.5], [1, 2, 4]), row([0.2, 0.3, 0.5], [1, 3, 4], "q")]
+    made = Branched(reach=1).fit(rows)
     assert isinstance(made, Branched)
     assert made.entropies == pytest.approx({-1: 0.0, 1: math.log(2), 2: 0.0, 3: 0.0})
     assert made(row([0.2, 0.3, 0.5], [1, 2, 4])).tolist() == pytest.approx([0.2, 0.8, 0.0])
-    assert Branched(2, made.entropies)(row([0.1, 0.2, 0.3, 0.4], [1, 3, 4, 9])).tolist() == pytest.approx(
+    assert Branched(2).fit(rows)(row([0.1, 0.2, 0.3, 0.4], [1, 3, 4, 9])).tolist() == pytest.approx(
         [0.1, 0.9, 0.0, 0.0]
     ), "two places back, no farther"
     assert made(row([0.4, 0.6], [8, 9])).tolist() == pytest.approx([0.4, 0.6]), "words never seen keep their weights"
@@ -163,6 +169,83 @@ def test_cross_pair_never_uses_the_row_s_own_pair_and_keeps_the_side() -> None:
     assert fitted(row([0.9, 0.1], pair="b", side="rejected")).tolist() == [0.5, 0.5]
     with pytest.raises(UserError, match="at least two training pairs"):
         CrossPair().fit(rows[:1])(row([1.0], pair="a"))
+
+
+def test_cross_pair_draws_the_donor_that_a_list_of_all_donors_gives() -> None:
+    """Duplicate pair ids, several rows of one side, ids in no order: to the bit, for both sides and two seeds."""
+    rows = random_rows(60)
+    rows += [replace(one, pair_id="pair3", weights=one.weights.flip(0)) for one in rows[10:14]]
+    rows = [rows[place] for place in torch.randperm(len(rows), generator=torch.Generator().manual_seed(5)).tolist()]
+    ordered = sorted(rows, key=lambda one: (one.pair_id, one.side))
+    unknown = [replace(one, pair_id="zz") for one in rows[:2]]
+    for seed in (0, 7):
+        fitted = CrossPair(seed).fit(rows)
+        for one in [*rows, *unknown]:
+            donors = [other.weights for other in ordered if other.side == one.side and other.pair_id != one.pair_id]
+            generator = torch.Generator().manual_seed(int(digest([seed, one.pair_id, one.side])[:15], 16))
+            donor = donors[int(torch.randint(len(donors), (1,), generator=generator))]
+            resampled = resample(donor, one.weights.numel())
+            assert torch.equal(fitted(one), resampled * (one.weights.sum() / resampled.sum()))
+
+
+class CountedId(str):
+    """A pair id that counts how often it is compared with another."""
+
+    compared = 0
+
+    def __lt__(self, other: str) -> bool:
+        CountedId.compared += 1
+        return str.__lt__(self, other)
+
+    def __gt__(self, other: str) -> bool:
+        CountedId.compared += 1
+        return str.__gt__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        CountedId.compared += 1
+        return str.__ne__(self, other)
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_cross_pair_does_not_look_at_every_donor_for_every_row() -> None:
+    pairs, read = 2048, 64
+    rows = [WeightRow(torch.ones(2), torch.zeros(2).long(), CountedId(f"{i}"), "chosen", 2) for i in range(pairs)]
+    fitted = CrossPair().fit(rows)
+    CountedId.compared = 0
+    for one in rows[:read]:
+        fitted(one)
+    assert CountedId.compared <= read * 2 * (math.log2(pairs) + 1)
+
+
+@pytest.mark.parametrize("file", sorted((CONFIG_DIR / "transform").glob("*.yaml")), ids=lambda file: file.stem)
+def test_what_a_transform_learns_is_no_key_of_a_configuration(file: Path) -> None:
+    """The keys that a config may give are those its option shows, and what is learnt comes from rows alone."""
+    asked = ["setting=real_smoke", "model.path=M", "data.path=D", f"transform={file.stem}"]
+    (transform,) = load("fit", asked).transforms.values()
+    shown = [line.partition(":")[0] for line in file.read_text().splitlines() if not line.startswith(("#", "_"))]
+    assert sorted(item.name for item in fields(transform) if item.init) == sorted(name for name in shown if name)
+    for item in (item for item in fields(transform) if not item.init):
+        with pytest.raises(UserError, match=rf"transforms\.{file.stem}\.{item.name}: unknown key"):
+            check(compose("fit", [*asked, f"+transforms.{file.stem}.{item.name}={{1: 2.0}}"]))
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda item: type(item).__name__)
+def test_a_fitted_transform_takes_the_weights_that_it_took_before(transform: WeightTransform) -> None:
+    """Factors are no shares of a whole, whatever a profile has learnt of them."""
+
+    def taken(asked: WeightTransform) -> bool:
+        try:
+            check_transforms(Decay(), [asked])
+        except UserError:
+            return False
+        return True
+
+    assert taken(transform.fit(random_rows(8))) == taken(transform)
 
 
 def test_profiles_recover_the_rule_that_made_the_weights() -> None:
