@@ -1,10 +1,9 @@
 """Whether the verdict position is the verdict's: measured before a judge pass is paid for, said once, and stored."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from attnpo.files import read_record, write_record
@@ -12,7 +11,6 @@ from attnpo.judging import JudgePrompt
 from attnpo.runs.judges import RunJudge
 from attnpo.runs.settings import STOP
 from attnpo.schema import PreferencePair, UserError, digest
-from attnpo.text.judge_template import JudgePrompts
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import CAPTURE_VERSION
@@ -27,14 +25,20 @@ PAIRS = 16
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """The measurement of a run's judge on its first pairs, kept in the store under the judge, its prompts and these."""
+    """The measurement of a run's judge on the first pairs it can be shown, in the store under judge, prompts and pairs.
+
+    Pairs that it cannot be shown are not measured, so they are no part of what names a measurement either.
+    """
 
     judge: RunJudge
     store: Store
 
     def known(self, pairs: Sequence[PreferencePair]) -> LabelMass | None:
         """What the store has of the first of ``pairs``; None where they were not measured."""
-        record = read_record(self._path(pairs))
+        return self._stored(self._shown(pairs))
+
+    def _stored(self, shown: Sequence[JudgePrompt]) -> LabelMass | None:
+        record = read_record(self._path(shown))
         if record is None:
             return None
         texts = tuple((str(text), int(count)) for text, count in record["written"])
@@ -46,17 +50,18 @@ class LabelCheck:
         UserError below ``judge.min_label_mass`` where ``judge.low_label_mass`` is stop, and then also for labels that
         cannot be read at all; with warn both are warnings.
         """
-        mass = self.known(pairs)
+        shown = self._shown(pairs)
+        mass = self._stored(shown)
         if mass is None:
             try:
-                mass = self._measure(tools, pairs)
+                mass = self._measure(tools, shown)
             except UserError as unread:
                 if self._stops:
                     raise
                 log.warning("the probability of the judge's labels was not measured: %s", unread)
             if mass is None:
                 return
-            self._keep(pairs, mass)
+            self._keep(shown, mass)
         self.hold(mass)
 
     @property
@@ -72,15 +77,24 @@ class LabelCheck:
         if problem is not None:
             log.warning("warning: %s", problem)
 
-    def _measure(self, tools: Tools, pairs: Sequence[PreferencePair]) -> LabelMass | None:
+    def _shown(self, pairs: Sequence[PreferencePair]) -> list[JudgePrompt]:
+        """The prompts, two a pair, of the first PAIRS of ``pairs`` that the judge can be shown."""
+        found: list[JudgePrompt] = []
+        for pair in pairs:
+            with suppress(UserError):
+                found += self.judge.prompts.build(pair)
+            if len(found) == 2 * PAIRS:
+                break
+        return found
+
+    def _measure(self, tools: Tools, shown: Sequence[JudgePrompt]) -> LabelMass | None:
         """None when no pair can be shown to the judge."""
         assert tools.judge is not None
-        prompts = self.judge.prompts
-        rounds = [prompt.input_ids for both in islice(_built(prompts, pairs), PAIRS) for prompt in both]
-        return measured(tools.judge, rounds, prompts.label_ids, self.judge.written) if rounds else None
+        rounds = [prompt.input_ids for prompt in shown]
+        return measured(tools.judge, rounds, self.judge.prompts.label_ids, self.judge.written) if rounds else None
 
-    def _keep(self, pairs: Sequence[PreferencePair], mass: LabelMass) -> None:
-        path = self._path(pairs)
+    def _keep(self, shown: Sequence[JudgePrompt], mass: LabelMass) -> None:
+        path = self._path(shown)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_record(path, mass.numbers())
@@ -90,18 +104,11 @@ class LabelCheck:
                 "there, or name another folder with store=FOLDER"
             ) from error
 
-    def _path(self, pairs: Sequence[PreferencePair]) -> Path:
+    def _path(self, shown: Sequence[JudgePrompt]) -> Path:
         key = {
             "judge": self.judge.fingerprint(),
             "prompts": self.judge.prompts.fingerprint(),
-            "pairs": [pair.pair_id for pair in pairs[:PAIRS]],
+            "pairs": [prompt.pair_id for prompt in shown[::2]],
             "code": CAPTURE_VERSION,
         }
         return Path(self.store.root) / FOLDER / f"{digest(key)[:20]}.json"
-
-
-def _built(prompts: JudgePrompts, pairs: Sequence[PreferencePair]) -> Iterator[tuple[JudgePrompt, JudgePrompt]]:
-    """The prompts of those ``pairs`` that the judge can be shown."""
-    for pair in pairs:
-        with suppress(UserError):
-            yield prompts.build(pair)

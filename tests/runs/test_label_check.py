@@ -141,6 +141,32 @@ def test_stop_holds_for_weights_that_another_run_stored(
     assert LOW in capsys.readouterr().err
 
 
+def test_two_sets_share_a_measurement_only_where_the_measured_pairs_are_the_same(
+    template: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first pair cannot be shown, so 15 of the first 16 are measured and the one that follows them."""
+    wide = build_world(tmp_path / "wide", train=40, val=2)
+    rows = [json.loads(line) for line in (wide.data / "train.jsonl").read_text().splitlines()]
+    topic = rows[0]["topic"]
+    first, *others = [rows[0], *(row for row in rows if row["topic"] != topic and topic not in row["prompt"])]
+    own = AutoTokenizer.from_pretrained(template.model).chat_template
+    jinja = tmp_path / "judge.jinja"
+    jinja.write_text(own.replace("message['content']", f"message['content'] | replace('{topic}', '')"))
+    asked = (f"judge.path={template.model}", f"judge.chat_template={jinja}", "judge.low_label_mass=stop")
+    found = []
+    for name, last, mass in (("one", others[15], 0.75), ("two", others[16], 0.25)):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            lines = [first, *others[:15], last] if split == "train" else [others[-1]]
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lines))
+        judge = scripted(monkeypatch, mass)
+        status = weighs(World(template.model, tmp_path / name, tmp_path / "store"), *asked)
+        found.append((status, judge.asked[0]))
+    measured = (2 * PAIRS, (), True)
+    assert found == [(0, measured), (2, measured)], "the second set is measured itself, and stopped by what it gave"
+    assert LOW in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("assembly", ["text", "ids"])
 def test_the_verdict_is_read_after_the_prefill(assembly: str, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = scripted(monkeypatch, 0.75)
