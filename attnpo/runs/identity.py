@@ -31,6 +31,8 @@ PATHS = (
     *(f"weights.{name}.path" for name in SCORERS),
 )
 OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
+# Keys whose text may name a file, which counts by what it holds.
+FILES = re.compile(r"(.*\.)?(\w+_file|chat_template)")
 # Import paths of functions, whose modules are compared as those of components are.
 FUNCTIONS = ("weights.function",)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
@@ -143,10 +145,15 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
 
 
 def files_of(values: Mapping[str, object]) -> dict[str, str]:
-    """Digests of the files that flat settings name, and of the modules of components outside the package, by key."""
+    """Digests of the files that flat settings name, and of the modules of components outside the package, by key.
+
+    A component outside the package may name a file by any key; in the package ``FILES`` says which keys do.
+    """
     texts = {key: value for key, value in values.items() if isinstance(value, str)}
-    found = {key: _module(text) if _names_code(key) else _file(text) for key, text in texts.items()}
-    return {key: file_digest(Path(path)) for key, path in found.items() if path is not None}
+    code = {key: _module(text) for key, text in texts.items() if _names_code(key)}
+    outside = [key.rpartition(".")[0] for key, path in code.items() if path is not None and key not in FUNCTIONS]
+    files = {key: _file(text) for key, text in texts.items() if FILES.fullmatch(key) or below(key, outside)}
+    return {key: file_digest(Path(path)) for key, path in {**files, **code}.items() if path is not None}
 
 
 def code_of(values: Mapping[str, Json]) -> dict[str, str]:

@@ -167,6 +167,34 @@ def test_a_file_that_a_config_names_counts_by_what_it_holds(key: str, tmp_path: 
     assert found[0] == found[2] != found[1]
 
 
+def test_a_file_that_happens_to_be_called_as_a_value_is_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a working directory with a file for every word of the configuration: columns, splits, formats, kernels."""
+    monkeypatch.chdir(tmp_path)
+    asked = ("weights=attention", "judge.template_file=judge/testbed.txt")
+    before = folder_of(*asked)
+    cfg = load("fit", ["setting=testbed", "experiment=none", *asked])
+    words = {value for key, value in numbers_of(cfg).items() if isinstance(value, str) and "/" not in value}
+    assert {"prompt", "validation", "constant", "sdpa"} <= words
+    for word in words:
+        (tmp_path / word).write_text("a file", encoding="utf-8")
+    assert folder_of(*asked) == before
+
+
+def test_a_component_from_elsewhere_may_name_a_file_by_any_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_tables.py").write_text("class Mine: pass\n", encoding="utf-8")
+    table = tmp_path / "table.json"
+    cfg = load("fit", ["setting=testbed", "experiment=none", "weights=uniform"])
+    cfg.values["transforms"] = {"mine": {"_target_": "my_tables.Mine", "words": str(table)}}
+    found = []
+    for text in ("{}", "[]"):
+        table.write_text(text, encoding="utf-8")
+        found.append(point_folder(Path(), Point(Arm("arm", ()), (), 0), cfg, {}).name)
+    assert found[0] != found[1]
+
+
 def test_a_file_that_nothing_reads_does_not_count(tmp_path: Path) -> None:
     file = tmp_path / "wording.txt"
     found = []
