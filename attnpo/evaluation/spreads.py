@@ -29,6 +29,14 @@ def half_widths(rounds: Sequence[float]) -> tuple[float | None, float | None]:
     return NORMAL * error, t_quantile(0.975, len(rounds) - 1) * error
 
 
+def grading_noise(one: float, other: float) -> float:
+    """Returns 1.96 sqrt(a^2 + b^2), below which grading again may explain the difference of two figures.
+
+    a and b are the standard deviations of grading each of the two again (``grading_spread``).
+    """
+    return NORMAL * math.hypot(one, other)
+
+
 def score_of(name: str, rounds: Sequence[Graded], grading: float | None, seed: int = 0) -> Score:
     """A figure over the rounds of generation.
 

@@ -1,6 +1,5 @@
 """Tables of benchmark scores: the paper's main table, rounds with their intervals, spreads, differences, lengths."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import stdev
@@ -12,7 +11,7 @@ from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import Cell, fixed, half_up
 from attnpo.evaluation.base import Score
 from attnpo.evaluation.shown import rounds_text
-from attnpo.evaluation.spreads import NORMAL, half_widths
+from attnpo.evaluation.spreads import grading_noise, half_widths
 from attnpo.reports.evaluations import PAPER, Evaluation, Mixed, counts
 
 METHOD, BENCHMARK, FIGURE, AVG_RANK = "method", "benchmark", "figure", "avg_rank"
@@ -232,9 +231,7 @@ def spreads_table(board: Board) -> KeyedTable:
 def close_table(board: Board) -> KeyedTable | None:
     """Pairs of labels that a figure does not tell apart, since grading the same answers again moves it as much.
 
-    Pairs that were graded or answered in different ways are left out. The noise of a difference is
-    1.96 sqrt(a^2 + b^2), with the standard deviations a and b of grading each of the two again.
-    None where no pair is so close.
+    Pairs that were graded or answered in different ways are left out. None where no pair is so close.
     """
     rows: list[Cells] = []
     for figure in board.shown:
@@ -242,7 +239,7 @@ def close_table(board: Board) -> KeyedTable | None:
         known.sort(key=lambda item: -item[1].mean)
         for place, (label, score, spread) in enumerate(known):
             for other, lower, below in known[place + 1 :]:
-                noise = NORMAL * math.hypot(spread, below)
+                noise = grading_noise(spread, below)
                 alike = board.way(label, figure.benchmark) == board.way(other, figure.benchmark)
                 if alike and score.mean - lower.mean < noise:
                     rows.append(

@@ -1,6 +1,5 @@
 """A study's benchmarks shown: columns of its main table, what they stand on, and a figure over layers."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 
@@ -8,6 +7,7 @@ from attnpo.display.figures import LayerPoint, layer_curve
 from attnpo.display.look import Level, Looks
 from attnpo.display.page import Image
 from attnpo.display.tables import Cell
+from attnpo.evaluation.spreads import grading_noise
 from attnpo.files import clean
 from attnpo.studies.benchmark_scores import BASE_ROW, RowScore
 from attnpo.studies.study import Outcome
@@ -64,7 +64,7 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
 
 
 def _within_noise(outcome: Outcome, benchmark: str) -> Iterator[str]:
-    """The rows of each world whose difference to the control, else to the base, is below the spread of grading."""
+    """The rows of each world whose difference to the control, else to the base, is below the grading noise."""
     rows = outcome.benchmarks[benchmark]
     against = outcome.study.control or BASE_ROW
     for world in outcome.worlds:
@@ -77,15 +77,15 @@ def _within_noise(outcome: Outcome, benchmark: str) -> Iterator[str]:
         if names:
             where = f"{world}: " if world else ""
             yield (
-                f"{benchmark}: {where}differs from {against} by less than the spread of grading, which is no "
-                f"difference: {', '.join(names)}"
+                f"{benchmark}: {where}differs from {against} by less than the grading noise of a difference, "
+                f"1.96 sqrt(a^2 + b^2), which is no difference: {', '.join(names)}"
             )
 
 
 def _same(one: RowScore, other: RowScore) -> bool:
     if one.failed or other.failed or one.grading is None or other.grading is None:
         return False
-    return abs(one.mean - other.mean) < math.hypot(one.grading, other.grading)
+    return abs(one.mean - other.mean) < grading_noise(one.grading, other.grading)
 
 
 def layer_figures(outcome: Outcome, world: str, looks: Looks) -> Iterator[Image]:

@@ -420,10 +420,18 @@ def test_a_score_of_which_the_lower_is_better_ranks_so() -> None:
 
 
 def test_notes_say_what_is_within_noise_and_what_was_missing() -> None:
-    """base is 0.1 from a, the control, less than hypot(.1, .3); d is 3.9 from it."""
+    """base is 0.1 from a, the control; d is 3.9 from it. Both have 1.96 sqrt(.1^2 + .3^2) = 0.62."""
     lines = [*benchmark_notes(outcome_of(ROWS))]
-    assert lines[1].endswith("less than the spread of grading, which is no difference: base")
+    assert lines[1].endswith("which is no difference: base")
     assert lines[2] == "bench, counted over all rows: no verdict 2"
+
+
+def test_noise_is_that_of_the_table_of_scores() -> None:
+    """1.96 sqrt(.3^2 + .4^2) = 0.98, as ``close`` of the report has it (tests/reports/test_scores.py)."""
+    rows = {("", name): score(value, grading=spread) for name, value, spread in
+            (("a", 6.0, 0.3), ("b", 6.97, 0.4), ("c", 6.99, 0.4), ("d", 5.03, 0.4), ("e", 5.01, 0.4))}  # fmt: skip
+    said = [line for line in benchmark_notes(outcome_of(rows)) if line.endswith("no difference: b, d")]
+    assert len(said) == 1
 
 
 def test_bounds_are_over_seeds_else_over_questions() -> None:
