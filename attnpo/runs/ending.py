@@ -39,13 +39,16 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(cfg: RunConfig, folder: Path) -> list[str]:
-    """The run as a table, another seed of it, and the same run with other weights to compare it with."""
+    """The run as a table, another seed of it, and the same run with other weights to compare it with.
+
+    Not the last of a reward model, which has no weights but uniform ones.
+    """
     uniform = cfg.composed.choices.get("weights") == "uniform"
     other = "weights=attention" if uniform else "weights=uniform"
     return [
         command_text("report", str(folder)),
         command_text("fit", *_fresh(cfg, "seed", f"seed={cfg.seed + 1}")),
-        command_text("fit", *_fresh(cfg, "weights", other)),
+        *([] if cfg.model.reward else [command_text("fit", *_fresh(cfg, "weights", other))]),
     ]
 
 

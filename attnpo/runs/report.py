@@ -92,8 +92,9 @@ def write_run_report(
 
 
 HOVER = (
-    "A token's weight relative to uniform, its id, place and log-probabilities appear over it. As trained: after all "
-    "post-processing, on training tokens; a layer and round: as the judge gave it, on its own tokens."
+    "A token's weight relative to uniform, its id, its place and the log-probabilities that are known appear over it. "
+    "As trained: after all post-processing, on training tokens; a layer and round: as the judge gave it, on its own "
+    "tokens."
 )
 
 

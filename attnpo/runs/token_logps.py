@@ -13,7 +13,12 @@ from attnpo.runs.models import autocast
 
 @phase("log-probabilities of the first pairs")
 def first_logps(inputs: Inputs, policy: ScoredLM, count: int) -> list[tuple[list[float], list[float]]]:
-    """Of the first ``count`` training pairs the log-probability of each response token, chosen and rejected."""
+    """Of the first ``count`` training pairs the log-probability of each response token, chosen and rejected.
+
+    None of a reward model, whose numbers on tokens are rewards.
+    """
+    if inputs.context.model.reward:
+        return []
     cfg, pad_id = inputs.context.cfg, int(inputs.context.tokenizer.pad_token_id or 0)
     sides = [side for example in inputs.examples["train"].examples[:count] for side in example.sides]
     found: list[list[float]] = []

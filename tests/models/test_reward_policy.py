@@ -11,6 +11,8 @@ from attnpo.models.layouts import packed, padded
 from attnpo.models.loading import load_model
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.objectives.cpo import CPO
+from attnpo.runs.ending import next_commands
+from attnpo.runs.run import run
 from attnpo.schema import PreferenceBatch, RowGroup, UserError
 from tests.runs.worlds import World, build_world
 
@@ -117,3 +119,19 @@ def test_a_run_that_a_reward_model_cannot_be_trained_by_is_refused(world: World,
 def test_a_run_with_defaults_names_what_to_set(world: World) -> None:
     with pytest.raises(UserError, match=r"set objective=cpo objective\.sft_coef=0 objective\.beta=1"):
         world.config("model=reward", "weights=uniform")
+
+
+def test_the_page_and_the_last_words_of_a_run_speak_of_no_log_probabilities_and_no_token_weights(
+    world: World, tmp_path: Path
+) -> None:
+    """What a reward model gives on tokens are rewards, 0 but on the last; other weights than uniform are refused."""
+    cfg = world.config(*REWARD, "trainer.max_steps=1", "callbacks.checkpoints=false")
+    result = run(cfg, tmp_path / "run")
+    assert result is not None
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Token weights of the first pairs" in page and "log-prob:" not in page
+    commands = next_commands(cfg, tmp_path / "run")
+    assert len(commands) == 2 and not any("weights=attention" in command for command in commands)
+    plain = world.config("weights=uniform", "trainer.max_steps=1", "callbacks=default", "callbacks.samples=0")
+    run(plain, tmp_path / "plain")
+    assert "log-prob: policy -" in (tmp_path / "plain" / "report.html").read_text(encoding="utf-8")
