@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from attnpo import config
-from attnpo.components import ABSENT, required
+from attnpo.components import ABSENT, required, resolve
 from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
 from attnpo.config_help import Arguments
 from attnpo.console import guarded, reporting, stoppable, world_size
@@ -41,6 +41,7 @@ def run_entry(
     command_name: str | None = None,
     positional: str | None = None,
     complete: Callable[[SomeRoot], bool] = lambda cfg: False,
+    early: Callable[[Mapping[str, object]], None] = lambda data: None,
 ) -> int:
     """Exit status of an entry point: 0, 1 (a job failed), 2 (an error the user can mend), 130 (Ctrl-C), 143 (SIGTERM).
 
@@ -48,13 +49,16 @@ def run_entry(
     calls ``main`` with that. ``command_name`` is what the command is called in its help, by default like its
     configuration. ``positional`` names a key that takes the arguments which are no overrides, as a list.
     ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
+    ``early`` refuses what the node ``data`` cannot be before torch is imported.
     An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
     parser = Arguments(command_name or config_name, description, examples, positional)
 
     def command() -> int:
         try:
-            return _run(main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete)
+            return _run(
+                main, config_name, sys.argv[1:] if argv is None else list(argv), parser, positional, complete, early
+            )
         except MissingMandatoryValue as error:
             raise UserError(f"{str(error).splitlines()[0]}; give KEY=VALUE") from error
 
@@ -69,6 +73,7 @@ def _run(
     parser: Arguments,
     positional: str | None,
     complete: Callable[[SomeRoot], bool],
+    early: Callable[[Mapping[str, object]], None],
 ) -> int:
     options = parser.parse_intermixed_args(argv)
     if options.help:
@@ -96,6 +101,10 @@ def _run(
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
     composed = [ready(job) for job in jobs]
+    for cfg in composed:
+        early(
+            cast(dict[str, object], resolve(cfg.get("data", {}), "data", []))
+        )  # other problems are told when it is read
     with heartbeat(name):
         # Brings torch, which takes seconds, in a process that has not loaded it.
         said = "checking the configuration"

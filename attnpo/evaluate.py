@@ -53,6 +53,10 @@ if __name__ == "__main__":
     words = sys.argv[1:]
     if PASSPORT in words:
         rest = [word for word in words if word != PASSPORT]
+        from attnpo.data.tables import check_validation as early
+
         ready, name = (lambda cfg: cfg.prepare is None), f"evaluate {PASSPORT}"
-        sys.exit(run_entry(passport, "passport", rest, ON_JUDGES, JUDGES, command_name=name, complete=ready))
+        sys.exit(
+            run_entry(passport, "passport", rest, ON_JUDGES, JUDGES, command_name=name, complete=ready, early=early)
+        )
     sys.exit(run_entry(main, "evaluate", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: True))

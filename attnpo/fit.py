@@ -138,5 +138,6 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
 if __name__ == "__main__":
     hear_signals()
     from attnpo.command_line import run_entry
+    from attnpo.data.tables import check_validation as early
 
-    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))
+    leave(run_entry(main, "fit", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early))

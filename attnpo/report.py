@@ -39,5 +39,6 @@ def complete(cfg: "ReportConfig") -> bool:
 if __name__ == "__main__":
     hear_signals()
     from attnpo.command_line import run_entry
+    from attnpo.data.tables import check_validation as early
 
-    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete))
+    sys.exit(run_entry(main, "report", None, DESCRIPTION, EXAMPLES, positional="what", complete=complete, early=early))

@@ -39,5 +39,9 @@ def main(cfg: "WeighConfig") -> int:
 if __name__ == "__main__":
     hear_signals()
     from attnpo.command_line import run_entry
+    from attnpo.data.tables import check_validation as early
 
-    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None))
+    status = run_entry(
+        main, "weigh", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early
+    )
+    sys.exit(status)

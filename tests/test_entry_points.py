@@ -115,6 +115,43 @@ def test_a_wrong_word_is_refused_before_anything_heavy_is_loaded(override: str, 
     assert loaded & set(SLOW_PACKAGES) == set()
 
 
+@pytest.mark.parametrize(
+    ("command", "given", "message"),
+    [
+        (
+            "fit",
+            "data.path={folder}/one.jsonl",
+            "is one table, so its rows must be shared out: set data.val_share (0.1",
+        ),
+        ("weigh", "data.path={folder}/one.jsonl", "is one table, so its rows must be shared out: set data.val_share"),
+        (
+            "report weights",
+            "data.path={folder}",
+            "no file test.jsonl, test.csv or test.parquet; files it has: one.jsonl",
+        ),
+        ("evaluate benchmark=judge", "data.path={folder}", "share out the training split with data.val_share=0.1"),
+        ("fit", "data.path={folder} data.val_split=null", "data.val_split=null: name the validation split, or set"),
+        (
+            "fit",
+            "data.mix={{a: {{path: {folder}/one.jsonl, val_rows: '3'}}, b: {{path: {folder}/one.jsonl}}}}",
+            "is one",
+        ),
+    ],
+)
+def test_data_without_validation_pairs_is_refused_before_torch_is_loaded(
+    command: str, given: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one.jsonl").write_text("{}\n", encoding="utf-8")
+    name, *words = command.split()
+    data = given.format(folder=tmp_path)
+    asked = [data] if "mix" in data else data.split()
+    done = start(f"attnpo.{name}", *words, "setting=real_smoke", "model.path=unset", *asked, listing=True)
+    errors = refusal(done.stderr)
+    assert done.returncode == 2 and done.stdout == ""
+    assert errors.startswith("error: ") and message in errors and "data.val_share" in errors
+    assert "hydra" in imported(done.stderr) and "torch" not in imported(done.stderr)
+
+
 @pytest.mark.parametrize("command", ["fit", "weigh", "report weights"])
 def test_paths_that_must_be_given_are_asked_for(command: str) -> None:
     name, *words = command.split()

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "machine": {"config", "console", "schema", "training", "version"},
     "text": TEXT,
     "weights": WEIGHTS | {"components"},
-    "data": DATA | {"components", "hub"},
+    "data": DATA | {"components", "errors", "hub"},
     "objectives": {"schema"},
     "models": {"files", "hub", "judging", "schema"},
     "training": TRAINING | {"console", "live"},

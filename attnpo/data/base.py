@@ -16,7 +16,7 @@ from attnpo.data.adapters import Columns, Note, RowProblem, adapt
 from attnpo.data.json_lines import Lines, Table
 from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixture, draws, of_set
 from attnpo.data.shares import Shares, prompts_of, share_out
-from attnpo.data.tables import has_split, is_one_table, read_table
+from attnpo.data.tables import has_split, is_one_table, read_table, require_validation
 from attnpo.schema import PreferencePair, UserError, check_seed, digest
 from attnpo.text.traces import Traces
 
@@ -380,19 +380,15 @@ class PairSource:
 
     def _read(self, split: str) -> Table:
         """All rows of a split."""
-        one, option = is_one_table(self.path), f"data.{split}_split"
+        option = f"data.{split}_split"
         if self.val_share is not None:
-            self._check_shared(one)
+            self._check_shared(is_one_table(self.path))
             name, option = self.train_split, "data.train_split"
-        elif split == "val" and one and self.val_rows is None:
-            raise UserError(
-                f"data.path={self.path} is one table, so its rows must be shared out: set data.val_share (0.1 keeps a "
-                'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
-            )
-        elif split == "val" and self.val_split is None and not one:
-            raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to make one")
+        elif split == "val":
+            require_validation(self.path, self.val_split, self.val_rows is not None)
+            name = self.val_split or ""
         else:
-            name = self.train_split if split == "train" else self.val_split or ""
+            name = self.train_split
         return read_table(self.path, name, option, self.subset, self.revision)
 
     def _check_shared(self, one: bool) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 from zlib import error as ZlibError
 
-from attnpo.schema import Json, UserError
+from attnpo.errors import UserError
+from attnpo.files import Json
 
 
 @runtime_checkable

@@ -1,22 +1,22 @@
 """Tables of rows: files, folders with a file per split, saved data sets, the Hugging Face hub.
 
 JSON is read by ``attnpo.data.json_lines``, CSV and TSV by ``attnpo.data.delimited``, Parquet, folders that
-``save_to_disk`` wrote and the hub by the ``datasets`` library.
+``save_to_disk`` wrote and the hub by the ``datasets`` library. Light: commands ask it before torch is imported.
 """
 
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.components import did_you_mean
+from attnpo.components import MISSING, did_you_mean
 from attnpo.data.delimited import DELIMITED, read_delimited
 from attnpo.data.json_lines import Table, read_lines
+from attnpo.errors import UserError
 from attnpo.hub import hub, out_of_reach
-from attnpo.schema import UserError
 
 if TYPE_CHECKING:
     import datasets
@@ -48,17 +48,49 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
     if (place / _SAVED).is_file():
         return _from_saved(place, path)
     if (place / _SAVED_SPLITS).is_file():
-        names = _saved_splits(place, path)
-        if split not in names:
-            raise UserError(
-                f"{option}={split}: the data set saved in {place} has the splits {', '.join(names) or 'none'}"
-                f"{_near(split, names, option)}. Name one of them with {option}=NAME"
-            )
+        _require_saved(place, path, split, option)
         return _from_saved(place / split, path)
     if place.is_dir():
         return _from_files(_split_files(place, split, option), path)
     _require_hub_name(path)
     return _from_hub(path, split, subset, revision)
+
+
+def check_validation(data: Mapping[str, object]) -> None:
+    """Raises UserError where a config node ``data`` names data on this machine that lacks validation pairs.
+
+    Reads no row. What the node of another component lacks is not asked for.
+    """
+    sets = data.get("mix")
+    for one in sets.values() if isinstance(sets, dict) and sets else [data]:
+        own = {key: value for key, value in one.items() if value is not None} if isinstance(one, dict) else {}
+        path, split, share, rows = ({**data, **own}.get(key) for key in ("path", "val_split", "val_share", "val_rows"))
+        if isinstance(path, str) and path != MISSING and "val_share" in data and share is None:
+            require_validation(path, split if isinstance(split, str) else None, rows is not None)
+
+
+def require_validation(path: str, split: str | None, rows: bool) -> None:
+    """Raises UserError where nothing says which pairs at ``path`` are for validation; ``rows``: their rows are named.
+
+    Reads no row, and asks nothing of the hub.
+    """
+    place = Path(path).expanduser()
+    if is_one_table(path):
+        if not rows:
+            raise UserError(
+                f"data.path={path} is one table, so its rows must be shared out: set data.val_share (0.1 keeps a "
+                'tenth of the prompts for validation), or data.train_rows and data.val_rows ("0:90%" and "90%:")'
+            )
+    elif split is None:
+        raise UserError("data.val_split=null: name the validation split, or set data.val_share=0.1 to make one")
+    elif place.is_dir():
+        try:
+            if (place / _SAVED_SPLITS).is_file():
+                _require_saved(place, path, split, "data.val_split")
+            else:
+                _split_files(place, split, "data.val_split")
+        except UserError as error:
+            raise UserError(f"{error}, or share out the training split with data.val_share=0.1") from error
 
 
 def is_one_table(path: str) -> bool:
@@ -84,6 +116,16 @@ def _require_hub_name(path: str) -> None:
     place = Path(path).expanduser()
     if _suffix(place) is not None or not _HUB_NAME.fullmatch(path):
         raise UserError(f"data.path={path}: no such file or folder. {_neighbours(place)}")
+
+
+def _require_saved(folder: Path, path: str, split: str, option: str) -> None:
+    """Raises UserError for a split that a saved data set does not have."""
+    names = _saved_splits(folder, path)
+    if split not in names:
+        raise UserError(
+            f"{option}={split}: the data set saved in {folder} has the splits {', '.join(names) or 'none'}"
+            f"{_near(split, names, option)}. Name one of them with {option}=NAME"
+        )
 
 
 def _suffix(file: Path) -> str | None:

@@ -57,7 +57,8 @@ def test_a_wrong_split_gives_near_names(saved: Path) -> None:
         PairSource(str(saved)).load("val")
     assert str(refused.value) == (
         f"data.val_split=test: the data set saved in {saved} has the splits train_prefs, test_prefs; did you mean "
-        "data.val_split=test_prefs?. Name one of them with data.val_split=NAME"
+        "data.val_split=test_prefs?. Name one of them with data.val_split=NAME, or share out the training split with "
+        "data.val_share=0.1"
     )
     with pytest.raises(UserError, match=r"did you mean data\.train_split=train_prefs\?"):
         PairSource(str(saved), train_split="train_perfs").load("train")
