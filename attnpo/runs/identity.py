@@ -49,6 +49,8 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
          "drift", "reference", "optimizer", "trainer", "batch", "objective")  # fmt: skip
 # What only reference spans read.
 SPANS = ("judge.span_closing", "judge.span_drop")
+# Which weights decay: a run goes on as it was begun, so that one saved without the key decays all of them.
+DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
     **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
@@ -56,7 +58,7 @@ LATER = {
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
-    **{"model.router_aux_loss_coef": 0.0},
+    **{"model.router_aux_loss_coef": 0.0, DECAY_ALL: True},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
     **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},
@@ -124,13 +126,14 @@ def below(key: str, parents: Sequence[str]) -> bool:
 
 
 def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str]:
-    """Parts that the weights ``source`` does not read; none of them where it is not known."""
-    if source is None:
-        return []
+    """Parts that nothing reads as the others stand; where ``source`` is not known, all that weights may read count."""
     read = dict(flat(values))
+    undecayed = [] if read.get(DECAY) else [DECAY_ALL]
+    if source is None:
+        return undecayed
     replaced = [LAYER] if read.get(LAYERS) else []
     spans = [] if str(read.get("judge.span")).lower() == "reference" else SPANS
-    return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans]
+    return [*(part for part, needed in NEEDED.items() if needed not in source.requires), *replaced, *spans, *undecayed]
 
 
 def _values(values: Mapping[str, Json]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinishe
 from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.folders import CONFIG
-from attnpo.runs.identity import LATER, code_of, component, may_lack, numbers_of, saved_numbers
+from attnpo.runs.identity import DECAY_ALL, LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
@@ -52,8 +52,8 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
         old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
-        if key not in stored and new is None:
-            continue  # an option that came later and is not used
+        if key not in stored and (new is None or key == DECAY_ALL):
+            continue  # an option that came later and is not used, or is as it was: see ``go_on``
         if component(old) != component(new):
             raise UserError(
                 f"resume: {key} was {old!r} in {place} and is {new!r} now, which would be another run: give the saved "
@@ -90,6 +90,30 @@ def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | Non
     if problem is not None:
         raise _damaged(cfg, path, problem)
     return _chosen(path)
+
+
+def go_on(cfg: RunConfig, resume: Path | None) -> RunConfig:
+    """Returns the config that a run goes on with: all weights decay in it where they did when ``resume`` was saved.
+
+    That is a state of a config without ``optimizer.decay_all``, whose optimiser has all weights in one group. The key
+    stays out of what the run saves, so that the same command goes on from there again.
+    """
+    settings = cfg.optimizer
+    if resume is None or settings.decay_all or not settings.weight_decay:
+        return cfg
+    if DECAY_ALL in read_account(resume.parent).get("config", {}):
+        return cfg
+    state = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)
+    if len(state["optimizer_states"][0]["param_groups"]) > 1:
+        return cfg
+    log.warning(
+        "resume: %s was saved before optimizer.decay_all was a key: weight decay goes on over all weights, norms and "
+        "biases among them, as with optimizer.decay_all=true",
+        resume,
+    )
+    begun = cfg.with_value(DECAY_ALL, True)
+    begun.values["optimizer"] = {key: value for key, value in begun.below("optimizer").items() if key != "decay_all"}
+    return begun
 
 
 def _newest_sound(cfg: RunConfig, folder: Path, point: bool) -> Path | None:

@@ -36,6 +36,7 @@ from attnpo.runs.resume import (
     check_folder,
     find_resume,
     finished,
+    go_on,
     keep_last,
     prepare_folder,
     tidy_checkpoints,
@@ -71,6 +72,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         return before if leading else None
     check_tracker(cfg.logger)
     resume = find_resume(cfg, folder, point)
+    cfg = go_on(cfg, resume)
     check_folder(folder, resume)
     if leading:
         make_folder(folder)

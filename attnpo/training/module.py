@@ -33,7 +33,7 @@ from attnpo.training.nonfinite import (
     save_step,
 )
 from attnpo.training.online_weights import weighed
-from attnpo.training.optimizer import Optimizer
+from attnpo.training.optimizer import Optimizer, norms_and_biases
 from attnpo.training.pair_values import pair_values, read_tokens
 from attnpo.training.resume_state import typed
 from attnpo.weights.base import OnlineSource
@@ -337,6 +337,7 @@ class PreferenceModule(L.LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """AdamW and its per-step schedule in Lightning's dictionary form."""
         recipe = self.recipe
-        optimizer = recipe.make(parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+        trained = (parameter for parameter in self.policy.parameters() if parameter.requires_grad)
+        optimizer = recipe.make(trained, norms_and_biases(self.policy))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: recipe.factor(step, self.total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

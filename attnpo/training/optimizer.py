@@ -1,7 +1,8 @@
 """The optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,8 @@ class Optimizer:
     one step late until the warm-up is over. ``schedule`` is "cosine" or "constant"; ``final_share`` is what remains
     of lr at the end of a cosine. ``moments`` "8bit" keeps both of Adam's moments in 8 bits with a scale per block (2
     bytes per parameter, not 8). ``stochastic_rounding`` is for weights in bfloat16, whose small updates rounding to
-    nearest would lose.
+    nearest would lose. ``weight_decay`` leaves norms and biases out, as Hugging Face's trainer does, unless
+    ``decay_all``.
     """
 
     lr: float = 1e-6
@@ -36,6 +38,7 @@ class Optimizer:
     moments: str = "float32"
     stochastic_rounding: bool = False
     warmup_from: str = "first"
+    decay_all: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "constant"):
@@ -58,6 +61,26 @@ class Optimizer:
                 "set both (optimizer=adamw8bit) or neither"
             )
 
+    def check_rounding(self, formats: Collection[str]) -> None:
+        """Raises UserError for stochastic rounding of trained weights in other ``formats`` than bfloat16."""
+        others = sorted({*formats} - {"bfloat16"})
+        if self.stochastic_rounding and others:
+            raise UserError(
+                f"optimizer.stochastic_rounding is for weights in bfloat16, the trained ones are {others[0]}: set "
+                "model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
+            )
+
+    def unread(self) -> dict[str, str]:
+        """Names keys without effect as the others stand, with the reason."""
+        found: dict[str, str] = {}
+        if not self.weight_decay:
+            found["decay_all"] = "optimizer.weight_decay=0"
+        if not self.warmup:
+            found["warmup_from"] = "optimizer.warmup=0"
+        if self.schedule == "constant":
+            found["final_share"] = "optimizer.schedule=constant"
+        return found
+
     def factor(self, step: int, total: int) -> float:
         """What lr is multiplied with at optimiser step ``step`` (0-based) of ``total``."""
         warmup = math.ceil(self.warmup * total) if self.warmup < 1 else int(self.warmup)
@@ -68,8 +91,12 @@ class Optimizer:
         progress = min(1.0, (step - warmup) / max(1, total - warmup))
         return self.final_share + (1 - self.final_share) * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def make(self, parameters: "Iterable[torch.nn.Parameter]") -> "torch.optim.Optimizer":
+    def make(
+        self, parameters: "Iterable[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]" = ()
+    ) -> "torch.optim.Optimizer":
         """The optimiser over ``parameters``; ``factor`` gives its schedule.
+
+        Those among ``undecayed`` form a group without weight decay, unless ``decay_all`` or there is none.
 
         Raises ``UserError`` when 8-bit moments are asked for without torchao, and stochastic rounding for weights that
         are not bfloat16.
@@ -77,11 +104,12 @@ class Optimizer:
         import torch
 
         trained = list(parameters)
+        groups = self._group(trained, undecayed)
         if self.moments == "8bit":
-            return self._make_8bit(trained)
+            return self._make_8bit(trained, groups)
         # One kernel over all parameters, without the parameter-sized temporaries of the default.
         optimizer = torch.optim.AdamW(
-            trained,
+            groups,
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -92,7 +120,20 @@ class Optimizer:
         optimizer._step_supports_amp_scaling = False
         return optimizer
 
-    def _make_8bit(self, parameters: "list[torch.nn.Parameter]") -> "torch.optim.Optimizer":
+    def _group(
+        self, trained: "list[torch.nn.Parameter]", undecayed: "Collection[torch.nn.Parameter]"
+    ) -> "list[dict[str, object]]":
+        """Splits the weights into the optimiser's groups: one, where weight decay makes no difference between them."""
+        apart = set() if self.decay_all or not self.weight_decay else {id(parameter) for parameter in undecayed}
+        groups: list[dict[str, object]] = [
+            {"params": [parameter for parameter in trained if id(parameter) not in apart]},
+            {"params": [parameter for parameter in trained if id(parameter) in apart], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _make_8bit(
+        self, parameters: "list[torch.nn.Parameter]", groups: "list[dict[str, object]]"
+    ) -> "torch.optim.Optimizer":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
@@ -100,14 +141,9 @@ class Optimizer:
                 f"optimizer.moments=8bit needs the package torchao ({error}): pip install 'attnpo[opt8bit]', or set "
                 "optimizer=adamw"
             ) from error
-        others = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters} - {"bfloat16"}
-        if self.stochastic_rounding and others:
-            raise UserError(
-                f"optimizer.stochastic_rounding is for weights in bfloat16, the trained ones are {sorted(others)[0]}: "
-                "set model.dtype=bfloat16 (without model.lora) or optimizer.stochastic_rounding=false"
-            )
+        self.check_rounding({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
         optimizer: torch.optim.Optimizer = AdamW8bit(
-            parameters,
+            groups,
             lr=self.lr,
             betas=self.betas,
             eps=self.eps,
@@ -115,6 +151,22 @@ class Optimizer:
             bf16_stochastic_round=self.stochastic_rounding,
         )
         return optimizer
+
+
+NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""What names a parameter that Hugging Face's trainer does not decay (``Trainer.get_decay_parameter_names``)."""
+
+
+def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
+    """Finds the parameters that Hugging Face's trainer does not decay: by name, and those of every LayerNorm.
+
+    A norm of another class whose name says nothing is decayed there too.
+    """
+    from torch.nn import LayerNorm
+
+    inside = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
+    named = model.named_parameters()
+    return [one for name, one in named if id(one) in inside or NORMS_AND_BIASES.search(name.lower())]
 
 
 def fusible(parameters: "list[torch.nn.Parameter]") -> bool:

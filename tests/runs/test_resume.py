@@ -10,13 +10,15 @@ from transformers import AutoTokenizer
 
 from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import load
-from attnpo.runs.identity import BESIDE, FUNCTIONS, KEPT, LATER, NEEDED, PATHS, numbers_of
+from attnpo.files import seal
+from attnpo.runs.identity import BESIDE, FUNCTIONS, KEPT, LATER, NEEDED, PATHS, numbers_of, result_of
 from attnpo.runs.result import RunResult
 from attnpo.runs.resume import check_same, find_resume, finished, refuse_taken
 from attnpo.runs.run import run
 from attnpo.schema import UserError
 from attnpo.training.checkpoint_folders import STATE, read_account
 from attnpo.training.interrupted import Interrupted
+from attnpo.training.module import PreferenceModule
 from tests.runs.worlds import World, build_world
 
 SHORT = ("trainer.validate_every=1", "callbacks.samples=0", "callbacks.report=false")
@@ -122,8 +124,10 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
     stored = read_account(done[0] / "last")["config"]
     older = {key: value for key, value in stored.items() if key not in LATER}
     unread = {
-        key for key in LATER if key == "judge.span_drop" or key.startswith(("prepare.", "truth."))
-    }  # this run prepares nothing and knows no truth
+        key
+        for key in LATER
+        if key in ("judge.span_drop", "optimizer.decay_all") or key.startswith(("prepare.", "truth."))
+    }  # this run prepares nothing, knows no truth and decays no weight
     assert stored.keys() - older.keys() == LATER.keys() - unread
     check_same(older, numbers_of(world.config(*SHORT)), Path("last"))
     for change, was in (
@@ -135,6 +139,59 @@ def test_an_option_that_came_later_is_read_as_what_runs_did_before_it(
         for saved in (older, stored):
             with pytest.raises(UserError, match=rf"^resume: {key} was {was} in last and is "):
                 check_same(saved, numbers_of(world.config(*SHORT, change)), Path("last"))
+
+
+class Killed(Exception):
+    """Stands for the end of a process in the middle of its training."""
+
+
+def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the same command, twice; it ends with the numbers of a run that was never stopped, and so it is saved."""
+    command = (*SHORT, "weights=uniform", "optimizer.weight_decay=5", "optimizer.lr=1e-2", "optimizer.warmup=0")
+    unbroken = run(world.config(*command, "optimizer.decay_all=true"), tmp_path / "unbroken")
+    folder = tmp_path / "run"
+
+    def earlier(place: Path) -> None:
+        """Takes the key out of what a run has saved, as a version without it left that."""
+        account = json.loads((place / "checkpoint.json").read_text())
+        assert account["config"].pop("optimizer.decay_all") is True
+        (place / "checkpoint.json").write_text(json.dumps(account))
+        seal(place)
+
+    def killed(step: int, *changes: str) -> None:
+        def begin(module: PreferenceModule, *batch: object) -> None:
+            if module.trainer.global_step == step:
+                raise Killed
+            establish(module, *batch)
+
+        establish = PreferenceModule.on_train_batch_start
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(PreferenceModule, "on_train_batch_start", begin)
+            run(world.config(*command, *changes), folder)
+
+    killed(1, "optimizer.decay_all=true")
+    for name in ("last", "best"):
+        earlier(folder / name)
+    killed(2, "resume=auto")
+    assert "weight decay goes on over all weights" in caplog.text
+    assert "optimizer.decay_all" not in read_account(folder / "last")["config"]
+    ended = run(world.config(*command, "resume=auto"), folder)
+    assert ended.steps == 3 and ended.metrics == unbroken.metrics
+    assert "decay_all" not in OmegaConf.load(folder / "config.yaml").optimizer
+    assert run(world.config(*command, "resume=auto"), folder) == ended, "a finished one gives its result"
+    other = run(world.config(*command), tmp_path / "new")
+    assert other.metrics["val/loss"] != unbroken.metrics["val/loss"]
+    with pytest.raises(UserError, match=r"^resume: optimizer\.decay_all was False in .* and is True now"):
+        run(world.config(*command, "optimizer.decay_all=true", "resume=auto"), tmp_path / "new")
+
+
+def test_which_weights_decay_is_no_part_of_a_run_that_decays_none(world: World) -> None:
+    """So that its identity is what it was before there was the key."""
+    assert "optimizer.decay_all" not in numbers_of(world.config())
+    assert numbers_of(world.config("optimizer.weight_decay=0.1"))["optimizer.decay_all"] is False
+    assert result_of(world.config()) == result_of(world.config("optimizer.decay_all=true"))
 
 
 def test_a_run_of_an_earlier_version_goes_on(world: World) -> None:

@@ -6,7 +6,7 @@ the error of every process in ``error<rank>.txt``.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,7 @@ def make(
         examples[bad] = spoil(examples[bad], float("nan"))
     data = stored_data(examples, plan) if case.bad else make_data(examples, plan)
     module = make_module(total_steps(settings, data.steps_per_epoch(devices)), live=not case.bad)
+    module.recipe = replace(module.recipe, weight_decay=0.1)  # two groups of weights
     if case.part:
         module.policy.requires_grad_(False)
         module.policy.model.model.layers[1].requires_grad_(True)

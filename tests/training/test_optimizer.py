@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from attnpo.config import check, compose, load
+from attnpo.conformance.family_models import tiny_model
 from attnpo.data.rules import BatchPlan
+from attnpo.models.lora import add_lora
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import LoraSpec
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.runs import settings
 from attnpo.schema import UserError
@@ -152,6 +156,80 @@ def test_the_papers_settings_warm_up_as_the_authors_did(setting: str, start: str
         check(compose("fit", [f"setting={setting}", "optimizer.warmup_from=one"]), complete=False)
 
 
+# ------------------------------------------------------------------------------------------------------ weight decay
+
+CLASSES = ("llama", "qwen3", "gemma3_text", "gpt2", "opt", "bloom", "gpt_neox", "olmo2", "phi", "cohere",
+           "mixtral", "gpt_oss", "mamba", "falcon_h1")  # fmt: skip
+
+
+def decays(model: nn.Module, recipe: Optimizer) -> dict[str, float]:
+    """The weight decay of every trained parameter of a model, by name, in the optimiser that training makes."""
+    module = make_module(4, live=False)
+    module.policy, module.recipe = ScoredLM(model), recipe  # type: ignore[arg-type]
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    found = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert len(found) == sum(len(group["params"]) for group in groups)
+    return {name: found[id(value)] for name, value in model.named_parameters() if value.requires_grad}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_norms_and_biases_are_left_out_of_weight_decay_as_by_hugging_faces_trainer(name: str) -> None:
+    model = tiny_model(name)
+    theirs = set(Trainer.get_decay_parameter_names(None, model))
+    found = decays(model, Optimizer(weight_decay=0.1))
+    assert found == {name: 0.1 if name in theirs else 0.0 for name in found}
+    assert 0.0 in found.values() and 0.1 in found.values()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+def test_adapters_decay_as_by_hugging_faces_trainer(name: str) -> None:
+    """All of them; where more is trained beside them, its norms and biases do not."""
+    model = add_lora(tiny_model(name), LoraSpec(rank=2))
+    assert set(decays(model, Optimizer(weight_decay=0.1)).values()) == {0.1}
+    model.requires_grad_(True)
+    theirs = set(Trainer.get_decay_parameter_names(None, model))
+    found = decays(model, Optimizer(weight_decay=0.1))
+    assert found == {name: 0.1 if name in theirs else 0.0 for name in found} and 0.0 in found.values()
+
+
+def test_weight_decay_moves_no_norm_and_no_bias() -> None:
+    """A step without gradients: what is decayed shrinks by lr times weight decay, a norm and a bias stay."""
+    model = tiny_model("gpt2")
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    module = make_module(4, live=False)
+    module.policy, module.recipe = ScoredLM(model), Optimizer(lr=0.5, weight_decay=0.1)
+    optimizer = module.configure_optimizers()["optimizer"]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, value in model.named_parameters():
+        kept = 1.0 if name.endswith("bias") or ".ln_" in name else 0.95
+        torch.testing.assert_close(value, kept * before[name])
+
+
+@pytest.mark.parametrize("recipe", [{"weight_decay": 0.0}, {"weight_decay": 0.1, "decay_all": True}])
+def test_without_weight_decay_or_with_all_decaying_there_is_one_group(recipe: dict[str, Any]) -> None:
+    """The form of the state that runs were saved in before weights were told apart."""
+    module = make_module(4, live=False)
+    module.recipe = Optimizer(**recipe)
+    (group,) = module.configure_optimizers()["optimizer"].param_groups
+    assert group["weight_decay"] == recipe["weight_decay"]
+    assert all(one is other for one, other in zip(group["params"], module.policy.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rounding", [False, True])
+def test_8bit_moments_take_both_groups(torchao: list[dict[str, Any]], rounding: bool) -> None:
+    module = make_module(4, live=False)
+    module.policy.to(torch.bfloat16)
+    module.recipe = Optimizer(weight_decay=0.1, moments="8bit", stochastic_rounding=rounding)
+    groups = module.configure_optimizers()["optimizer"].param_groups
+    norms = [value for name, value in module.policy.named_parameters() if "norm" in name]
+    assert [(group["weight_decay"], group["params"] == norms) for group in groups] == [(0.1, False), (0.0, True)]
+    assert torchao[0]["bf16_stochastic_round"] is rounding
+
+
 # ------------------------------------------------------------------------------------------------------------ 8 bits
 
 
@@ -161,7 +239,8 @@ def test_8bit_moments_are_torchaos_with_every_number_of_the_recipe(
 ) -> None:
     parameters = weights(torch.bfloat16)
     Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).make(iter(parameters))
-    assert len(torchao) == 1 and all(a is b for a, b in zip(torchao[0].pop("params"), parameters, strict=True))
+    (group,) = torchao[0].pop("params")
+    assert len(torchao) == 1 and all(a is b for a, b in zip(group["params"], parameters, strict=True))
     rest = {"amsgrad": False, "block_size": 256, "bf16_stochastic_round": rounding}
     assert torchao[0] == {**NUMBERS, **rest}
 
@@ -199,7 +278,8 @@ def test_stochastic_rounding_needs_bfloat16_weights_and_8bit_moments(torchao: li
 
 def test_the_config_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "find_spec", lambda package: package)  # torchao is an extra
-    cfg = load("fit", ["setting=real_smoke", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"])
+    given = ["model.dtype=bfloat16", "optimizer=adamw8bit", "optimizer.stochastic_rounding=true"]
+    cfg = load("fit", ["setting=real_smoke", *given])
     assert cfg.optimizer == Optimizer(lr=1e-4, moments="8bit", stochastic_rounding=True)
     assert load("fit", ["setting=real_smoke"]).optimizer == Optimizer(lr=1e-4)
 
