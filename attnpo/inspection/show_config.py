@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from attnpo.data.base import PairSet
 from attnpo.reports.report_config import TRAINING
@@ -35,6 +36,8 @@ class TypedPair:
 @dataclass(frozen=True)
 class ShowConfig(FitConfig):
     """Pairs token by token; its keys of ``configs/show.yaml``, where they are explained, and those of ``fit``."""
+
+    trains: ClassVar[bool] = False
 
     prompt: str | None = None
     chosen: str | None = None

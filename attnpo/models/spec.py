@@ -9,6 +9,7 @@ ALL_LINEAR = "all-linear"
 AUTO = "auto"
 CHUNKS = (1024, 256)  # tokens at once through the vocabulary head, of which ``auto`` takes one: the quicker one first
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+FULL = ("float64", "float32")  # what weights are trained in without losing small updates
 QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from attnpo.reports.report_config import PLACES, TRAINING
 from attnpo.schema import UserError, check_least, check_seed, digest
@@ -37,6 +38,8 @@ class PassportSettings:
 @dataclass(frozen=True)
 class PassportConfig(FitConfig):
     """A judge's passport; its key of ``configs/passport.yaml``, where it is explained, and those of ``fit``."""
+
+    trains: ClassVar[bool] = False
 
     passport: PassportSettings = field(default_factory=PassportSettings)
 

@@ -6,6 +6,7 @@ Light: known before anything heavy is loaded.
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import ClassVar
 
 from attnpo.schema import UserError, digest
 from attnpo.studies.fit_config import FitConfig
@@ -33,6 +34,8 @@ READ = {
 @dataclass(frozen=True)
 class ReportConfig(FitConfig):
     """A report; a field per key of ``configs/report.yaml``, where each is explained, and those of ``fit``."""
+
+    trains: ClassVar[bool] = False
 
     what: tuple[str, ...] = ()
     printed: tuple[str, ...] | str = ()

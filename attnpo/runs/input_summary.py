@@ -134,10 +134,13 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
     if plan.tokens is not None:
         cut = f", at most {plan.tokens} tokens per forward on"
     each = steps_in(len(inputs.examples["train"].examples), plan.pairs, processes)
+    epochs, ends = settings.max_epochs, ""
+    if settings.max_steps > 0 and epochs > 0:
+        ends = f" (trainer.max_steps ends the run; trainer.max_epochs={epochs} would take {epochs * each})"
     saving = f"; last/ also every {kept.save_every} steps" if kept.checkpoints and kept.save_every else ""
     yield (
         f"steps: {plan.pairs} pairs each{cut} {processes} process{'' if processes == 1 else 'es'}; "
-        f"{each} in an epoch, {total_steps(settings, each)} in all; "
+        f"{each} in an epoch, {total_steps(settings, each)} in all{ends}; "
         f"validation{' and saving' if kept.checkpoints else ''} every {settings.validate_every} and at the end{saving}"
     )
 

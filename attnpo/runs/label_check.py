@@ -25,7 +25,7 @@ PAIRS = 16
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """The measurement of a run's judge on the first pairs it can be shown, in the store under judge, prompts and pairs.
+    """Measurement of a run's judge on the first pairs it can be shown, in the store under judge, prompts and pairs.
 
     Pairs that it cannot be shown are not measured, so they are no part of what names a measurement either.
     """
@@ -78,7 +78,7 @@ class LabelCheck:
             log.warning("warning: %s", problem)
 
     def _shown(self, pairs: Sequence[PreferencePair]) -> list[JudgePrompt]:
-        """The prompts, two a pair, of the first PAIRS of ``pairs`` that the judge can be shown."""
+        """Builds the prompts, two a pair, of the first PAIRS of ``pairs`` that the judge can be shown."""
         found: list[JudgePrompt] = []
         for pair in pairs:
             with suppress(UserError):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from attnpo.config import MISSING, Root
 from attnpo.data.base import PairSource
@@ -22,6 +23,7 @@ from attnpo.runs.settings import (
     Truth,
     Verbalizer,
     is_auto,
+    require_format,
     require_margin,
     require_one_piece,
     require_pairs,
@@ -56,6 +58,9 @@ def require_folder(key: str, folder: str | None) -> None:
 @dataclass(frozen=True)
 class RunConfig(Root):
     """One run; a field per key of ``configs/fit.yaml`` that a run reads, where each is explained."""
+
+    trains: ClassVar[bool] = True
+    """True where the command trains the model that it is given."""
 
     data: PairReader
     model: ModelSpec
@@ -130,6 +135,8 @@ class RunConfig(Root):
         require_reader(self.weights, self.objective)
         require_reference(self.reference, self.objective)
         require_pairs(self.batch, self.objective)
+        if self.trains:
+            require_format(self.model, self.optimizer)
         require_whole(self.trainer, self.objective)
         check_transforms(self.weights, list(self.transforms.values()))
         if isinstance(self.data, PairSource) and self.data.weighs_apart:
@@ -197,7 +204,8 @@ class RunConfig(Root):
     def _unread_callbacks(self) -> dict[str, str]:
         kept, found = self.callbacks, {}
         if not kept.checkpoints:
-            found = dict.fromkeys(("callbacks.monitor", "callbacks.mode"), "callbacks.checkpoints=false")
+            keys = ("monitor", "mode", "save_every", "export_dtype")
+            found = {f"callbacks.{key}": "callbacks.checkpoints=false" for key in keys}
         if not kept.samples:
             found["callbacks.sample_tokens"] = "callbacks.samples=0"
         if not kept.report and self.logger.wandb is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from attnpo.config_files import find_file
 from attnpo.data.base import PairSet
 from attnpo.data.rules import BatchPlan
-from attnpo.models.spec import DTYPES, ModelSpec
+from attnpo.models.spec import DTYPES, FULL, ModelSpec
 from attnpo.objectives.base import LengthFrom, PreferenceObjective
 from attnpo.schema import BOOKKEEPING, Generator, Kind, PreferencePair, Sampling, UserError, check_choice, check_least
 from attnpo.testbed.prepare import Prepared, PreparedJudge
@@ -300,6 +300,18 @@ def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> Non
     ):
         if wanted and find_spec(package) is None:
             raise UserError(f"{key} needs the package {package}, which is not installed: pip install 'attnpo[{extra}]'")
+
+
+def require_format(model: ModelSpec, optimizer: Optimizer) -> None:
+    """Raises UserError for trained weights in a number format that loses small updates; adapters are in float32."""
+    trained = model.dtype if model.lora is None else "float32"
+    optimizer.check_rounding([trained])
+    if trained not in FULL and not optimizer.stochastic_rounding:
+        raise UserError(
+            f"model.dtype={trained} trains all weights in that format, which loses the small updates of a usual "
+            "optimizer.lr: set model.dtype=float32 (trainer.precision=bf16-mixed computes in bf16 all the same), "
+            "model=lora, or model.dtype=bfloat16 optimizer=adamw8bit optimizer.stochastic_rounding=true"
+        )
 
 
 @runtime_checkable

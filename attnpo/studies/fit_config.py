@@ -87,11 +87,12 @@ class FitConfig(RunConfig):
             super().check_combination()
 
     def chosen_later(self) -> frozenset[str]:
-        """The groups that the study's arms or worlds choose."""
+        """The groups that the study's arms or worlds choose, or its benchmarks, which ask for a model of each point."""
         if self.study is None:
             return frozenset()
         study = self.study
         sets = [*study.arms_with(truth=True).values(), *study.worlds.values(), list(study.shared)]
+        sets += [["callbacks"]] if study.benchmarks else []
         return frozenset(
             item.partition("=")[0].lstrip("+~").partition(".")[0] for overrides in sets for item in overrides
         )

@@ -89,6 +89,10 @@ class TrainerSettings:
         for name in ("num_nodes", "log_every_n_steps", "threads"):
             check_least("trainer", 1, **{name: getattr(self, name)})
 
+    def unread(self) -> dict[str, str]:
+        """Names keys without effect as the others stand: where steps end a run, epochs do not."""
+        return {"max_epochs": f"trainer.max_steps={self.max_steps} ends the run"} if self.max_steps > 0 else {}
+
 
 @dataclass(frozen=True)
 class WandbSettings:

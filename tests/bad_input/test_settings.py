@@ -4,12 +4,14 @@ import pytest
 
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
+from attnpo.runs import settings
 from attnpo.schema import PreferencePair
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from tests.bad_input.attempts import Attempts
 from tests.bad_input.conftest import Record
+from tests.runs.worlds import judge_loads
 
 NOT_STARTED = "run not started"
 
@@ -92,6 +94,31 @@ def test_a_setting_that_cannot_be_is_named(attempts: Attempts, record: Record, o
     for part in KEYS[override]:
         assert part in answer.error, answer.error
     record(override, answer.error.removeprefix("error: "), NOT_STARTED)
+
+
+FORMATS = {
+    "model.dtype=bfloat16": "model.dtype=bfloat16 trains all weights in that format, which loses the small updates",
+    "model.dtype=float16": "model.dtype=float16 trains all weights in that format, which loses the small updates",
+    "model.dtype=float16 optimizer=adamw8bit optimizer.stochastic_rounding=true": "the trained ones are float16: set",
+    "optimizer=adamw8bit optimizer.stochastic_rounding=true": "the trained ones are float32: set model.dtype=bfloat16",
+    "model=lora model.dtype=bfloat16 optimizer=adamw8bit optimizer.stochastic_rounding=true": "(without model.lora)",
+}
+
+
+@pytest.mark.parametrize("given", FORMATS)
+def test_a_format_that_loses_updates_is_refused_before_data_and_judge(
+    attempts: Attempts, record: Record, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.setattr(settings, "find_spec", lambda package: package)  # peft and torchao are extras
+    with judge_loads() as loaded:
+        answer = attempts.fit("weights=attention", *given.split())
+    assert loaded == [] and not any("rows read" in line for line in answer.log)
+    assert FORMATS[given] in answer.refused()
+    record(given, answer.refused(), NOT_STARTED)
+
+
+def test_weights_are_read_for_a_model_in_any_format(attempts: Attempts) -> None:
+    assert attempts.weigh("model.dtype=bfloat16").status == 0
 
 
 def test_long_pairs_need_a_model_of_as_many_positions(attempts: Attempts, record: Record) -> None:

@@ -210,6 +210,14 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
         assert written == pytest.approx((count * row).tolist(), abs=6e-3), "few enough to be shown in full"
 
 
+def test_what_ends_a_run_of_both_steps_and_epochs_is_said_before_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_inputs(make_inputs(world.config("weights=uniform", "trainer.max_steps=2", "trainer.max_epochs=5")))
+    said = "3 in an epoch, 2 in all (trainer.max_steps ends the run; trainer.max_epochs=5 would take 15); validation"
+    assert said in caplog.text
+
+
 def test_factors_are_shown_as_they_are(world: World, caplog: pytest.LogCaptureFixture) -> None:
     log_inputs(make_inputs(world.config("weights=decay", "weights.gamma=0.5", "weights.first_exponent=0")))
     (first, _) = re.findall(r"each token with its factor, 1 if uniform: (.*)", caplog.text)

@@ -181,7 +181,7 @@ def test_what_changes_the_judges_numbers_changes_the_key(
         "objective.beta=0.7",
         "seed=5",
         "judge.token_budget=4096",
-        "model.dtype=bfloat16",
+        "model.dtype=float64",
     ],
 )
 def test_what_does_not_change_them_finds_the_stored_ones(first: tuple[World, Path, RunResult], change: str) -> None:
@@ -206,7 +206,7 @@ def tables(world: World, kind: str) -> int:
 
 @pytest.mark.parametrize(
     "change",
-    ["model.dtype=bfloat16", "lengths.max_length=450", "lengths.max_prompt_length=200", "lengths.keep=end"],
+    ["model.dtype=float64", "lengths.max_length=450", "lengths.max_prompt_length=200", "lengths.keep=end"],
 )
 def test_what_changes_the_references_numbers_changes_its_key(world: World, change: str) -> None:
     """Layer, beta and seed find the same table."""
