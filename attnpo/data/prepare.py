@@ -38,6 +38,7 @@ DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
 VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
+SAME = "dropped: both responses are the same tokens as they would be trained on"
 
 
 @dataclass
@@ -82,11 +83,13 @@ class ExampleSet:
 
 
 def encode_pair(
-    pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally
+    pair: PreferencePair, chat: ChatFormat, rules: LengthRules, tally: Tally, *, keep_same: bool = False
 ) -> dict[str, EncodedResponse] | None:
     """Both truncated branches of a pair by side, or None when the pair is dropped (counted in ``tally``).
 
     A text that the chat template refuses or rewrites drops its pair; the first one of each kind is logged in full.
+    Responses of the same token ids, which a trim or a cut may leave, tell no preference and drop their pair too;
+    ``keep_same`` keeps it where nothing is trained on it.
     """
     encoded, cut_prompt, cut_sides, special, apart = {}, False, dict[str, str](), [], []
     keep_end = rules.keep is Keep.END
@@ -117,6 +120,9 @@ def encode_pair(
         return None
     if any(not encoded[side].response_ids for side in SIDES):
         tally.add("dropped: a response was cut to nothing", pair.pair_id)
+        return None
+    if not keep_same and encoded["chosen"].response_ids == encoded["rejected"].response_ids:
+        tally.add(SAME, pair.pair_id)
         return None
     if cut_prompt:
         tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
@@ -156,7 +162,9 @@ class EncodedSet:
     read: int
 
 
-def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules) -> EncodedSet:
+def encode_pairs(
+    pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules, *, keep_same: bool = False
+) -> EncodedSet:
     """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
 
     Comes before any judge runs, so that no judge pass is spent on a dropped pair. Raises UserError with all counts when
@@ -166,14 +174,14 @@ def encode_pairs(pairs: Iterable[PreferencePair], chat: ChatFormat, rules: Lengt
     read = 0
     for pair in pairs:
         read += 1
-        encoded = encode_pair(pair, chat, rules, out.tally)
+        encoded = encode_pair(pair, chat, rules, out.tally, keep_same=keep_same)
         if encoded is not None:
             out.pairs.append(pair)
             out.encoded.append(encoded)
     if read and not out.pairs:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(out.tally.lines())}); expected some that fit "
-            "lengths.max_length and the chat template: change these settings or the data"
+            f"none of {read} pairs can be trained on ({'; '.join(out.tally.lines())}); expected some whose responses "
+            "differ and that fit lengths.max_length and the chat template: change these settings or the data"
             + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
         )
     return replace(out, read=read)

@@ -138,7 +138,7 @@ class AnswerSource:
         for name, some in answers.items():
             first: dict[str, Candidate] = {}
             for one in some:
-                first.setdefault(one.text, one)
+                first.setdefault(one.text.strip(), one)
             if len(some) < 2:
                 counts[ALONE] += 1
             elif len(first) < 2:

@@ -29,7 +29,7 @@ def weigh_others(inputs: Inputs, pairs: Sequence[PreferencePair], ask: bool = Fa
     reads columns that a pair has not (one of sampled answers).
     """
     context, weighed = inputs.context, inputs.weighed
-    encoded = encode_pairs(pairs, context.chat, context.cfg.lengths)
+    encoded = encode_pairs(pairs, context.chat, context.cfg.lengths, keep_same=True)
     known: dict[str, TrainingExample] = {}
     silent = "generator" in weighed.source.requires and not ask
     if not silent:

@@ -27,7 +27,7 @@ class RunTexts:
     def encode(self, pair: PreferencePair) -> Mapping[str, EncodedResponse]:
         """The ids by side that training reads; ``RefusedText`` for a pair that the length rules drop."""
         tally = Tally()
-        encoded = encode_pair(pair, self.chat, self.rules, tally)
+        encoded = encode_pair(pair, self.chat, self.rules, tally, keep_same=True)
         if encoded is None:
             reason = next(event for event in tally.counts if event.startswith("dropped: ")).removeprefix("dropped: ")
             raise RefusedText(reason, f"pair {pair.pair_id}: {reason}")

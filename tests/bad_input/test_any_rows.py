@@ -288,6 +288,7 @@ EVENTS = (
     "cut: rejected response",
     "special token spelled out in the chosen response",
     "special token spelled out in the rejected response",
+    "dropped: both responses are the same tokens",
     "no weighted token in the",
 )
 

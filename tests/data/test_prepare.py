@@ -158,6 +158,25 @@ def test_drop_leaves_out_whole_pairs(
     assert made.tally.counts == found.tally.counts
 
 
+SAME = "dropped: both responses are the same tokens as they would be trained on"
+
+
+def test_responses_of_the_same_tokens_are_dropped_and_counted(chat: ChatFormat) -> None:
+    """By blanks that the tokenizer does not keep, and by a cut of what tells them apart; others stay."""
+    words = " ".join(WORDS[:9])
+    turns = make_pair(3, 6).prompt
+    trimmed = PreferencePair.make(turns, f"{words} ", words)
+    cut = PreferencePair.make(turns, f"{words} {WORDS[20]}", f"{words} {WORDS[21]}")
+    good = make_pair(3, 6)
+    found = encode_pairs([good, trimmed, cut], chat, LengthRules(PROMPT + 9, PROMPT))
+    assert [pair.pair_id for pair in found.pairs] == [good.pair_id]
+    assert found.tally.first[SAME] == [trimmed.pair_id[:8], cut.pair_id[:8]]
+    assert prepare_examples(found, Uniform(), {}, AlignRules()).dropped == 2
+    assert encode_pairs([cut], chat, LengthRules(PROMPT + 10, PROMPT)).pairs == [cut], "a token later they differ"
+    with pytest.raises(UserError, match=rf"none of 2 pairs can be trained on \({SAME}: 2 \("):
+        encode_pairs([trimmed, cut], chat, LengthRules(PROMPT + 9, PROMPT))
+
+
 def captured(pair: PreferencePair, sides: dict[str, EncodedResponse], known: dict[str, int]) -> PairWeights:
     """Two rounds of equal attention on the response's tokens, of which only the first ``known`` have training ids."""
     rows = {}

@@ -95,6 +95,11 @@ def test_a_text_means_itself(world: World, capsys: pytest.CaptureFixture[str], t
     assert {row["pair_id"] for row in found} == {pair.pair_id}
 
 
+def test_answers_of_the_same_tokens_are_no_pair_to_show(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert show.entry([*words(world), "prompt=p", "chosen=it was good .", "rejected=it was good . "]) == 2
+    assert "none of 1 pairs can be trained on (dropped: both responses are the same" in capsys.readouterr().err
+
+
 def test_files_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("said\n"))
     (tmp_path / "a.txt").write_text("two\nlines, =[x]\n\n", encoding="utf-8")

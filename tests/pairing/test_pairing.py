@@ -265,7 +265,7 @@ def test_what_was_made_of_something_else_is_refused(answers: str, tmp_path: Path
 def test_answers_that_are_all_equal_or_alone_are_refused_with_counts(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    rows = [{"prompt": "p", "answer": "x"}] * 3 + [{"prompt": "q", "answer": "y"}]
+    rows = [{"prompt": "p", "answer": text} for text in ("x", "x", " x\n")] + [{"prompt": "q", "answer": "y"}]
     path = write(tmp_path / "answers.jsonl", rows)
     with pytest.raises(UserError, match=rf"no pair to make \({EQUAL}: 1; prompts with a single answer: 1\)") as refused:
         AnswerSource(str(path)).load()

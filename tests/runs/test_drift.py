@@ -164,8 +164,10 @@ def test_an_answer_the_judge_cannot_be_shown_counts_without_weights(
 ) -> None:
     pair = inputs.pairs["val"].pairs[0]
     empty = PreferencePair.make(pair.prompt, "", pair.rejected)
-    found = weigh_others(inputs, [pair, empty])
-    assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id]
+    same = PreferencePair.make(pair.prompt, pair.chosen, pair.chosen)  # a policy that answers as its base did
+    found = weigh_others(inputs, [pair, empty, same])
+    assert [example.pair_id for example in found] == [pair.pair_id, empty.pair_id, same.pair_id]
+    assert bool(found[2].weights[0].any())
     assert bool(found[0].weights[0].any()) and not bool(found[1].weights[0].any())
     assert len(found[1].weights[0]) == len(found[1].chosen.response_ids) == 1, "the end of the turn alone"
 
