@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.config_files import read_template
 from attnpo.data.adapters import Columns, RowProblem, adapt
-from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples
+from attnpo.data.prepare import EncodedSet, Tally, encode_pair, prepare_examples, warn_of_rendered
 from attnpo.data.rules import AlignRules, LengthRules
 from attnpo.display.heat import heat_row
 from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
@@ -228,6 +228,7 @@ class Weigher:
     def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
         several = len(pairs) > 1
         encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
+        warn_of_rendered(self.chat, [(pair.pair_id[:8], pair.prompt) for pair in pairs])
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:

@@ -271,6 +271,14 @@ def test_what_cannot_be_weighed_says_where_and_why(weigher: Weigher, given: tupl
         weigher(*given)
 
 
+def test_a_prompt_that_is_rendered_already_is_warned_of(weigher: Weigher, caplog: pytest.LogCaptureFixture) -> None:
+    weigher(weigher.chat.render([{"role": "user", "content": PAIR[0]}], add_generation_prompt=True), *PAIR[1:])
+    assert "1 of 1 prompts" in caplog.text and "spell out special tokens" in caplog.text
+    caplog.clear()
+    weigher(*PAIR)
+    assert not caplog.records
+
+
 def test_what_cannot_be_built_says_what_to_do(world: World, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(world.model)
     wrong: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [

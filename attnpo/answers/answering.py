@@ -18,6 +18,7 @@ from attnpo.answers.row_file import Name
 from attnpo.config import RUNS_ROOT
 from attnpo.config_files import read_template
 from attnpo.console import process
+from attnpo.data.prepare import warn_of_rendered
 from attnpo.data.prompts import Prompt, PromptSet
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
@@ -119,6 +120,8 @@ def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
     _require_room(answerer.limit, sampling)
     encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
     _report_left_out(encoded, found)
+    if answerer.chat is not None:
+        warn_of_rendered(answerer.chat, [(prompt.id, prompt.messages) for prompt in found.prompts])
     key = key_of(answerer, sampling)
     have = file.open(key)
     wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(cfg.answers.per_prompt)]

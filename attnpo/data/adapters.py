@@ -42,6 +42,7 @@ class Reason(StrEnum):
     UNCLOSED = "reasoning trace is not closed"
     TOOLS = "tools are not a list of functions"
     CALLS = "answer calls a tool"
+    LEGACY = "function_call in place of text (tool_calls are read)"
 
 
 class Note(StrEnum):
@@ -54,6 +55,9 @@ class Note(StrEnum):
     SPLIT = "prompt cut from the shared start of both texts"
     DUPLICATE = "duplicate pair kept"
     EXCHANGED = "pair kept that also stands there with chosen and rejected exchanged"
+    REPEATS = "both responses repeat the prompt at their beginning"
+    SCORES = "score of the chosen response is not above that of the rejected one"
+    LEGACY = "function_call beside text is not read (tool_calls are)"
 
 
 class RowProblem(Exception):
@@ -172,6 +176,8 @@ def adapt(row: Mapping[str, object], columns: Columns) -> AdaptedRow:
     last = turns.history[-1]
     unasked = last["role"] == "user" and not last["content"].strip()
     noticed = [(any(blank), Note.EMPTY), (unasked, Note.UNASKED), (split, Note.SPLIT)]
+    noticed += [(_repeats(turns), Note.REPEATS), (_is_misscored(row, columns), Note.SCORES)]
+    noticed += [(_calls_functions(row, columns), Note.LEGACY)]
     apart = noted is Note.APART
     pair = PreferencePair.make(turns.history, turns.chosen, turns.rejected, _extra(row, columns), apart)
     return AdaptedRow(pair, (*(note for holds, note in noticed if holds), *([] if noted is None else [noted])))
@@ -182,6 +188,30 @@ class _Turns:
     history: list[Message]
     chosen: str
     rejected: str
+
+
+# ------------------------------------------------------------------------------------------------ what is noticed
+
+
+def _repeats(turns: _Turns) -> bool:
+    """Whether both responses begin with the last turn's text, of two words or more: one may be an answer's first."""
+    asked = turns.history[-1]["content"].strip()
+    return " " in asked and all(text.lstrip().startswith(asked) for text in (turns.chosen, turns.rejected))
+
+
+def _is_misscored(row: Mapping[str, object], columns: Columns) -> bool:
+    """Whether the row has a score of each response (score_chosen, chosen_score, ...) that says tied or exchanged."""
+    for name in ("score_{}", "{}_score"):
+        chosen, rejected = (row.get(name.format(side)) for side in (columns.chosen, columns.rejected))
+        if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected:
+            return True
+    return False
+
+
+def _calls_functions(row: Mapping[str, object], columns: Columns) -> bool:
+    cells = [row.get(name) for name in (columns.prompt, columns.chosen, columns.rejected) if name is not None]
+    turns = [turn for cell in cells if isinstance(cell, Sequence) and not isinstance(cell, str) for turn in cell]
+    return any(isinstance(turn, Mapping) and turn.get("function_call") for turn in turns)
 
 
 # ------------------------------------------------------------------------------------------------ single values
@@ -224,6 +254,8 @@ def _turn(role: str, cell: Mapping[str, object], columns: Columns) -> Message:
     """One message; the content of one that only calls tools may be missing."""
     content, of_assistant = cell.get(columns.content), role == "assistant"
     calls = _functions(cell.get("tool_calls"), Reason.MALFORMED) if of_assistant else None
+    if content is None and of_assistant and not calls and cell.get("function_call"):
+        raise RowProblem(Reason.LEGACY)
     turn = Message(role=role, content="" if calls and content is None else _text(_joined(content)))
     if of_assistant and (trace := cell.get(REASONING)) is not None and _text(trace).strip():
         turn["reasoning_content"] = _text(trace)

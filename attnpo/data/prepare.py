@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
 from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
@@ -38,6 +38,7 @@ DROPPED_FOR_COVERAGE = "dropped: coverage"
 SILENT = f"{DROPPED_FOR_COVERAGE} 0, nothing was said about a response"
 VOID = "pair weight 0: trains nothing"
 APART = "tokenised on its own, as its beginning would merge with the prompt's last token"
+IN_PROMPT = "special token spelled out in the prompt"
 SAME = "dropped: both responses are the same tokens as they would be trained on"
 
 
@@ -128,6 +129,8 @@ def encode_pair(
         tally.add(f"cut: prompt to its last {rules.max_prompt_length} tokens", pair.pair_id)
     for side, words in cut_sides.items():
         tally.add(f"{words.format(side)} at lengths.max_length {rules.max_length}", pair.pair_id)
+    if chat.spells_special(pair.prompt):
+        tally.add(IN_PROMPT, pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
     for side in apart:
@@ -184,7 +187,19 @@ def encode_pairs(
             "differ and that fit lengths.max_length and the chat template: change these settings or the data"
             + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
         )
+    warn_of_rendered(chat, [(pair.pair_id[:8], pair.prompt) for pair in out.pairs])
     return replace(out, read=read)
+
+
+def warn_of_rendered(chat: ChatFormat, prompts: Sequence[tuple[str, Sequence[Message]]]) -> None:
+    """Warns where most ``prompts``, given after their ids, spell out special tokens: they are rendered already."""
+    found = [name for name, prompt in prompts if chat.spells_special(prompt)]
+    if 2 * len(found) > len(prompts):
+        log.warning(
+            "%d of %d prompts (first: %s) spell out special tokens, as a text does that a chat template has rendered "
+            "already; the template wraps them a second time here: give prompts as plain texts or messages",
+            *(len(found), len(prompts), ", ".join(found[:3])),
+        )
 
 
 def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> float:

@@ -6,6 +6,7 @@ about headers and the end of turn. BOS is put in front only where the tokenizer 
 
 import hashlib
 import logging
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,8 @@ class ChatFormat:
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special |= {index for index in tokenizer.all_special_ids if index is not None}
         self._spelling = {index: str(tokenizer.convert_ids_to_tokens(index)).strip() for index in self._special}
+        spelled = sorted(map(re.escape, filter(None, self._spelling.values())), key=len, reverse=True)
+        self._spelled = re.compile("|".join(spelled) or r"(?!)")  # without any, it matches nowhere
         self._bos: int | None = tokenizer.bos_token_id if self._adds_bos(tokenizer.bos_token_id) else None
         self._eos: int | None = tokenizer.eos_token_id
         self._ends: set[int] = set() if self._eos is None else {self._eos}
@@ -361,6 +364,10 @@ class ChatFormat:
             for token, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True)
             if end > start
         )
+
+    def spells_special(self, prompt: Sequence[Message]) -> bool:
+        """Whether a message of ``prompt`` spells out a special token, as a prompt does that is rendered already."""
+        return any(self._spelled.search(turn["content"]) for turn in prompt)
 
     @property
     def end_ids(self) -> frozenset[int]:

@@ -14,8 +14,10 @@ from attnpo.answers.answering import REFUSED, answer_prompts, output_path
 from attnpo.config import check, compose, load, typed
 from attnpo.generate import main
 from attnpo.models.generate import HFGenerator
+from attnpo.models.loading import load_tokenizer
 from attnpo.runs.run import run
 from attnpo.schema import UserError
+from attnpo.text.chat import ChatFormat
 from tests.runs.worlds import GRAMMAR, VAL, World, build_world
 
 ASKED = [prompt.text for prompt in GRAMMAR.prompts("train")[:7]]
@@ -98,6 +100,16 @@ def test_a_row_per_prompt_in_their_order_and_an_account(
     assert len(told["key"]["model"]["weights"]) == 64 and told["versions"]["attnpo"]
     assert told["tokens"] == sum(row["tokens"] for row in rows)
     assert sum(told["finish_reasons"].values()) == told["answers"] == 7
+
+
+def test_prompts_that_are_rendered_already_are_warned_of(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chat = ChatFormat(load_tokenizer(world.model))
+    texts = [chat.render([{"role": "user", "content": text}], add_generation_prompt=True) for text in ASKED[:2]]
+    path = write(tmp_path / "rendered.jsonl", [{"prompt": text} for text in texts])
+    answer_prompts(config(world, path, tmp_path / "a.jsonl", "data.columns.id=null"))
+    assert "2 of 2 prompts" in caplog.text and "spell out special tokens" in caplog.text
 
 
 def test_batches_decide_no_answer(world: World, prompts: Path, tmp_path: Path) -> None:

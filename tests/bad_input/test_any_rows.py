@@ -136,6 +136,10 @@ _CONVENTIONS = [
     st.builds(lambda h, g, c, r: {"chosen": [*h, _said(c)], "rejected": [*g, _said(r)]},
               _HISTORY, _HISTORY, _PLAIN, _TEXT),
     st.builds(lambda h, c, r: {"prompt": h, "chosen": [_said(c)], "rejected": _used(r)[:1]}, _HISTORY, _TEXT, _TEXT),
+    st.builds(lambda p, c, r: {"prompt": p, "chosen": p + c, "rejected": p + r, "score_chosen": 1, "score_rejected": 1},
+              _PLAIN, _TEXT, _TEXT),
+    st.builds(lambda h, c, r: {"prompt": h, "chosen": [{**_said(c), "function_call": {"name": "look"}}],
+              "rejected": [_said(r)]}, _HISTORY, st.one_of(st.none(), _PLAIN), _TEXT),
 ]  # fmt: skip
 # A table has all its columns in every row.
 _ROW = st.one_of(_CONVENTIONS).map(lambda row: {"prompt": None, "chosen": None, "rejected": None, **row})
@@ -288,6 +292,7 @@ EVENTS = (
     "cut: rejected response",
     "special token spelled out in the chosen response",
     "special token spelled out in the rejected response",
+    "special token spelled out in the prompt",
     "dropped: both responses are the same tokens",
     "no weighted token in the",
 )

@@ -154,6 +154,35 @@ def test_a_pair_with_exchanged_sides_is_kept_and_counted() -> None:
     assert "exchanged: 3 (rows 2, 3, 4)" in found.summary()
 
 
+REPEATS = "both responses repeat the prompt at their beginning"
+SCORES = "score of the chosen response is not above that of the rejected one"
+LEGACY = "function_call beside text is not read (tool_calls are)"
+LEGACY_ALONE = "function_call in place of text (tool_calls are read)"
+CALL = {**said("I look."), "function_call": {"name": "look", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("row", "noticed"),
+    [
+        ({"prompt": "Say yes.", "chosen": "Say yes. Yes", "rejected": "Say yes.\nNo"}, REPEATS),
+        ({"prompt": [asked("Say yes.")], "chosen": "Say yes. Yes", "rejected": "Say yes."}, REPEATS),
+        ({"prompt": "Say yes.", "chosen": "Say yes. Yes", "rejected": "No"}, None),
+        ({"prompt": "Hi", "chosen": "Hi there", "rejected": "Hi!"}, None),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1.0, "score_rejected": 1.0}, SCORES),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 1, "score_rejected": 3}, SCORES),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "chosen_score": 0.0, "rejected_score": 0.5}, SCORES),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": 2.0, "score_rejected": 1.0}, None),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "score_chosen": None, "score_rejected": 1.0}, None),
+        ({"chosen": [USER, said("a")], "rejected": [USER, CALL]}, LEGACY),
+        ({"chosen": [USER, said("a")], "rejected": [USER, {**said("b"), "function_call": None}]}, None),
+    ],
+)  # fmt: skip
+def test_rows_that_look_wrong_are_kept_and_counted(row: dict[str, Any], noticed: str | None) -> None:
+    found = pairs_from_rows([row, row])
+    assert found.kept == 2 and "duplicate" in found.summary()
+    assert (f"; {noticed}: 2 (rows 0, 1)" in found.summary()) if noticed else set(found.notes) == {Note.DUPLICATE.value}
+
+
 def test_columns_that_are_not_used_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     row = {"prompt": "p", "chosen": "a", "rejected": "b", "score": 1, "chosen_Weights": [1.0], "loss_mask": [1]}
     for split in ("train", "test"):
@@ -241,7 +270,15 @@ def test_problem_names_its_reason(reason: Reason, row: dict[str, Any]) -> None:
 
 
 def test_every_reason_is_reached() -> None:
-    assert {reason for reason, _ in PROBLEMS} == set(Reason)
+    assert {reason.value for reason, _ in PROBLEMS} | {LEGACY_ALONE} == {reason.value for reason in Reason}
+
+
+def test_a_function_call_in_place_of_text_is_named() -> None:
+    """The form before tool_calls, which has no text in most files."""
+    call = {**said("x"), "content": None, "function_call": {"name": "look"}}
+    in_answer = {"chosen": [USER, call], "rejected": [USER, said("b")]}
+    in_prompt = {"prompt": [USER, call], "chosen": "a", "rejected": "b"}
+    assert pairs_from_rows([in_answer, in_prompt]).counts == Counter({LEGACY_ALONE: 2})
 
 
 def test_one_empty_side_is_kept_and_noted() -> None:
@@ -389,7 +426,8 @@ def test_real_file_keeps_every_row(shared: Path, folder: str, split: str) -> Non
     lines = (shared / "data" / folder / f"{split}.jsonl").read_text(encoding="utf-8").split("\n")
     rows = [json.loads(line) for line in lines if line]
     assert (found.read, found.kept, found.dropped) == (ROWS[folder, split], ROWS[folder, split], 0)
-    assert found.notes == Counter({Note.DUPLICATE.value: DUPLICATES[split]} if split in DUPLICATES else {})
+    tied = sum(row.get("score_chosen", 1) <= row.get("score_rejected", 0) for row in rows)
+    assert found.notes == +Counter({Note.DUPLICATE.value: DUPLICATES.get(split, 0), SCORES: tied})
     for pair, row in zip(found.pairs, rows, strict=True):
         assert [*pair.prompt, said(pair.chosen)] == row["chosen"]
         assert [*pair.prompt, said(pair.rejected)] == row["rejected"]

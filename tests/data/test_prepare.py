@@ -177,6 +177,18 @@ def test_responses_of_the_same_tokens_are_dropped_and_counted(chat: ChatFormat) 
         encode_pairs([trimmed, cut], chat, LengthRules(PROMPT + 9, PROMPT))
 
 
+@pytest.mark.parametrize(("rendered", "warned"), [(3, True), (2, True), (1, False), (0, False)])
+def test_prompts_that_are_rendered_already(
+    chat: ChatFormat, caplog: pytest.LogCaptureFixture, rendered: int, warned: bool
+) -> None:
+    pairs = [make_pair(3, 6, shift) for shift in range(3)]
+    written = [chat.render(pair.prompt, add_generation_prompt=True) for pair in pairs[:rendered]]
+    asked = [PreferencePair.make([{"role": "user", "content": text}], "a good seat", "a bad seat") for text in written]
+    found = encode_pairs([*asked, *pairs[rendered:]], chat, LengthRules(200, 100))
+    assert found.tally.counts["special token spelled out in the prompt"] == rendered and len(found.pairs) == 3
+    assert (f"{rendered} of 3 prompts (first: " in caplog.text) is warned
+
+
 def captured(pair: PreferencePair, sides: dict[str, EncodedResponse], known: dict[str, int]) -> PairWeights:
     """Two rounds of equal attention on the response's tokens, of which only the first ``known`` have training ids."""
     rows = {}
