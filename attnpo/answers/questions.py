@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from attnpo.schema import Message
+
 
 @dataclass(frozen=True)
 class Question:
@@ -15,6 +17,12 @@ class Question:
     system: str | None = None
     category: str = ""
     temperature: float | None = None
+
+
+def first_turn(question: Question) -> list[Message]:
+    """The prompt of a question's first answer: its system text, if it has one, and its first turn."""
+    turns = [] if question.system is None else [Message(role="system", content=question.system)]
+    return [*turns, Message(role="user", content=question.turns[0])]
 
 
 @dataclass(frozen=True)

@@ -302,6 +302,8 @@ class PairSource:
         where = self._where(split)
         asked = self.train_rows if split == "train" else self.val_rows
         rows = row_range(asked, len(there), f"data.{split}_rows")
+        if split == "val":
+            self._check_apart(where, len(table), rows)
         numbers = there[rows.start : rows.stop]
         columns = self.columns
         if self.exchanged:
@@ -314,8 +316,6 @@ class PairSource:
                 "data.columns.rejected=..."
             )
         _LOG.log(logging.WARNING if pairs.dropped else logging.INFO, "%s: %s", where, pairs.summary())
-        if split == "val" and self._shares_rows(len(table), rows):
-            _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
         return replace(pairs, unused=tuple(self.columns.unused(table.column_names)))
 
     def _prompts(self, table: Table) -> list[str | None]:
@@ -372,11 +372,19 @@ class PairSource:
             start = end
         return there
 
-    def _shares_rows(self, length: int, rows: range) -> bool:
+    def _check_apart(self, where: str, length: int, rows: range) -> None:
+        """Warns of validation rows that are training rows too. UserError where both are the same rows of one split."""
         if self.val_share is not None or (self.train_split != self.val_split and not is_one_table(self.path)):
-            return False
+            return
         train = row_range(self.train_rows, length, "data.train_rows")
-        return max(train.start, rows.start) < min(train.stop, rows.stop)
+        if train == rows:
+            raise UserError(
+                f"{where}: training and validation are the same {len(rows)} rows, so validation would tell nothing of "
+                "pairs that are not trained on: set data.val_share=0.1 with data.val_split=null, other rows "
+                "(data.train_rows, data.val_rows), or another data.val_split"
+            )
+        if max(train.start, rows.start) < min(train.stop, rows.stop):
+            _LOG.warning("%s: data.val_rows and data.train_rows name some of the same rows", where)
 
     def _read(self, split: str) -> Table:
         """All rows of a split."""

@@ -16,9 +16,10 @@ import torch
 
 from attnpo.answers.answering import described
 from attnpo.answers.question_answers import AnswerStatistics, RoundAnswers, answer_questions
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.component_fields import as_values
 from attnpo.console import world_size
+from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.evaluation.base import Benchmark, Graded, Measure, Replies, Score, Subject
@@ -187,6 +188,7 @@ def _grade(
         counts[EMPTY] += each.statistics.empty
         counts.update({f"answers that could not be made: {why}": n for why, n in each.statistics.refused.items()})
     counts[LEFT_OUT] += len(questions) - len(chosen)
+    counts.update(count_seen(cfg.model.path, map(first_turn, chosen)))
     return EvaluationResult(
         label=cfg.model_label(),
         model=cfg.model.path,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnpo.config import MISSING
 from attnpo.data.collate import TrainingExample
+from attnpo.data.overlap import count_seen
 from attnpo.data.prepare import EncodedSet, encode_pairs
 from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Measured, Subject
@@ -127,6 +128,7 @@ class ImplicitReward:
         counts = {**found.counts, **found.notes, **encoded.tally.counts, **orders.account(), **notes}
         for line in encoded.tally.lines():
             log.warning("%s: %s", self.name, line)
+        counts |= count_seen(subject.model.path, (pair.prompt for pair in encoded.pairs))
         return Measured(orders.scores(), {name: count for name, count in counts.items() if count}, orders.table())
 
     # -------------------------------------------------------------------------------------------- models

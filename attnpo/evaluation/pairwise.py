@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float
 
-from attnpo.answers.questions import ModelAnswer, Question
+from attnpo.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.config_files import find_file
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.matching import matched
@@ -269,7 +269,4 @@ class PairwiseBenchmark:
 
 def asked_text(question: Question) -> str:
     """A question of one turn as the judge reads it, its system text first."""
-    turns = [Message(role="user", content=question.turns[0])]
-    if question.system is not None:
-        turns.insert(0, Message(role="system", content=question.system))
-    return question_text(turns)
+    return question_text(first_turn(question))

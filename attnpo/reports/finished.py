@@ -297,9 +297,9 @@ def _known(value: float) -> float | None:
 
 
 def run_warnings(folder: Path) -> list[str]:
-    """What a finished run says of its judge, where its verdicts tell nothing of preference."""
-    warning = RunResult.read((folder / RESULT).read_text(encoding="utf-8")).judge_warning
-    return [] if warning is None else [f"WARNING: {folder.resolve().name}: {warning}"]
+    """What a finished run says of its judge and of its validation pairs, where either tells nothing of preference."""
+    result = RunResult.read((folder / RESULT).read_text(encoding="utf-8"))
+    return [f"WARNING: {folder.resolve().name}: {warning}" for warning in result.warnings]
 
 
 def settings_in(path: Path) -> dict[str, Cell]:

@@ -35,6 +35,7 @@ def outcome_text(result: RunResult) -> str:
             f"validation loss {loss:.4f} ({first:.4f} before training), chosen above rejected in {100 * share:.0f} % "
             "of the validation pairs"
         )
+        text += f" ({result.overlap_warning})" if result.overlap_warning else ""
     return f"{text}. One run, nothing to compare it with"
 
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from attnpo.data.token_budget import require_room
 from attnpo.live import phase
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.result import OVERLAP
 from attnpo.runs.settings import CHOICE
 from attnpo.runs.weighing import SPLITS, Weighed
 from attnpo.schema import SIDES, UserError
@@ -63,6 +65,10 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "tokens": token_percentiles(kept),
             **({"sets": set_statistics(pairs, kept)} if pairs.sets else {}),
         }
+    if inputs.overlap is not None:
+        out["val"][OVERLAP] = asdict(inputs.overlap)
+        if (shared := inputs.overlap.warning()) is not None:
+            out["val"][OVERLAP]["warning"] = shared
     weighed = inputs.weighed
     if weighed.report is not None:
         out["weights"] = {"from_store": weighed.report.hits, "computed": weighed.report.computed}
@@ -155,6 +161,8 @@ def log_inputs(inputs: Inputs) -> None:
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)
+    if inputs.overlap is not None:
+        log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
     log_captured(inputs.weighed)
     for split in SPLITS:
         _require_examples(inputs, split)

@@ -2,8 +2,10 @@
 
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from attnpo.data.base import PairSet, name_unused
+from attnpo.data.overlap import Overlap, count_overlap, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
 from attnpo.live import phase
 from attnpo.machine import planned_processes
@@ -22,18 +24,19 @@ log = logging.getLogger(__name__)
 
 
 UNKNOWN = 0.05  # of the response tokens; above it, a warning
-EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet]]
+EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet], Overlap]
 WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Pairs, weights and training examples of both splits."""
+    """Pairs, weights and training examples of both splits; ``overlap``: what validation shares with training."""
 
     context: RunContext
     pairs: dict[str, PairSet]
     weighed: Weighed
     examples: dict[str, ExampleSet]
+    overlap: Overlap | None = None
 
 
 @phase("reading the pairs")
@@ -88,15 +91,22 @@ def make_inputs(cfg: RunConfig) -> Inputs:
 def inputs_on(context: RunContext) -> Inputs:
     """The same in a context that is made already."""
     context.cfg.batch.accumulation(planned_processes(context.cfg.trainer))  # refuses what cannot be split evenly
-    pairs, encoded = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
+    pairs, encoded, overlap = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
     context = settle_layer(context, encoded)
     weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded), _pairs_in)
-    return Inputs(context, pairs, weighed, examples)
+    return Inputs(context, pairs, weighed, examples, overlap)
 
 
 def _read(context: RunContext) -> EncodedPairs:
     pairs = read_pairs(context)
-    return pairs, encode(context, pairs)
+    encoded = encode(context, pairs)
+    return pairs, encoded, count_overlap(encoded["train"], encoded["val"])
+
+
+def write_training_prompts(inputs: Inputs, folder: Path) -> None:
+    """Leaves the digests of the prompts that a run trains on in its folder, for evaluations of its models."""
+    trained = {example.pair_id for example in inputs.examples["train"].examples}
+    write_prompts(folder, (pair.prompt for pair in inputs.pairs["train"].pairs if pair.pair_id in trained))
 
 
 @phase("weights of the training tokens")

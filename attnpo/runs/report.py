@@ -61,9 +61,8 @@ def write_run_report(
     ``policy``: log-probabilities of the first training pairs' tokens after training, as ``heat_rows`` takes them.
     """
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
-    warning = result.judge_warning
     blocks: list[Section] = [
-        *([Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)])] if warning else []),
+        *(Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)]) for warning in result.warnings),
         Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
     ]
     if result.truth is not None:
@@ -353,6 +352,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
         },
         "versions": versions(),
         "command": command(cfg.composed),
+        "overlap": None if inputs.overlap is None else inputs.overlap.warning(),
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from attnpo.files import Json, flat
 
 REWARDS = "rewards"
+OVERLAP = "trained_on"  # of the account of validation pairs
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,18 @@ class RunResult:
         """What is wrong with the judge's verdicts, if they tell nothing of preference."""
         warning = self.judge.get("warning")
         return None if warning is None else str(warning)
+
+    @property
+    def overlap_warning(self) -> str | None:
+        """How much of validation is trained on as well; None where nothing is, or an earlier version did not count."""
+        found = self.split("val").get(OVERLAP)
+        warning = found.get("warning") if isinstance(found, dict) else None
+        return None if warning is None else str(warning)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader of the run's figures must know first."""
+        return [warning for warning in (self.overlap_warning, self.judge_warning) if warning is not None]
 
     def to_json(self) -> dict[str, object]:
         """The content of ``result.json``."""

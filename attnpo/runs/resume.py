@@ -9,6 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attnpo.config import as_yaml
+from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 RESULT = "result.json"
 CHECKPOINTS = ("best", "last")
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
-PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html")
+PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS)
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 

@@ -25,7 +25,7 @@ from attnpo.runs.folders import make_folder
 from attnpo.runs.for_page import PAIRS, keep_for_page
 from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, log_inputs
-from attnpo.runs.inputs import Inputs, inputs_on
+from attnpo.runs.inputs import Inputs, inputs_on, write_training_prompts
 from attnpo.runs.memory_check import log_memory
 from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_start
@@ -85,6 +85,8 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     if leading:
         prepare_folder(folder, resume)
         write_config(cfg, folder)
+        if cfg.callbacks.checkpoints:
+            write_training_prompts(inputs, folder)
     log_inputs(inputs)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
     with importing("loading Lightning"):

@@ -34,6 +34,8 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
         shares = {name: point.metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))
         yield f"chosen above rejected in the validation pairs: {said or 'not measured'}; no interval, so no claim"
+        results = (result for point in best.values() for result in point.results)
+        yield from dict.fromkeys(result.overlap_warning for result in results if result.overlap_warning)
         return
     other = best.get(control or "")
     if control is None or other is None:

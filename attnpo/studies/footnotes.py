@@ -43,7 +43,7 @@ def warnings(outcome: Outcome) -> list[str]:
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in unregistered(outcome)]
-    return [*out, *outcome.warnings, *_poor_judges(outcome)]
+    return [*out, *outcome.warnings, *_overlaps(outcome), *_poor_judges(outcome)]
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
@@ -168,6 +168,14 @@ def _poor_judges(outcome: Outcome) -> Iterator[str]:
     for where, result in _judged(outcome):
         if result.judge_warning is not None:
             yield f"WARNING: {where}: {result.judge_warning}"
+
+
+def _overlaps(outcome: Outcome) -> Iterator[str]:
+    """A line per world whose validation pairs or prompts are trained on as well."""
+    found = dict.fromkeys((point.arm.world, result.overlap_warning) for point, result in outcome.points)
+    for world, warning in found:
+        if warning is not None:
+            yield f"WARNING: {f'world {world}: ' if world else ''}{warning}"
 
 
 def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:

@@ -49,7 +49,7 @@ class MethodFacts(TypedDict, total=False):
 class Facts(TypedDict, total=False):
     """What the card tells; a part that is missing is left out. ``statistics`` are numbers by split and name.
 
-    ``reward``: the model is a reward model.
+    ``reward``: the model is a reward model. ``overlap``: a remark where validation is not of unseen pairs.
     """
 
     reward: bool
@@ -60,6 +60,7 @@ class Facts(TypedDict, total=False):
     hyperparameters: Mapping[str, object]
     versions: Mapping[str, str]
     command: Sequence[str]
+    overlap: str | None
 
 
 WORDS = (
@@ -114,7 +115,10 @@ def model_card(
         _section("Method", _method(method)),
         _section("Token weights", _statistics(facts.get("statistics", {}))),
         _section("Hyperparameters", _pairs("setting", facts.get("hyperparameters", {}))),
-        _section(f"Validation at step {step}" if step is not None else "Validation", _validation(metrics)),
+        _section(
+            f"Validation at step {step}" if step is not None else "Validation",
+            _validation(metrics, facts.get("overlap")),
+        ),
         _section("Limits", LIMITS),
         _section("Made with", _made(facts)),
         _section("Citation", f"```bibtex\n{PAPER}\n\n{DPO}\n```"),
@@ -215,8 +219,9 @@ def _statistics(statistics: Mapping[str, Mapping[str, float | None]]) -> str:
     return f"{WORDS}\n\n" + _table(("split", *names), rows)
 
 
-def _validation(metrics: Mapping[str, float]) -> str:
-    return _pairs("metric", {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")})
+def _validation(metrics: Mapping[str, float], overlap: str | None) -> str:
+    table = _pairs("metric", {name: value for name, value in sorted(metrics.items()) if name.startswith("val/")})
+    return f"{table}\n\n{overlap}." if table and overlap else table
 
 
 def _made(facts: Facts) -> str:

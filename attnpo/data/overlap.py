@@ -1,0 +1,86 @@
+"""Pairs and prompts that stand in training and in validation, or in a benchmark, counted by digests."""
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnpo.data.prepare import EncodedSet
+from attnpo.files import write_whole
+from attnpo.schema import SIDES, EncodedResponse, Message, asked_by, digest
+
+log = logging.getLogger(__name__)
+
+FILE = "training_prompts.txt"  # of a run's folder: the digest of a prompt on each line
+SEEN = "prompts that the model was trained on"
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Counts of validation's pairs and different prompts, and of those that are trained on as well.
+
+    Pairs are the same where their token ids are, after truncation; prompts where their messages are.
+    """
+
+    pairs: int
+    prompts: int
+    trained_pairs: int
+    trained_prompts: int
+
+    def text(self) -> str:
+        """Returns both counts in words."""
+        return (
+            f"{self.trained_pairs} of {self.pairs} validation pairs and {self.trained_prompts} of {self.prompts} "
+            "validation prompts are trained on as well"
+        )
+
+    def warning(self) -> str | None:
+        """Returns a remark for every validation figure; None where nothing is shared."""
+        shared = self.trained_pairs or self.trained_prompts
+        return f"{self.text()}, so validation figures are not of unseen pairs" if shared else None
+
+
+def count_overlap(train: EncodedSet, val: EncodedSet) -> Overlap:
+    """Counts pairs and prompts of ``val``, and those that ``train`` has too."""
+    trained = {key_of_ids(sides) for sides in train.encoded}
+    pairs = [key_of_ids(sides) in trained for sides in val.encoded]
+    prompts = {key_of_prompt(pair.prompt) for pair in val.pairs}
+    both = prompts & {key_of_prompt(pair.prompt) for pair in train.pairs}
+    return Overlap(len(pairs), len(prompts), sum(pairs), len(both))
+
+
+def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
+    """Returns a digest of a pair's token ids as they are trained on."""
+    found = hashlib.blake2b(digest_size=16)
+    for ids in (ids for side in SIDES for ids in (sides[side].prompt_ids, sides[side].response_ids)):
+        found.update(array("q", [len(ids), *ids]).tobytes())
+    return found.digest()
+
+
+def key_of_prompt(prompt: Sequence[Message]) -> str:
+    """Returns a digest of a prompt's messages."""
+    return digest(asked_by(prompt))[:16]
+
+
+# ------------------------------------------------------------------------------------------------ a run's prompts
+
+
+def write_prompts(folder: Path, prompts: Iterable[Sequence[Message]]) -> None:
+    """Writes the digests of a run's training prompts into its folder, for evaluations of its models."""
+    write_whole(folder / FILE, "".join(f"{key}\n" for key in sorted(set(map(key_of_prompt, prompts)))))
+
+
+def count_seen(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
+    """Counts different prompts that the run was trained on whose folder holds the folder ``model``, and says so.
+
+    Empty where there are none. Says as well where no run's prompts are at hand.
+    """
+    file, asked = Path(model).expanduser().parent / FILE, set(map(key_of_prompt, prompts))
+    if not file.is_file():
+        log.info("%s: no run's %s lies beside it, so prompts it was trained on are not counted", model, FILE)
+        return {}
+    seen = len(asked.intersection(file.read_text(encoding="utf-8").split()))
+    log.log(logging.WARNING if seen else logging.INFO, "%d of %d different prompts are in %s", seen, len(asked), file)
+    return {SEEN: seen} if seen else {}
