@@ -12,6 +12,7 @@ from attnpo.analysis.intervals import Interval
 from attnpo.display.figures import training_curves
 from attnpo.display.page import Image, Paragraph, Section, TableBlock
 from attnpo.runs.result import RunResult
+from attnpo.studies import ending
 from attnpo.studies.footnotes import NO_CONTROL, footnotes, warnings
 from attnpo.studies.frontier import difference
 from attnpo.studies.report import all_points, analysis_sections, keep_record, write_study_report
@@ -272,6 +273,17 @@ def test_a_judge_that_knows_nothing_is_a_warning_above_the_table() -> None:
             made["inputs"]["judge"]["warning"] = "the judge does not know"
     found = [line for line in warnings(tuned(points)) if "judge" in line]
     assert found == ["WARNING: judge of attention, seed 1: the judge does not know"]
+
+
+def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_words() -> None:
+    shared = {"val": {"trained_on": {"trained_pairs": 4, "warning": "4 of 4 validation pairs are trained on as well"}}}
+    points = [(point, {**made, "inputs": {**made["inputs"], **shared}}) for point, made in without_truth(POINTS)]
+    outcome = make_outcome(points)
+    assert [line for line in warnings(outcome) if "trained on" in line] == [
+        "WARNING: 4 of 4 validation pairs are trained on as well"
+    ]
+    assert list(ending.came_out(outcome, ""))[1:] == ["4 of 4 validation pairs are trained on as well"]
+    assert not any("trained on" in line for line in warnings(make_outcome(without_truth(POINTS))))
 
 
 def test_every_run_is_a_row_of_the_file() -> None:
