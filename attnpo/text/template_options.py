@@ -35,6 +35,12 @@ FOLD = (
 )
 
 
+def with_default(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
+    """Returns a tokenizer's chat templates with ``template`` as the one in use; those that it has by name stay."""
+    own = tokenizer.chat_template
+    return {**own, "default": template} if isinstance(own, dict) else template
+
+
 class _Generation(Extension):
     """The tag pair that marks an assistant's text in templates of transformers; it renders its body."""
 

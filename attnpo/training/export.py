@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from attnpo.models.loading import DTYPES
 from attnpo.models.lora import merged_state
 from attnpo.models.older_readers import open_to_readers
+from attnpo.text.template_options import with_default
 from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
@@ -40,22 +41,23 @@ def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
 ) -> GenerationConfig:
-    """The base's generation settings with every id that ends a turn as EOS, and the tokenizer's padding.
+    """The base's generation settings with every id that ends a turn as EOS, and the tokenizer's BOS and padding.
 
-    EOS ids of the base stay if they are special tokens other than BOS (a config's default may be any token). Base
-    settings that transformers refuses to save (a temperature without sampling) are left out with a warning.
+    Ids of the base's own generation_config.json stay. Of others, which may be defaults of a config's class and so any
+    token, EOS stays if it is special and not BOS, and BOS and padding if they are special and the tokenizer has none.
+    Base settings that transformers refuses to save (a temperature without sampling) are left out with a warning.
     """
     base: Any = model.generation_config or GenerationConfig()  # type: ignore[no-untyped-call]
     given = base.eos_token_id if isinstance(base.eos_token_id, list) else [base.eos_token_id]
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    special.discard(tokenizer.bos_token_id)
-    turn_ends = {tokenizer.eos_token_id, *end_ids} - {None}
-    ends = sorted({index for index in given if index in special} | turn_ends)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": ends[0] if len(ends) == 1 else (ends or None),
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    written = not base._from_model_config
+    own_ends = {index for index in given if written or index in special - {tokenizer.bos_token_id}}
+    ends = sorted({*own_ends, tokenizer.eos_token_id, *end_ids} - {None})
+    ids: dict[str, Any] = {"eos_token_id": ends[0] if len(ends) == 1 else (ends or None)}
+    for name in ("bos_token_id", "pad_token_id"):
+        own, ids[name] = getattr(base, name), getattr(tokenizer, name)
+        if own is not None and (written or (ids[name] is None and own in special)):
+            ids[name] = own
     config: GenerationConfig = copy.deepcopy(base)
     config.update(**ids)  # type: ignore[no-untyped-call]
     try:
@@ -73,7 +75,8 @@ class Exporter:
 
     Args:
         tokenizer: with the chat template in use.
-        chat_template: written in place of the tokenizer's, which stays; None writes that.
+        chat_template: written in place of the tokenizer's, which stays; None writes that. Templates that the tokenizer
+            has by name are written as they are.
         notes: what the model card tells about using the folder.
         end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
         dtype: number format of the exported weights, a name in DTYPES; None leaves them as they are trained.
@@ -128,7 +131,7 @@ class Exporter:
             backend.no_padding()
         saved = copy.copy(self.tokenizer)
         if self.chat_template is not None:
-            saved.chat_template = self.chat_template
+            saved.chat_template = with_default(saved, self.chat_template)
         saved.save_pretrained(folder)
 
 

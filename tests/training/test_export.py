@@ -94,6 +94,15 @@ def test_the_template_given_by_hand_is_the_one_exported(tokenizer: PreTrainedTok
     assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
 
 
+def test_templates_that_the_base_has_by_name_are_exported(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    default, tools = str(tokenizer.chat_template), "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    tokenizer.chat_template = {"default": default, "tool_use": tools}
+    Exporter(tokenizer, chat_template="{{ bos_token }}" + default).export(small(tokenizer), tmp_path)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    assert exported.chat_template == {"default": "{{ bos_token }}" + default, "tool_use": tools}
+    assert tokenizer.chat_template["default"] == default, "the run's own tokenizer stays as it is"
+
+
 # ------------------------------------------------------------------------------------------------ other readers
 
 LLAMA3 = {
@@ -172,6 +181,20 @@ def test_the_bases_own_ends_stay_only_where_they_are_special(
     assert model.generation_config.eos_token_id == [word, special, tokenizer.bos_token_id], (
         "the model itself is left as it is"
     )
+
+
+def test_ids_in_the_bases_own_generation_config_stay(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """Qwen's has a BOS that its tokenizer lacks, others another padding; a word may end an answer there."""
+    word = next(index for index in range(len(tokenizer)) if index not in tokenizer.added_tokens_decoder)
+    special = int(tokenizer.bos_token_id)
+    tokenizer.bos_token = None
+    model = small(tokenizer)
+    GenerationConfig(bos_token_id=special, pad_token_id=special, eos_token_id=[word]).save_pretrained(tmp_path / "base")
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path / "base")
+    Exporter(tokenizer).export(model, tmp_path / "out")
+    found = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (found.bos_token_id, found.pad_token_id) == (special, special) != (None, tokenizer.pad_token_id)
+    assert found.eos_token_id == sorted([word, int(tokenizer.eos_token_id)])
 
 
 def test_generation_settings_that_cannot_be_saved_cost_no_export(
