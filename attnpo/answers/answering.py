@@ -27,6 +27,7 @@ from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling, UserError
 from attnpo.text.chat import ChatFormat
+from attnpo.text.template_options import with_default
 
 log = logging.getLogger(__name__)
 
@@ -176,9 +177,25 @@ def described(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
         raise UserError(
             f"model.path={model.path} is a run folder: name the model in it, model.path={folder / inside[0]}"
         )
-    model = replace(model, chat_template=read_template(model.chat_template))
-    tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
-    return model, ChatFormat(tokenizer, kwargs=model.chat_template_kwargs, fold_system=model.fold_system)
+    return load_chat(model)
+
+
+def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
+    """Returns the description with its templates' texts, and the chat format, whose tokenizer has the one in use."""
+    model = replace(
+        model,
+        chat_template=read_template(model.chat_template),
+        fallback_template=read_template(model.fallback_template, "model.fallback_template"),
+    )
+    chat = ChatFormat(
+        load_tokenizer(model.path, model.revision),
+        model.chat_template,
+        fallback=model.fallback_template,
+        kwargs=model.chat_template_kwargs,
+        fold_system=model.fold_system,
+    )
+    chat.tokenizer.chat_template = with_default(chat.tokenizer, chat.chosen.text)
+    return model, chat
 
 
 def _require_room(limit: int | None, sampling: Sampling) -> None:

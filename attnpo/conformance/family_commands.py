@@ -25,8 +25,7 @@ RESUMED = 1e-5  # float32; one thread gives the same bits
 STOPPED = 128 + signal.SIGTERM  # a background job of a shell does not hear SIGINT
 BRIEF = (
     "batch.pairs=4", "batch.micro=2", "batch.eval_micro=2", "trainer.validate_every=2", "trainer.accelerator=cpu",
-    "callbacks.samples=0", "callbacks.report=false", "model.chat_template=null",
-    "trainer.progress=false",
+    "callbacks.samples=0", "callbacks.report=false", "trainer.progress=false",
 )  # fmt: skip
 
 

@@ -201,7 +201,8 @@ class _Runner:
         model.to(self.subject.device)  # type: ignore[arg-type]
         if self.settings.apply_chat_template and model.generation_config is not None:
             model.generation_config.eos_token_id = sorted(chat.end_ids)
-        tokenizer = load_tokenizer(spec.path, spec.revision, chat.chat_template)  # lm_eval changes the one it gets
+        tokenizer = load_tokenizer(spec.path, spec.revision)  # lm_eval changes the one it gets
+        tokenizer.chat_template = chat.chat_template
         return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=self.settings.batch_size)
 
     def _check(self, found: FoundTask, lm: "HFLM") -> None:

@@ -190,13 +190,10 @@ def check_rotary(model: nn.Module) -> None:
             )
 
 
-def load_tokenizer(
-    path: str | Path, revision: str | None = None, chat_template: str | None = None
-) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder or hub name.
 
-    ``chat_template``: the template's text, or the path of a file that holds it; it replaces the folder's own. A
-    tokenizer without a padding token pads with its end (or unknown) token: no id is added or moved.
+    One without a padding token pads with its end (or unknown) token: no id is added or moved.
     """
     source = _locate(path, "tokenizer")
     if isinstance(source, Path):
@@ -208,8 +205,6 @@ def load_tokenizer(
         if fallback is None:
             raise UserError(f"{path}: the tokenizer has no padding, end or unknown token; set pad_token in its folder")
         tokenizer.pad_token = fallback
-    if chat_template is not None:
-        tokenizer.chat_template = _template_text(chat_template)
     return tokenizer
 
 
@@ -355,19 +350,6 @@ def _file_digest(file: Path) -> str:
     if key not in _file_digests:
         _file_digests[key] = file_digest(file)
     return _file_digests[key]
-
-
-def _template_text(template: str) -> str:
-    """The text of a chat template given as text or as a file path; text with template marks is never a path."""
-    if "{%" in template or "{{" in template or "\n" in template:
-        return template
-    file = Path(template).expanduser()
-    if not file.is_file():
-        raise UserError(
-            f"chat_template {template!r} is neither template text (it has no '{{{{' or '{{%') nor an existing file "
-            f"(looked from {Path.cwd()})"
-        )
-    return file.read_text(encoding="utf-8")
 
 
 @contextmanager

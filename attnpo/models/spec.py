@@ -47,7 +47,8 @@ class LoraSpec:
 class ModelSpec:
     """A causal LM: a local folder or a hub name.
 
-    ``chat_template`` is a Jinja text or a path to one, for tokenizers that bring none.
+    ``chat_template`` is a Jinja text or a path to one, in place of the tokenizer's own; ``fallback_template`` is used
+    where the tokenizer of the model, or of another model that judges or scores for it, brings none.
     ``chat_template_kwargs`` are values of variables that the template reads ({enable_thinking: false});
     ``fold_system`` puts a system turn's text in front of the first user turn. ``dtype`` is that of the
     weights: float32 masters for training (``trainer.precision`` sets autocast); bfloat16 for a frozen base
@@ -67,6 +68,7 @@ class ModelSpec:
     dtype: str = "float32"
     attn_implementation: str = "sdpa"
     chat_template: str | None = None
+    fallback_template: str | None = None
     chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
     fold_system: bool = False
     gradient_checkpointing: bool | str = False

@@ -151,7 +151,7 @@ class RewardRanker:
         from attnpo.models.loading import load_tokenizer
 
         template = read_template(self.chat_template, "ranker.chat_template")
-        return ChatFormat(load_tokenizer(self.path, self.revision), template)
+        return ChatFormat(load_tokenizer(self.path, self.revision), template, part="ranker")
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Rewards; the model is loaded with the first set."""

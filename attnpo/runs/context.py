@@ -1,14 +1,14 @@
 """The context of a run: its settled config, its store, model spec, tokenizer, chat format, judge and verbalizer."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as quiet
 
+from attnpo.answers.answering import load_chat
 from attnpo.config import MISSING
-from attnpo.config_files import read_template
 from attnpo.files import in_bytes
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
@@ -16,7 +16,6 @@ from attnpo.models.described import on_meta, require_exact
 from attnpo.models.loading import (
     attention_of,
     load_config,
-    load_tokenizer,
     model_depth,
     text_config,
     weights_fingerprint,
@@ -115,14 +114,13 @@ def make_context(cfg: RunConfig) -> RunContext:
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     cfg, prepared = settle(cfg)
-    model = replace(cfg.model, chat_template=read_template(cfg.model.chat_template))
-    if model.compile is not None:
-        require_backend(model.compile)
-    tokenizer = load_tokenizer(model.path, model.revision, model.chat_template)
+    if cfg.model.compile is not None:
+        require_backend(cfg.model.compile)
+    model, chat = load_chat(cfg.model)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-    chat = ChatFormat(tokenizer, kwargs=model.chat_template_kwargs, fold_system=model.fold_system)
-    context = RunContext(cfg, Store(store_root(cfg)), model, tokenizer, chat, prepared)
+    context = RunContext(cfg, Store(store_root(cfg)), model, chat.tokenizer, chat, prepared)
+    judged = ""
     require_reader(cfg.weights, cfg.objective)
     if "generator" in cfg.weights.requires:
         run_verbalizer(context)
@@ -132,12 +130,14 @@ def make_context(cfg: RunConfig) -> RunContext:
         cfg.weights.resolve(run_reward(context).num_layers)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
+        judged = f"; {judge.describe_frame()}"
         depth = judge.num_layers
         if len(depth.attending) < depth:
             layers = ", ".join(map(str, depth.attending))
             log_once([f"judge: {judge.path} has attention in {len(depth.attending)} of {int(depth)} layers: {layers}"])
         if not wants_auto(cfg.weights):
             cfg.weights.resolve(depth)
+    log_once([f"chat template: training has {chat.chosen.origin}{judged}"])
     return context
 
 
@@ -150,7 +150,9 @@ def log_model(spec: ModelSpec) -> None:
     trained = f" ({adapters:,} more in adapters, which alone are trained)" if adapters else ""
     attention = attention_of(spec.path, spec.revision, spec.attn_implementation)
     instead = "" if attention == spec.attn_implementation else f", {attention} attention (its class has no other)"
-    lines = [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {spec.dtype}, {layers} layers{instead}"]
+    stored = str(config.dtype or spec.dtype).removeprefix("torch.")
+    held = spec.dtype if stored == spec.dtype else f"{spec.dtype} (its folder: {stored})"
+    lines = [f"model: {spec.path}, {name}, {parameters:,} parameters{trained}, {held}, {layers} layers{instead}"]
     if spec.lora is not None:
         lines.append(reach(on_meta(config), spec.lora))
     if spec.quantize is not None:
@@ -191,7 +193,7 @@ def run_reward(context: RunContext) -> RunReward:
         raise UserError(
             f"weights {type(source).__name__} need a reward model and name none: set weights=reward_attention"
         )
-    reward = RunReward(source)
+    reward = RunReward(source, context.model.fallback_template)
     require_exact(text_config(reward.path, reward.revision), reward.path, "weights.max_length", source.max_length)
     check_vocabulary(context, reward.tokenizer, reward.path, "weights.path")
     return reward

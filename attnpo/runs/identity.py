@@ -51,6 +51,8 @@ APART = ("name", "output", "resume", "logger", "callbacks", "composed", "study",
 SPANS = ("judge.span_closing", "judge.span_drop")
 # Which weights decay: a run goes on as it was begun, so that one saved without the key decays all of them.
 DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
+# A run from before this key had a template of its own or by `model.chat_template`, so that it would not have been read.
+FALLBACK = "model.fallback_template"
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
     **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
@@ -58,7 +60,7 @@ LATER = {
     **{"optimizer.warmup_from": "first", "lengths.keep": "start", "batch.shuffle": True},
     **{"objective.anchor": 0.0, "objective.anchor_on": "all", "objective.clip_ratio": None},
     **{"data.exchanged": False, "data.val_share": None, "data.mix": None, "data.mix_seed": 0, "model.reward": False},
-    **{"model.router_aux_loss_coef": 0.0, DECAY_ALL: True},
+    **{"model.router_aux_loss_coef": 0.0, DECAY_ALL: True, FALLBACK: None},
     **{"data.columns.input": None, "data.columns.system": None, "data.columns.role": "role"},
     **{"data.columns.content": "content", "data.columns.traces": "keep", "data.columns.tools": None},
     **{"prepare.base.easy_length": 1.0, "prepare.base.answer_tokens": 64, "truth.max_new_tokens": 64},

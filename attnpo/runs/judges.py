@@ -68,14 +68,22 @@ class RunJudge:
                     f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
                     "training tokens: name a model folder with a tokenizer.json, or another judge"
                 )
-            template = read_template(judge.chat_template, "judge.chat_template")
-            chat = ChatFormat(self.tokenizer, template, kwargs=judge.chat_template_kwargs, part="judge")
+            template, kwargs = read_template(judge.chat_template, "judge.chat_template"), judge.chat_template_kwargs
+            fallback = model.fallback_template
+            chat = ChatFormat(self.tokenizer, template, fallback=fallback, kwargs=kwargs, part="judge")
         asking = chat
         if own and judge.chat and judge.chat_template_kwargs is not None:
             asking = ChatFormat(self.tokenizer, kwargs=judge.chat_template_kwargs, part="judge")
         positions = stated_positions(text_config(self.path, self.revision))
         self.prompts = JudgePrompts(judge.rules(positions), asking, training=chat)
         self._store = store
+
+    def describe_frame(self) -> str:
+        """Returns in words in which chat template the judge sees its wording."""
+        if not self.settings.chat:
+            return "the judge's prompt is its wording alone, in no template (judge.chat=false)"
+        whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
+        return f"the judge's wording is a user turn of {whose}"
 
     @property
     def num_layers(self) -> Depth:
@@ -191,7 +199,8 @@ class RunVerbalizer:
         self.chat = chat
         if not own:
             tokenizer = load_tokenizer(self.path, self.revision)
-            self.chat = ChatFormat(tokenizer, read_template(verbalizer.chat_template, "verbalizer.chat_template"))
+            template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
+            self.chat = ChatFormat(tokenizer, template, fallback=model.fallback_template, part="verbalizer")
         self.questions = ScoreQuestions(verbalizer.template(), self.chat, chat, self._prompt_room())
         self._store = store
 

@@ -61,8 +61,10 @@ def write_run_report(
     ``policy``: log-probabilities of the first training pairs' tokens after training, as ``heat_rows`` takes them.
     """
     training_curves(read_metrics(folder / METRICS), folder / CURVES, folder.name)
+    found = (*result.warnings, inputs.context.chat.chosen.warning)
+    warnings: list[Block] = [Paragraph(f"WARNING: {text}", warning=True) for text in found if text]
     blocks: list[Section] = [
-        *(Section("Warning", [Paragraph(f"WARNING: {warning}", warning=True)]) for warning in result.warnings),
+        *([Section("Warning", warnings)] if warnings else []),
         Section("Training", [Image(folder / CURVES, "training and validation over optimiser steps")]),
     ]
     if result.truth is not None:
@@ -294,7 +296,9 @@ def make_exporter(inputs: Inputs, *, dtype: str | None = None, card: bool = True
     ends, template = tuple(sorted(context.chat.end_ids)), context.chat.inference_template()
     if not card:
         return Exporter(context.tokenizer, ends, dtype, chat_template=template)
-    notes = []
+    chosen = context.chat.chosen
+    log.info("checkpoints: the exported chat template is that of training, %s", chosen.origin)
+    notes = [] if chosen.warning is None else [chosen.warning]
     if template != context.chat.chat_template:
         notes.append(BOS_WRITTEN)
         log.info("checkpoints: %s", BOS_WRITTEN)

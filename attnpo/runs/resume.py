@@ -14,7 +14,7 @@ from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinishe
 from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.folders import CONFIG
-from attnpo.runs.identity import DECAY_ALL, LATER, code_of, component, may_lack, numbers_of, saved_numbers
+from attnpo.runs.identity import DECAY_ALL, FALLBACK, LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
@@ -53,7 +53,7 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
         old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
-        if key not in stored and (new is None or key == DECAY_ALL):
+        if key not in stored and (new is None or key in (DECAY_ALL, FALLBACK)):
             continue  # an option that came later and is not used, or is as it was: see ``go_on``
         if component(old) != component(new):
             raise UserError(

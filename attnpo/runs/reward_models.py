@@ -18,9 +18,10 @@ class RunReward:
 
     Args:
         source: the weights that name it. UserError when they name none, and for a tokenizer without characters.
+        fallback: chat template for a tokenizer without one.
     """
 
-    def __init__(self, source: RewardAttention) -> None:
+    def __init__(self, source: RewardAttention, fallback: str | None = None) -> None:
         if source.path is None:
             raise UserError(
                 "weights=reward_attention reads a reward model, and weights.path is null: set "
@@ -28,7 +29,8 @@ class RunReward:
             )
         self.settings, self.path, self.revision = source, source.path, source.revision
         self.tokenizer = load_tokenizer(self.path, self.revision)
-        self.chat = ChatFormat(self.tokenizer, read_template(source.chat_template, "weights.chat_template"))
+        template = read_template(source.chat_template, "weights.chat_template")
+        self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights")
 
     @property
     def num_layers(self) -> Depth:

@@ -95,6 +95,7 @@ def evaluation_config(
     return (
         made.with_value("model.revision", model.revision or made.model.revision)
         .with_value("model.chat_template", template)
+        .with_value("model.fallback_template", model.fallback_template or made.model.fallback_template)
         .with_value("model.chat_template_kwargs", cast(dict[str, Json], kwargs) or None)
         .with_value("model.fold_system", model.fold_system or made.model.fold_system)
     )

@@ -22,7 +22,7 @@ from attnpo.text.frames import split_frame as split_frame
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
-from attnpo.text.template_options import settable, with_options
+from attnpo.text.template_options import choose_template, settable, with_options
 from attnpo.text.tools import ToolUse, tools_of, without_tools
 from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
 
@@ -48,11 +48,12 @@ Range = tuple[int, int]
 class ChatFormat:
     """A tokenizer and a chat template as one function from messages to ids.
 
-    ``chat_template`` replaces the tokenizer's own template text. ``kwargs`` are values of variables that the template
-    reads (``enable_thinking``); ``fold_system`` puts a system turn's text in front of the first user turn, a blank line
-    between. Both stand in front of ``chat_template`` from then on, so in every rendering, in the fingerprint and in
-    what is exported; ``part`` is the config node that they belong to. ``counts`` has "prompt is not a token prefix" for
-    responses whose first characters merge with the prompt's last token and were therefore tokenised on their own.
+    ``chat_template`` replaces the tokenizer's own template text, ``fallback`` stands in where there is none; ``chosen``
+    says which of them it is. ``kwargs`` are values of variables that the template reads (``enable_thinking``);
+    ``fold_system`` puts a system turn's text in front of the first user turn, a blank line between. Both stand in front
+    of ``chat_template`` from then on, so in every rendering, in the fingerprint and in what is exported; ``part`` is
+    the config node that they belong to. ``counts`` has "prompt is not a token prefix" for responses whose first
+    characters merge with the prompt's last token and were therefore tokenised on their own.
 
     Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), for
     ``kwargs`` that the template never reads, and for a template that does not come to an end.
@@ -63,6 +64,7 @@ class ChatFormat:
         tokenizer: "PreTrainedTokenizerBase",
         chat_template: str | None = None,
         *,
+        fallback: str | None = None,
         kwargs: Mapping[str, object] | None = None,
         fold_system: bool = False,
         part: str = "model",
@@ -72,15 +74,8 @@ class ChatFormat:
                 f"the tokenizer {tokenizer.name_or_path!r} gives no character offsets ({type(tokenizer).__name__}, "
                 "not a fast tokenizer); spans and alignment need them: use a model folder with a tokenizer.json"
             )
-        try:
-            template: str = tokenizer.get_chat_template(chat_template)
-        except ValueError as problem:
-            raise UserError(
-                f"the tokenizer {tokenizer.name_or_path!r} has no chat template to use: set model.chat_template "
-                "(chat_template= in Python) to the template's text, to a file that holds it, or to "
-                "model/plain_chat.jinja, a plain one that comes with attnpo"
-            ) from problem
-        self.chat_template = with_options(template, tokenizer, kwargs, fold_system, part)
+        self.chosen = choose_template(tokenizer, chat_template, fallback, part)
+        self.chat_template = with_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
         self._part, self._folds = part, fold_system
         if "strftime_now" in self.chat_template:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
@@ -169,8 +164,8 @@ class ChatFormat:
             ) from problem
         except _FAULTS as problem:
             roles = ", ".join(turn["role"] for turn in turns)
-            fold = f", set {self._part}.fold_system=true to put a system turn's text in front of the first user turn,"
-            system = not self._folds and "system" in roles.split(", ")
+            fold = ", set model.fold_system=true to put a system turn's text in front of the first user turn,"
+            system = self._part == "model" and not self._folds and "system" in roles.split(", ")
             raise RefusedText(
                 "the chat template refuses its turns",
                 f"the chat template refuses a conversation with the roles [{roles}]: {problem}; change the data's "

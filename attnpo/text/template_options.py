@@ -1,11 +1,13 @@
-"""Options of a chat template, written in front of it: values of the variables it reads, its system turn folded.
+"""Choice of a chat template, and its options, written in front of it: values of its variables, a folded system turn.
 
 A template with its options is a template again, so whatever renders, stores or exports it keeps them.
 """
 
 import json
+import logging
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -16,6 +18,8 @@ from attnpo.schema import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 _PASSED = "messages tools documents add_generation_prompt raise_exception strftime_now"
 _PARAMETERS = (  # of the renderer itself
@@ -35,10 +39,52 @@ FOLD = (
 )
 
 
+class ChosenTemplate(NamedTuple):
+    """Text of a chat template, where it comes from, and a warning where that is not the tokenizer itself."""
+
+    text: str
+    origin: str
+    warning: str | None = None
+
+
+def choose_template(
+    tokenizer: "PreTrainedTokenizerBase", given: str | None, fallback: str | None = None, part: str = "model"
+) -> ChosenTemplate:
+    """Returns ``given``, else the tokenizer's own template, else, for a tokenizer that brings none, ``fallback``.
+
+    Logs the warning once. ``part`` is the config node that ``given`` belongs to. Raises UserError where there is none.
+    """
+    name, own = tokenizer.name_or_path, tokenizer.chat_template
+    if isinstance(own, dict):  # several by name
+        own = own.get("default")
+    if given is not None:
+        warning = "the chat template that was given (chat_template) replaces the one that the tokenizer brings"
+        chosen = ChosenTemplate(given, f"{part}.chat_template", warning if own not in (None, given) else None)
+    elif own is not None:
+        chosen = ChosenTemplate(own, "the tokenizer's own")
+    elif fallback is not None and not tokenizer.chat_template:
+        warning = "the tokenizer brings no chat template, and model.fallback_template stands in for it"
+        chosen = ChosenTemplate(fallback, "model.fallback_template", warning)
+    else:
+        raise UserError(
+            f"the tokenizer {name!r} has no chat template to use: set {part}.chat_template (chat_template= in Python) "
+            "to the template's text, to a file that holds it, or to model/plain_chat.jinja, a plain one that comes "
+            "with attnpo"
+        )
+    if chosen.warning is not None:
+        _warn_once(f"{name}: {chosen.warning}")
+    return chosen
+
+
 def with_default(tokenizer: "PreTrainedTokenizerBase", template: str) -> str | dict[str, str]:
     """Returns a tokenizer's chat templates with ``template`` as the one in use; those that it has by name stay."""
     own = tokenizer.chat_template
     return {**own, "default": template} if isinstance(own, dict) else template
+
+
+@cache
+def _warn_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 class _Generation(Extension):

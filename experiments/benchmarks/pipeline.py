@@ -97,7 +97,7 @@ class World:
         self.runs += 1
         name, options = f"run{self.runs}", self.options
         command = [sys.executable, "-m", "attnpo.fit", "setting=real_smoke", "judge=pairwise", "callbacks=none"]
-        command += [f"model.path={self.model}", f"data.path={self.data}", f"store={store}", "model.chat_template=null"]
+        command += [f"model.path={self.model}", f"data.path={self.data}", f"store={store}"]
         command += [f"output={self.folder / 'runs'}", f"name={name}", "reference=cached", f"default_beta={beta}"]
         command += ["lengths.max_length=2048", "lengths.max_prompt_length=1800", "lengths.overlong=cut"]
         command += [f"batch.pairs={options.step}", f"batch.micro={options.micro}", "trainer.max_epochs=1"]

@@ -83,7 +83,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a config that was cut off": (cut(CONFIG), "is not a valid JSON file"),
     "a tokenizer that was cut off": (cut("tokenizer.json"), "could not load the tokenizer"),
     "no tokenizer": (gone("tokenizer.json"), "could not load the tokenizer"),
-    "no chat template": (gone("chat_template.jinja"), "has no chat template to use: set model.chat_template"),
 }
 
 
@@ -253,6 +252,34 @@ def test_another_judges_tokenizer_without_offsets(attempts: Attempts, record: Re
     message = attempts.fit(*given, "align.method=characters", "data.path=nowhere").refused()
     assert f"judge.path={folder}: expected a fast tokenizer" in message and "got ByT5Tokenizer" in message
     record(f"{overrides[-1]}: a tokenizer without offsets", message, NOT_STARTED)
+
+
+NO_TEMPLATE = "has no chat template to use: set {}.chat_template (chat_template= in Python) to the template's text"
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("model", ["weights=uniform"]),
+        ("judge", ["judge=other", "other_judge.path=MODEL", "other_judge.template_file=judge/testbed.txt"]),
+        ("verbalizer", ["weights=verbalized", "verbalizer.path=MODEL", "verbalizer.sampling.max_new_tokens=8"]),
+    ],
+    ids=["model", "judge", "verbalizer"],
+)
+def test_a_tokenizer_without_a_template(attempts: Attempts, record: Record, part: str, words: list[str]) -> None:
+    """An error, but in a setting that names one to stand in for it, which is told once."""
+    broken = attempts.broken_model(gone("chat_template.jinja"))
+    given = [word.replace("MODEL", str(broken.model)) for word in words]
+    world = broken if given == words else attempts.world
+    answer = attempts.fit(*given, "data.path=nowhere", world=world)
+    assert "data.path" in answer.refused()
+    told = [line for line in answer.log if "the tokenizer brings no chat template" in line]
+    assert told == [
+        f"{broken.model}: the tokenizer brings no chat template, and model.fallback_template stands in for it"
+    ]
+    message = attempts.fit(*given, "model.fallback_template=null", "data.path=nowhere", world=world).refused()
+    assert NO_TEMPLATE.format(part) in message and str(broken.model) in message
+    record(f"no chat template, {words[0]}", message, NOT_STARTED)
 
 
 TEMPLATES = {

@@ -133,13 +133,3 @@ def test_tokenizer_pads_with_a_token_it_has(shared: Path) -> None:
     assert tokenizer.pad_token_id == plain.eos_token_id and len(tokenizer) == len(plain)
     text = "The cat sat."
     assert tokenizer(text).input_ids == plain(text).input_ids
-
-
-def test_chat_template_as_text_or_file(shared: Path, tmp_path: Path) -> None:
-    path = shared / "models" / "stories260K"
-    template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    assert load_tokenizer(path, chat_template=template).chat_template == template
-    (tmp_path / "chat.jinja").write_text(template)
-    assert load_tokenizer(path, chat_template=str(tmp_path / "chat.jinja")).chat_template == template
-    with pytest.raises(UserError, match="neither template text"):
-        load_tokenizer(path, chat_template="chatml.jinja")

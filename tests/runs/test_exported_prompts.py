@@ -116,3 +116,26 @@ def test_a_run_says_it_and_generation_begins_with_one_bos(
         answer_prompts(load("generate", [*asked, "trainer.accelerator=cpu"]))
         answers.append(json.loads((tmp_path / f"{number}.jsonl").read_text())["answer"])
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_replaced_template_is_told_and_those_by_name_are_exported(
+    replaced: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In log, model card and page; what the base has beside its default stays either way."""
+    world, given = build_world(tmp_path), tmp_path / "chat.jinja"
+    own = AutoTokenizer.from_pretrained(world.model).chat_template
+    (world.model / "additional_chat_templates").mkdir()
+    (world.model / "additional_chat_templates" / "tool_use.jinja").write_text(PLAIN)
+    given.write_text("{{ bos_token }}" + PLAIN)
+    more = [f"model.chat_template={given}"] if replaced else []
+    with caplog.at_level(logging.INFO):
+        run(world.config("weights=uniform", "trainer.max_steps=1", "callbacks.samples=0", *more), tmp_path / "run")
+    best = tmp_path / "run" / "best"
+    exported = AutoTokenizer.from_pretrained(best).chat_template
+    assert exported == {"default": given.read_text() if replaced else own, "tool_use": PLAIN}
+    words = "he chat template that was given (chat_template) replaces the one that the tokenizer brings"
+    card, page = (best / "README.md").read_text(), (tmp_path / "run" / "report.html").read_text()
+    assert [text.count(words) for text in (caplog.text, card, page)] == [int(replaced)] * 3
+    origin = "model.chat_template" if replaced else "the tokenizer's own"
+    assert f"that of training, {origin}" in caplog.text

@@ -157,7 +157,7 @@ def test_a_run_saved_when_studies_were_a_group_of_their_own_is_the_same_run(tmp_
         check_same(stored, numbers_of(load("fit", ["experiment=none", "optimizer.lr=1"])), tmp_path)
 
 
-@pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template"])
+@pytest.mark.parametrize("key", ["judge.template_file", "model.chat_template", "model.fallback_template"])
 def test_a_file_that_a_config_names_counts_by_what_it_holds(key: str, tmp_path: Path) -> None:
     file = tmp_path / "wording.txt"
     found = []

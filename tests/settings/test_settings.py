@@ -372,6 +372,17 @@ def test_the_judge_reads_prompts_and_answers_of_that_length_whole(length: int, s
     assert first.cut and prompts.counts == {"judge prompt cut": 1} and len(first.input_ids) < length * 1024
 
 
+@pytest.mark.parametrize("name", groups()["setting"])
+def test_a_setting_leaves_what_a_model_brings(name: str) -> None:
+    """Its chat template, with the values of its variables; only a template for a tokenizer without one may be named."""
+    for hardware in (None, *HARDWARE):
+        made = setting(name, *([] if hardware is None else [f"hardware={hardware}"]))
+        for part in ("model", "judge", "other_judge", "verbalizer"):
+            assert made[part]["chat_template"] is made[part].get("chat_template_kwargs") is None
+        assert made["judge"]["chat"] is True and made["model"]["fold_system"] is False
+        assert made["model"].get("fallback_template") == (None if name != "real_smoke" else "model/plain_chat.jinja")
+
+
 # ------------------------------------------------------------------------------------------------ judges
 
 # Chats of the models whose tokenizers cannot be here, on tokenizers of the same habits.

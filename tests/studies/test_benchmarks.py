@@ -334,7 +334,7 @@ def test_an_evaluation_is_that_of_its_row() -> None:
             "study.evaluate.all={grading.rounds:1,benchmark.prompts:7}",
         ],
     )
-    model = ModelSpec("/models/it's here", revision="r1", chat_template="{{ '${x}' }}")
+    model = ModelSpec("/models/it's here", revision="r1", chat_template="{{ '${x}' }}", fallback_template="{{ y }}")
     made = evaluation_config(
         cfg, cfg.study, "testbed", model, "/bases/a b", cfg.values["prepare"]["grammar"], label="x", output="/out"
     )

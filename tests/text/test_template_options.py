@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnpo.schema import UserError
+from attnpo.testbed.grammar import Grammar
+from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from attnpo.text.template_options import literal, variables
 from tests.text.formats import PLAIN, Formats
@@ -119,3 +121,32 @@ def test_the_refusal_of_a_system_turn_names_the_option(formats: Formats) -> None
     with pytest.raises(UserError) as refused:
         always.render(TURNS, True)
     assert "fold_system" not in str(refused.value)
+
+
+def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = build_tokenizer(Grammar())
+    own, tokenizer.name_or_path = str(tokenizer.chat_template), "a model"
+    by_name = {"default": own, "tool_use": PLAIN}
+    for templates, asked, words in (
+        (
+            own,
+            PLAIN,
+            ["a model: the chat template that was given (chat_template) replaces the one that the tokenizer brings"],
+        ),
+        (own, own, []),
+        (own, None, []),
+        (None, PLAIN, []),
+        (by_name, None, []),
+        (by_name, own, []),
+    ):
+        tokenizer.chat_template = templates
+        caplog.clear()
+        assert ChatFormat(tokenizer, asked).chat_template == asked or own
+        assert [record.getMessage() for record in caplog.records] == words
+
+
+def test_templates_by_name_without_a_default_are_refused() -> None:
+    tokenizer = build_tokenizer(Grammar())
+    tokenizer.chat_template = {"tool_use": PLAIN}
+    with pytest.raises(UserError, match="has no chat template to use"):
+        ChatFormat(tokenizer)
