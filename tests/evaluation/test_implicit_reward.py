@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def subject_of(model: Path, folder: Path, template: str | None = None) -> Subject:
     spec = ModelSpec(str(model), chat_template=template)
-    return Subject(spec, ChatFormat(load_tokenizer(model, None, template)), torch.device("cpu"), folder)
+    return Subject(spec, ChatFormat(load_tokenizer(model), template), torch.device("cpu"), folder)
 
 
 def measure(
@@ -305,7 +305,8 @@ def test_a_perturbed_copy_of_a_trained_model_orders_real_pairs(shared: Path, tmp
         row = json.loads(line)
         rows.append({**row, "subset": "long" if len(str(row["chosen"])) > len(str(row["rejected"])) else "short"})
     path = write(tmp_path / "pairs.jsonl", rows)
-    tokenizer = load_tokenizer(folder, None, STORIES)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = STORIES
     torch.manual_seed(3)
     for name, noise in (("base", 0.0), ("policy", 0.02)):
         model = AutoModelForCausalLM.from_pretrained(folder)

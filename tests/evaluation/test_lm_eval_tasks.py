@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 
 def subject_of(model: Path, folder: Path) -> Subject:
     spec = ModelSpec(str(model), chat_template=STORIES)
-    chat = ChatFormat(load_tokenizer(model, None, STORIES))
+    chat = ChatFormat(load_tokenizer(model), STORIES)
     return Subject(spec, chat, torch.device("cpu"), folder / "evaluation")
 
 

@@ -304,7 +304,7 @@ def test_a_really_trained_model_grades(shared: Path) -> None:
     folder = shared / "models" / "stories260K"
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     grader = LocalGrader(str(folder), chat_template=template, accelerator="cpu")
-    tokenizer = load_tokenizer(folder, chat_template=template)
+    tokenizer = load_tokenizer(folder)
     text = "Once upon a time there was a dog. Which is better, A or B? It is"
     labelled, written = call(text, labels=("A", "B")), call("Once upon a time", max_tokens=8)
     found = replies(grader, [labelled, written])
