@@ -95,8 +95,8 @@ def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[P
     """Describes what changed in a folder since it was sealed, in words that follow its name; None when nothing did.
 
     Reads every file. A folder without a readable seal counts as changed. ``only`` gives the files that matter, by name
-    or pattern (``*.json``): others are not read, and such as were not sealed do not count. ``digest`` is for callers
-    that keep the digests they take.
+    or pattern (``*.json``, which names no file of a folder inside): others are not read, and such as were not sealed do
+    not count. ``digest`` is for callers that keep the digests they take.
     """
     files = _read_seal(folder)
     if isinstance(files, str):
@@ -106,7 +106,7 @@ def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[P
         lacking = [name for name in only if "*" not in name and name not in files]
         if lacking:
             return f"{lacking[0]} is not in its {SEAL}"
-        files = {name: value for name, value in files.items() if any(fnmatch(name, pattern) for pattern in only)}
+        files = {name: value for name, value in files.items() if any(_matches(name, pattern) for pattern in only)}
     for name, value in files.items():
         if name not in there:
             return f"{name} is missing"
@@ -118,6 +118,10 @@ def changed(folder: Path, only: Sequence[str] | None = None, digest: Callable[[P
             return f"{name} is not as it was written"
     unknown = sorted(there - files.keys()) if only is None else []
     return f"{unknown[0]} was not there when it was written" if unknown else None
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name.count("/") == pattern.count("/") and fnmatch(name, pattern)
 
 
 def _read_seal(folder: Path) -> dict[str, str] | str:

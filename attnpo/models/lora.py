@@ -4,17 +4,22 @@ The layers are peft's, injected in place, so that the model keeps its class, its
 is imported here alone, and only when a model gets adapters or has them.
 """
 
-from collections.abc import Collection, Iterator
+import copy
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from attnpo.files import share
 from attnpo.models.backbone import eval_mode
 from attnpo.models.logps import Head, gathered
 from attnpo.models.scored import ScoredLM
@@ -22,12 +27,13 @@ from attnpo.models.spec import LoraSpec
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 if TYPE_CHECKING:
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import LoraConfig, LoraLayer
 
 ADAPTER = "default"
 PLAIN = nn.Parameter  # a weight that is not of 4 bits
 FUSED = 3  # dimensions of a tensor with the weights of several experts
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
+PEFT_MODEL = "base_model.model."  # where peft's own wrapper keeps the model, in the names that it saves
 
 
 def add_lora(model: PreTrainedModel, spec: LoraSpec) -> PreTrainedModel:
@@ -67,13 +73,50 @@ def has_adapters(model: nn.Module) -> bool:
     return bool(getattr(model, "peft_config", None))
 
 
-def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
-    """The state dict of the plain base model with the adapters merged in: its own names and number formats, on the CPU.
+@dataclass
+class Rounding:
+    """Part of the adapters' update that was lost when the merged weights were rounded; sums over all adapted weights.
 
-    The model is left as it is; one merged matrix at a time is made beside it. A model without adapters gives its own
-    state. Weights of 4 bits come out in the format they are multiplied in. Sharded tensors are gathered one by one (a
-    collective: every rank must call it); with ``keep`` false each is let go as it comes and the dict is empty. Tensors
-    that nothing was merged into may share memory with a model on the CPU.
+    ``update`` and ``lost`` are squared norms, of the update and of what the merged weights miss of it beside the base
+    in the same number format. ``unchanged`` of the ``weights`` are equal to the base's.
+    """
+
+    update: float = 0.0
+    lost: float = 0.0
+    weights: int = 0
+    unchanged: int = 0
+
+    def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
+        """Counts in a weight: ``merged`` is base and update before the rounding, ``written`` after it."""
+        start, update = base.to(written.dtype), merged - base.to(merged.dtype)
+        self.weights += written.numel()
+        self.unchanged += int((written == start).sum())
+        self.update += float(torch.linalg.vector_norm(update)) ** 2
+        missed = update - (written.to(merged.dtype) - start.to(merged.dtype))
+        self.lost += float(torch.linalg.vector_norm(missed)) ** 2
+
+    @property
+    def lost_share(self) -> float:
+        """Returns the norm of the lost part over that of the update; 0 for adapters that add nothing yet."""
+        return (self.lost / self.update) ** 0.5 if self.update else 0.0
+
+    @property
+    def unchanged_share(self) -> float:
+        """Returns the share of the adapted weights that are equal to the base's."""
+        return self.unchanged / max(1, self.weights)
+
+
+def merged_state(
+    model: nn.Module, *, keep: bool = True, dtype: torch.dtype | None = None, rounding: Rounding | None = None
+) -> dict[str, Tensor]:
+    """Merges the adapters into the state dict of the plain base model, under its own names, on the CPU.
+
+    Each sum is formed in float32 and rounded once, to ``dtype`` (None: the base's own format); tensors without an
+    adapter keep their format. ``rounding`` counts what that took. The model is left as it is; one merged matrix at a
+    time is made beside it. A model without adapters gives its own state. Weights of 4 bits come out in the format they
+    are multiplied in. Sharded tensors are gathered one by one (a collective: every rank must call it); with ``keep``
+    false each is let go as it comes and the dict is empty. Tensors that nothing was merged into may share memory with a
+    model on the CPU.
     """
     adapted = _adapted(model)
     packed = {name: value for name, value in model.named_parameters() if hasattr(value, "quant_state")}
@@ -90,13 +133,41 @@ def merged_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
         for owner in owners:
             inner = plain.removeprefix(f"{owner}.{BASE}")
             if inner == getattr(adapted[owner], "parameter_name", "weight"):
-                whole = _merged(whole, adapted[owner])
+                whole = _merged(whole, adapted[owner], dtype or whole.dtype, rounding)
             plain = f"{owner}.{inner}"
         if name in packed and getattr(model.get_submodule(name.rpartition(".")[0]), "source_cls", None) is Conv1D:
             whole = whole.T.contiguous()  # the module that was packed stores its weight transposed
         if keep:
             state[plain] = whole.cpu()
     return state
+
+
+def adapter_state(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """Gathers the adapters' own tensors on the CPU, under the names that peft saves them by.
+
+    A collective: every rank must call it; with ``keep`` false the dict is empty.
+    """
+    if not has_adapters(model):
+        return {}
+    from peft import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(model, model.state_dict(), ADAPTER, save_embedding_layers=False)
+    whole = {name: gathered(value).detach() for name, value in own.items()}
+    return {name: value.cpu() for name, value in whole.items()} if keep else {}
+
+
+def write_adapter(
+    model: PreTrainedModel, state: Mapping[str, Tensor], folder: Path, base: str | None, revision: str | None
+) -> None:
+    """Writes ``adapter_state`` as peft reads it (``PeftModel.from_pretrained``), with the name of the base."""
+    config = cast("LoraConfig", copy.deepcopy(model.peft_config[ADAPTER]))
+    config.base_model_name_or_path, config.revision, config.inference_mode = base, revision, True
+    config.target_modules = sorted(config.target_modules or ())  # peft keeps a set: the file would differ each time
+    config.save_pretrained(str(folder))
+    weights = folder / "adapter_model.safetensors"
+    named = {f"{PEFT_MODEL}{name}": value.contiguous() for name, value in state.items()}
+    save_file(named, weights, metadata={"format": "pt"})
+    share(weights)
 
 
 class AdapterOff(ScoredLM):
@@ -279,8 +350,8 @@ def _unpacked(weight: nn.Parameter) -> Tensor:
     return dequantize_bnb_weight(weight).detach()
 
 
-def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
-    """The weight plus its adapters' product, added in float32 or better and rounded once."""
+def _merged(base: Tensor, layer: "LoraLayer", dtype: torch.dtype, rounding: Rounding | None) -> Tensor:
+    """Adds the adapters' product to the weight in float32 or better and rounds once to ``dtype``."""
     total = base.to(torch.promote_types(base.dtype, torch.float32), copy=True)
     for adapter in layer.active_adapters:
         maps = (layer.lora_A[adapter], layer.lora_B[adapter])
@@ -291,4 +362,7 @@ def _merged(base: Tensor, layer: "LoraLayer") -> Tensor:
         else:
             delta = (up @ down).T if getattr(layer, "fan_in_fan_out", False) else up @ down
         total.add_(delta, alpha=layer.scaling[adapter])
-    return total.to(base.dtype)
+    merged = total.to(dtype)
+    if rounding is not None:
+        rounding.add(base, total, merged)
+    return merged

@@ -32,7 +32,8 @@ class RunResult:
     ``seconds``: of the training ("train") and of the whole run ("all"). ``metrics``: the last logged values.
     ``inputs``: what became of the inputs, by split and part (``runs.input_summary``). ``truth``: scores by split, None
     in settings without a known truth. ``drift``: where the policy moved from its base (``runs.drift``); empty where
-    that was not measured.
+    that was not measured. ``merged``: what merging adapters into the exported folders took, by folder, and that the
+    numbers are of the policy before it; empty where none were merged.
     """
 
     seed: int
@@ -43,6 +44,7 @@ class RunResult:
     versions: dict[str, str]
     truth: dict[str, Scores] | None
     drift: dict[str, Json] = field(default_factory=dict)
+    merged: dict[str, Json] = field(default_factory=dict)
 
     def split(self, name: str) -> dict[str, Json]:
         """What became of a split's pairs; empty where it is not said."""
@@ -110,7 +112,9 @@ class RunResult:
             seconds, metrics, inputs = (dict(data[name]) for name in ("seconds", "metrics", "inputs"))
             versions = dict(data.get("versions", {}))
             drift = dict(data.get("drift", {}))
-            return cls(int(data.get("seed", 0)), int(data["steps"]), seconds, metrics, inputs, versions, truth, drift)
+            merged = dict(data.get("merged", {}))
+            numbers = int(data.get("seed", 0)), int(data["steps"])
+            return cls(*numbers, seconds, metrics, inputs, versions, truth, drift, merged)
         except (KeyError, TypeError, AttributeError) as problem:
             raise ValueError(f"it is no result of a run: {problem!r}") from problem
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.data.prompts import Prompt
+from attnpo.files import Json
 from attnpo.live import importing, phase
 from attnpo.machine import as_launched, device_of, versions
 from attnpo.models.backbone import frozen
@@ -31,6 +32,7 @@ from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_start
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
+    CHECKPOINTS,
     RESULT,
     check_contents,
     check_folder,
@@ -46,6 +48,7 @@ from attnpo.runs.resume import (
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.token_logps import first_logps
 from attnpo.schema import Message, PreferencePair, Sampling
+from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.settings import CallbackSettings, check_tracker
 
@@ -110,7 +113,9 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         if callbacks.samples:
             write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
         seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
-        result = RunResult(cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift)
+        result = RunResult(
+            cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
+        )
         part = folder / f"{RESULT}.part"
         part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
         if point:
@@ -121,6 +126,15 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         publish_run(loggers, inputs, result, callbacks, folder)
     write_result(cfg, part)
     return result
+
+
+def merges_of(folder: Path) -> dict[str, Json]:
+    """Returns what merging adapters into ``best/`` and ``last/`` took, for ``result.json``; empty without adapters."""
+    found: dict[str, Json] = {
+        name: account["merge"] for name in CHECKPOINTS if "merge" in (account := read_account(folder / name))
+    }
+    numbers = "the policy as it was trained, its adapters beside their base"
+    return {"numbers_of": numbers, **found} if found else {}
 
 
 @phase("answers to held-out prompts, scored by the truth")

@@ -11,6 +11,7 @@ from typing import TypeVar
 import lightning as L
 import torch
 from lightning.pytorch.loggers import Logger
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.console import leads, training_began
@@ -33,7 +34,6 @@ from attnpo.runs.models import (
     fill_reference,
     load_policy,
     load_reference,
-    load_start,
     reference_table,
     with_reference,
 )
@@ -130,13 +130,14 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     )
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
-    if gathered.state is None and resume is not None and leading and sharded(policy):  # no step was left
-        return replace(trained, policy=restored(inputs, resume), reference=None)
-    if not gathered.state:  # not sharded, or not the first process
+    whole = gathered.state
+    if whole is None and resume is not None and leading and sharded(policy):  # no step was left
+        whole = saved_state(resume)
+    if not whole:  # not sharded, or not the first process
         return trained
-    whole = load_start(inputs.context)
-    whole.load_state_dict(gathered.state)
-    return replace(trained, policy=ScoredLM(whole), reference=None)
+    policy = load_policy(inputs.context)
+    policy.model.load_state_dict({**policy.model.state_dict(), **whole})  # a checkpoint holds what is trained alone
+    return replace(trained, policy=policy, reference=None)
 
 
 def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
@@ -175,14 +176,11 @@ def sharded(policy: ScoredLM) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in policy.parameters())
 
 
-def restored(inputs: Inputs, resume: Path) -> ScoredLM:
-    """The whole policy of a checkpoint, without a trainer."""
+def saved_state(resume: Path) -> dict[str, Tensor]:
+    """Reads the policy's whole weights from a checkpoint, without a trainer."""
     saved = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-    policy = load_policy(inputs.context)
-    policy.load_state_dict(
-        {name.removeprefix("policy."): value for name, value in saved.items() if name.startswith("policy.")}
-    )
-    return policy
+    own = "policy.model."
+    return {name.removeprefix(own): value for name, value in saved.items() if name.startswith(own)}
 
 
 def _datamodule(

@@ -7,18 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from attnpo.files import to_disk
+from attnpo.files import Json, to_disk
 
 STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
 
 
 class Account(TypedDict, total=False):
-    """What ``checkpoint.json`` holds: the step, the run's settings and contents, and the value of the monitor."""
+    """Contents of ``checkpoint.json``: the step, the run's settings and contents, and the value of the monitor.
+
+    ``merge``: what merging adapters into the exported weights took (``export.Merge``).
+    """
 
     step: int
     config: dict[str, object]
     contents: dict[str, object]
+    merge: dict[str, Json]
 
 
 def _beside(folder: Path, mark: str) -> Path:

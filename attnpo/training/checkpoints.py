@@ -7,6 +7,7 @@ import operator
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from attnpo.files import seal
 from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, write_account
-from attnpo.training.export import Exporter
+from attnpo.training.export import ADAPTER, Exporter, Merge
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
 from attnpo.training.resume_state import KEY, typed
@@ -29,6 +30,7 @@ from attnpo.training.signals import step_ended, validation_follows
 
 log = logging.getLogger(__name__)
 
+LOST = 0.01  # share of the adapters' update from which its loss to rounding is a warning
 # Raised for a file that cannot be written: torch's writer raises RuntimeError, the export's an error of its own.
 DISK_ERRORS = (OSError, RuntimeError, SafetensorError)
 
@@ -78,6 +80,7 @@ class CheckpointFolder(L.Callback):
 
     def __init__(self, folder: Path, exporter: Exporter, account: Mapping[str, object] | None = None) -> None:
         self.folder, self.exporter, self.account = folder, exporter, dict(account or {})
+        self._warned = False  # of what the rounding of merged adapters took
 
     @property
     def state_key(self) -> str:
@@ -105,7 +108,7 @@ class CheckpointFolder(L.Callback):
         """
         check_weights(trainer)
         try:
-            self._save(trainer, export, trainer.callback_metrics if metrics is None else metrics, state, facts)
+            merge = self._save(trainer, export, trainer.callback_metrics if metrics is None else metrics, state, facts)
         except DISK_ERRORS as problem:
             if not trainer.is_global_zero:
                 raise
@@ -114,6 +117,15 @@ class CheckpointFolder(L.Callback):
         trainer.strategy.barrier(f"save {self.folder.name}")
         if export and trainer.is_global_zero:
             log.info("%s holds the policy of optimiser step %d", self.folder, trainer.global_step)
+        if merge is not None:
+            lossy = merge.lost_share >= LOST
+            log.log(
+                logging.WARNING if lossy and not self._warned else logging.INFO,
+                "%s: %s; %s/ holds the adapters whole%s",
+                *(self.folder, merge.text(), self.folder / ADAPTER),
+                ", and callbacks.export_dtype=float32 merges them without loss" if lossy else "",
+            )
+            self._warned = self._warned or lossy
 
     def _save(
         self,
@@ -122,8 +134,9 @@ class CheckpointFolder(L.Callback):
         metrics: Mapping[str, Tensor | float],
         state: Path | None,
         facts: Mapping[str, float],
-    ) -> None:
+    ) -> Merge | None:
         module: Any = trainer.lightning_module
+        merge = None
         with ExitStack() as stack:
             new = self.folder
             if trainer.is_global_zero:
@@ -136,7 +149,7 @@ class CheckpointFolder(L.Callback):
                 shutil.copyfile(state, new / STATE)
             if export:
                 values = {name: float(value) for name, value in metrics.items()}
-                self.exporter.export(
+                merge = self.exporter.export(
                     module.policy.model,
                     new,
                     write=trainer.is_global_zero,
@@ -144,12 +157,14 @@ class CheckpointFolder(L.Callback):
                     step=trainer.global_step,
                 )
             if trainer.is_global_zero:
-                write_account(new, {"step": trainer.global_step, **facts, **self.account})
+                merged = {} if merge is None else {"merge": asdict(merge)}
+                write_account(new, {"step": trainer.global_step, **facts, **merged, **self.account})
                 rows, writer = self.folder.parent / METRICS, trainer.strategy.checkpoint_io
                 if rows.is_file():
                     shutil.copyfile(rows, new / METRICS)
                 digest = writer.digest if state is None and isinstance(writer, StraightIO) else None
                 seal(new, None if digest is None else {STATE: digest})
+        return merge
 
 
 class BestCheckpoint(CheckpointFolder):

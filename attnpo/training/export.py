@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attnpo.models.loading import DTYPES
-from attnpo.models.lora import merged_state
+from attnpo.models.lora import Rounding, adapter_state, merged_state, write_adapter
 from attnpo.models.older_readers import open_to_readers
 from attnpo.text.template_options import with_default
 from attnpo.training.model_card import Facts, model_card
 
 log = logging.getLogger(__name__)
+
+ADAPTER = "adapter"
+"""Folder of the adapters alone, in an exported folder: transformers looks for them only beside the weights."""
 
 
 def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -69,6 +72,49 @@ def generation_config(
     return config
 
 
+def format_name(dtype: torch.dtype) -> str:
+    """Returns the name of a number format as a configuration has it."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Adapters merged into exported weights: the number formats of base and export, and what the rounding took.
+
+    ``lost_share`` is the norm of what the rounded weights miss of the update over the norm of the update;
+    ``unchanged_share`` the share of the adapted weights that came out equal to the base's.
+    """
+
+    base: str
+    dtype: str
+    lost_share: float
+    unchanged_share: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, dtype: torch.dtype, rounding: Rounding) -> "Merge":
+        """Returns the account of one export in ``dtype``."""
+        quantized = getattr(model.config, "quantization_config", None) is not None
+        base = "4 bits" if quantized else format_name(model.dtype)
+        return cls(base, format_name(dtype), rounding.lost_share, rounding.unchanged_share)
+
+    def text(self) -> str:
+        """Returns what the rounding took, in words."""
+        return (
+            f"rounding the merged weights to {self.dtype} took {100 * self.lost_share:.3g} % of the adapters' update "
+            f"(in norm) and left {100 * self.unchanged_share:.3g} % of the adapted weights equal to the base's"
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns what the model card tells of it."""
+        return (
+            f"the weights are the base's with the trained adapters merged in float32 and written in {self.dtype}; "
+            f"`{ADAPTER}/` holds the adapters alone, for peft beside the base in {self.base}: "
+            f'`PeftModel.from_pretrained(base, "FOLDER/{ADAPTER}")`',
+            f"the numbers of this card are of the policy as it was trained, adapters beside the base in {self.base}",
+            *([f"the merged weights differ from that policy: {self.text()}"] if self.lost_share else ()),
+        )
+
+
 @dataclass(frozen=True)
 class Exporter:
     """Writes a policy as a Hugging Face folder.
@@ -79,7 +125,8 @@ class Exporter:
             has by name are written as they are.
         notes: what the model card tells about using the folder.
         end_ids: ids that end an assistant turn (``ChatFormat.end_ids``), beside the tokenizer's EOS.
-        dtype: number format of the exported weights, a name in DTYPES; None leaves them as they are trained.
+        dtype: number format of the exported weights, a name in DTYPES; None takes the model's own (under adapters that
+            of their base).
         facts: what the model card tells (``card.Facts``); None writes no card.
         max_shard_size: size from which the weights are cut into several files.
     """
@@ -100,29 +147,39 @@ class Exporter:
         write: bool = True,
         metrics: Mapping[str, float] | None = None,
         step: int | None = None,
-    ) -> None:
+    ) -> Merge | None:
         """Writes weights, configs, tokenizer, chat template and model card that from_pretrained loads.
 
-        ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and ``step`` (optimiser steps
-        so far) go into the card.
+        Adapters are merged into the weights, and lie in ``adapter/`` unmerged; returns what the merging rounded off,
+        None without adapters. ``write`` is false on ranks that only take part in gathering shards. ``metrics`` and
+        ``step`` (optimiser steps so far) go into the card.
         """
-        state = merged_state(model, keep=write)
-        if not write:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
+        rounding = Rounding()
+        state = merged_state(model, keep=write, dtype=dtype, rounding=rounding)
+        adapters = adapter_state(model, keep=write)
+        if not write:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
         empty = shell(model, dtype)
         if empty.can_generate():  # a reward model cannot
             empty.generation_config = generation_config(model, self.tokenizer, self.end_ids)
         empty.save_pretrained(folder, state_dict=in_dtype(state, empty, dtype), max_shard_size=self.max_shard_size)
         self._save_tokenizer(folder)
         open_to_readers(folder)
+        merge = Merge.of(model, dtype, rounding) if adapters else None
+        facts = cast(Facts, self.facts or {})  # plain data of a run's inputs
+        if adapters:
+            base = facts.get("base", {})
+            found = Path(base.get("path", "?")).expanduser().is_dir()  # no folder is named where a setting built it
+            name = base["path"] if found else base.get("hub")
+            write_adapter(model, adapters, folder / ADAPTER, name, base.get("revision"))
         if self.facts is not None:
-            name = str(dtype).removeprefix("torch.")
-            facts = cast(Facts, self.facts)  # plain data of a run's inputs
-            card = model_card(facts, metrics or {}, step=step, dtype=name, notes=self.notes)
+            notes = (*self.notes, *(merge.notes() if merge else ()))
+            card = model_card(facts, metrics or {}, step=step, dtype=format_name(dtype), notes=notes)
             (folder / "README.md").write_text(card, encoding="utf-8")
         log.debug("exported the policy to %s", folder)
+        return merge
 
     def _save_tokenizer(self, folder: Path) -> None:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)

@@ -6,9 +6,8 @@ import lightning as L
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from attnpo.models.lora import merged_state
+from attnpo.models.logps import gathered
 from attnpo.schema import UserError
 
 Value = TypeVar("Value")
@@ -44,8 +43,8 @@ class WholePolicy(L.Callback):
     """Gathers a sharded policy at the end of training, before Lightning moves the shards to the CPU.
 
     There a collective breaks: the processes of a job on GPUs talk over NCCL, which knows no CPU tensor. Afterwards
-    ``state`` holds the whole weights (adapters merged in) on the first process and is empty on the others; it is None
-    where the policy is not sharded, so whole anyway, or where training did not end.
+    ``state`` holds the whole weights (adapters beside their base, as trained) on the first process and is empty on the
+    others; it is None where the policy is not sharded, so whole anyway, or where training did not end.
     """
 
     def __init__(self) -> None:
@@ -56,5 +55,8 @@ class WholePolicy(L.Callback):
         policy = pl_module.get_submodule("policy.model")
         if not any(isinstance(parameter, DTensor) for parameter in policy.parameters()):
             return
-        assert isinstance(policy, PreTrainedModel)
-        self.state = merged_state(policy, keep=trainer.is_global_zero)
+        self.state = {}
+        for name, value in policy.state_dict().items():
+            whole = gathered(value).detach()
+            if trainer.is_global_zero:
+                self.state[name] = whole.cpu()

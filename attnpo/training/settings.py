@@ -124,7 +124,8 @@ class CallbackSettings:
     becomes one at the end of training or when it is interrupted. ``mode`` (min, max) is None where it follows from the
     metric. ``last/`` is saved with every validation and, with
     ``save_every``, every so many optimiser steps.
-    ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained.
+    ``export_dtype`` (bfloat16, ...) is the number format of exported weights; null leaves them as they are trained, and
+    merged adapters in that of their base.
     ``samples`` validation prompts are answered by policy and reference after training (``generations.jsonl``).
     """
 

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attnpo.config import check
+from attnpo.files import changed, sealed
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
@@ -163,6 +165,42 @@ def test_an_objective_without_a_reference_holds_none(
     run(world.config(f"objective={objective}", "weights=uniform", "callbacks=none", "trainer.max_steps=1"), tmp_path)
     assert (found[0].reference is None) == (objective != "dpo")
     assert len(loaded) == (2 if objective == "dpo" else 1)
+
+
+# ------------------------------------------------------------------------------------------------ what is exported
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warned"),
+    [
+        (["callbacks.export_dtype=float32"], False),
+        ([], True),
+        (["model=qlora", "model.dtype=bfloat16"], True),
+    ],
+)
+def test_the_log_card_and_result_tell_what_rounding_took_of_the_adapters(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, overrides: list[str], warned: bool
+) -> None:
+    """best/ and last/ hold the merged weights, and in a folder of their own the adapters, under the folder's seal."""
+    bfloat16 = ["model=lora", "model.dtype=bfloat16", "optimizer.lr=1e-4", "weights=uniform", "callbacks.samples=0"]
+    with caplog.at_level("INFO", "attnpo"):
+        run(world.config(*bfloat16, *overrides), tmp_path / "run")
+    told = [record for record in caplog.records if "of the adapters' update" in record.getMessage()]
+    assert {record.levelname == "WARNING" for record in told if "last: " in record.getMessage()} == {warned}
+    assert any("last/adapter/ holds the adapters whole" in record.getMessage() for record in told)
+    merged = json.loads((tmp_path / "run" / "result.json").read_text())["merged"]
+    assert merged["numbers_of"] == "the policy as it was trained, its adapters beside their base"
+    for name in ("best", "last"):
+        folder = tmp_path / "run" / name
+        assert (merged[name]["lost_share"] > 0.1 and merged[name]["unchanged_share"] > 0.1) == warned
+        assert (merged[name]["lost_share"] == 0) != warned
+        assert changed(folder) is None and "adapter/adapter_model.safetensors" in sealed(folder)
+        card = (folder / "README.md").read_text()
+        assert "The numbers of this card are of the policy as it was trained" in card
+        assert ("The merged weights differ from that policy" in card) == warned
+        assert not has_adapters(load_model(folder))
+    shutil.rmtree(folder / "adapter")
+    assert changed(folder) is not None and not has_adapters(load_model(folder)), "the merged weights do without"
 
 
 # ------------------------------------------------------------------------------------------------ weights of 4 bits

@@ -175,10 +175,11 @@ def test_a_run_killed_in_its_report_is_reported_when_it_is_resumed(
 
 
 @pytest.mark.slow
-def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path) -> None:
-    """Nothing gathers the policy when no step is left: it comes from the checkpoint."""
+@pytest.mark.parametrize("trained", [[], ["model=lora", "model.dtype=bfloat16", "optimizer.lr=1e-3"]])
+def test_a_sharded_run_killed_after_its_last_step_is_finished(world: World, tmp_path: Path, trained: list[str]) -> None:
+    """Nothing gathers the policy when no step is left: it comes from the checkpoint, which holds what is trained."""
     more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp", "trainer.devices=2"]
-    command = ["-m", "attnpo.fit", *world.overrides("batch.micro=1", "callbacks.report=false", *more)]
+    command = ["-m", "attnpo.fit", *world.overrides("batch.micro=1", "callbacks.report=false", *more, *trained)]
     run(world.config("callbacks=none"), tmp_path / "fills the store")
     codes, output = in_two_processes(command, tmp_path)
     assert codes == [0, 0], output[-6000:]

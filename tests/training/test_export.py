@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +24,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from attnpo.models.lora import add_lora, merged_state
+from attnpo.conformance.family_models import tiny_model
+from attnpo.models.loading import load_model
+from attnpo.models.lora import add_lora, has_adapters, merged_state
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
@@ -278,6 +282,68 @@ def test_adapters_are_exported_merged(tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert names_in(tmp_path) == [name for name in plain if not (tied and name == "lm_head.weight")]
     torch.testing.assert_close(logits(loaded), trained, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits(model), trained)
+
+
+def adapted(path: Path, dtype: str, quantize: str | None = None) -> PreTrainedModel:
+    """A base with adapters that moved by less than bfloat16 resolves in most weights."""
+    model = load_model(path, dtype=dtype, quantize=quantize)
+    model = add_lora(model, LoraSpec(rank=2, alpha=8.0))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_A" in name or "lora_B" in name:
+                value.normal_(0, 0.005)
+    return model
+
+
+@pytest.fixture(params=["llama", "gpt2", "qwen3_moe"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with a model in bfloat16: plain linear layers, transposed ones, fused experts."""
+    tiny_model(request.param).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def test_a_float32_export_of_a_bfloat16_base_holds_all_of_its_adapters(
+    base: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    Exporter(tokenizer, dtype="float32").export(adapted(base, "bfloat16"), tmp_path / "out")
+    start, wanted = logits(load_model(base)), logits(adapted(base, "float32"))
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
+    assert float((found - wanted).norm() / (wanted - start).norm()) < 1e-2
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # peft's wrapper reads it
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_adapters_lie_beside_the_merged_weights_as_peft_reads_them(
+    base: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, quantize: str | None
+) -> None:
+    """With the base as it was trained they are the trained policy to the bit; whoever loads the folder sees none."""
+    trained, out = adapted(base, "bfloat16", quantize), tmp_path / "out"
+    facts = {"base": {"name": "base", "path": str(base), "hub": None, "revision": None}}
+    Exporter(tokenizer, facts=facts).export(trained, out)
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert not has_adapters(merged) and merged.dtype == torch.bfloat16
+    again = PeftModel.from_pretrained(load_model(base, dtype="bfloat16", quantize=quantize), str(out / "adapter"))
+    assert torch.equal(logits(again.eval()), logits(trained))
+    assert again.peft_config["default"].base_model_name_or_path == str(base)
+    card = (out / "README.md").read_text()
+    assert "of the policy as it was trained, adapters beside the base in " + ("4 bits" if quantize else "bf") in card
+    assert "The merged weights differ from that policy: rounding the merged weights to bfloat16 took " in card
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_weights_of_four_bits_are_merged_in_float32(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, dtype: str
+) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    start = merged_state(load_model(tmp_path / "base", dtype="bfloat16", quantize="nf4"))
+    model = adapted(tmp_path / "base", "bfloat16", "nf4")
+    Exporter(tokenizer, dtype=dtype).export(model, tmp_path / "out")
+    layer = model.model.layers[1].mlp.down_proj
+    moved = 4.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach()
+    wanted = start["model.layers.1.mlp.down_proj.weight"].float() + moved
+    found = load_file(tmp_path / "out" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+    assert torch.equal(found, wanted.to(getattr(torch, dtype)))
 
 
 def names_in_model(model: PreTrainedModel) -> list[str]:
