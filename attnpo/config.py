@@ -49,6 +49,7 @@ def cache_root() -> Path:
 def _register_resolvers() -> None:
     OmegaConf.register_new_resolver("cache_root", lambda: str(cache_root()), replace=True)
     OmegaConf.register_new_resolver("runs_root", lambda: str(RUNS_ROOT), replace=True)
+    OmegaConf.register_new_resolver("if_set", lambda key, then, other: other if key is None else then, replace=True)
 
 
 def _folders(config_dir: Path | None) -> list[Path]:

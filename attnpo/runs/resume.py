@@ -63,6 +63,24 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
             )
 
 
+def with_saved_reference(cfg: RunConfig, folder: Path) -> RunConfig:
+    """Gives a run that is resumed the reference it was begun with, where the command names none.
+
+    Runs with adapters were begun with a live one by default before reference=adapter_off was the default.
+    """
+    named = any(override.lstrip("+").startswith("reference=") for override in cfg.composed.overrides)
+    if cfg.resume is None or cfg.model.lora is None or cfg.reference != "adapter_off" or named:
+        return cfg
+    place = folder / "last" if cfg.resume == "auto" else Path(cfg.resume)
+    saved: Mapping[str, object] = read_account(place.parent if place.name == STATE else place).get("config", {})
+    if not saved and cfg.resume == "auto" and (folder / CONFIG).is_file():
+        saved = saved_numbers(folder / CONFIG, cfg)
+    if saved.get("reference") != "live":
+        return cfg
+    log.info("resume: going on with reference=live, which was the default when the run was begun")
+    return cfg.with_value("reference", "live")
+
+
 def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | None:
     """The checkpoint to continue from: ``resume`` auto (``last/`` if there), a path, or None.
 

@@ -42,10 +42,12 @@ from attnpo.runs.resume import (
     keep_last,
     prepare_folder,
     tidy_checkpoints,
+    with_saved_reference,
     write_config,
     write_result,
 )
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.startup import warn_low_rate
 from attnpo.runs.token_logps import first_logps
 from attnpo.schema import Message, PreferencePair, Sampling
 from attnpo.training.checkpoint_folders import read_account
@@ -70,10 +72,12 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     began = time.perf_counter()
     as_launched(cfg.trainer)  # refuses before anything is loaded
     leading = leads()  # before training: Lightning takes its variables back afterwards
+    cfg = with_saved_reference(cfg, folder)
     before = finished(cfg, folder, point)
     if before is not None:
         return before if leading else None
     check_tracker(cfg.logger)
+    warn_low_rate(cfg)
     resume = find_resume(cfg, folder, point)
     cfg = go_on(cfg, resume)
     check_folder(folder, resume)

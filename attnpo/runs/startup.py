@@ -91,6 +91,19 @@ def _device(cfg: RunConfig) -> str:
     return f"seed {cfg.seed}, {device}{f', {processes} processes' if processes > 1 else ''}"
 
 
+LOW_RATE = 1e-5  # for adapters, which start at no update at all; of rates for all weights 1e-6 is a common one
+
+
+def warn_low_rate(cfg: RunConfig) -> None:
+    """Warns of adapters under a learning rate that is meant for all weights."""
+    if cfg.model.lora is not None and cfg.optimizer.lr < LOW_RATE:
+        line = (
+            f"optimizer.lr={cfg.optimizer.lr:g} is a learning rate for all weights, at which adapters (model.lora) "
+            f"hardly move: set optimizer.lr={LOW_RATE:g} or more, 1e-4 is common"
+        )
+        log_once([line], logging.WARNING)
+
+
 _said: set[str] = set()
 
 

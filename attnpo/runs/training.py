@@ -21,7 +21,6 @@ from attnpo.data.micro_batches import COSTS
 from attnpo.data.prepare import ExampleSet
 from attnpo.live import phase
 from attnpo.machine import as_launched, device_of, environment, require_world
-from attnpo.models.backbone import parameter_count
 from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store
@@ -211,7 +210,8 @@ def _fit(
     trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
 ) -> Trained:
     started, steps = time.perf_counter(), module.total_steps
-    log.info("training %d parameters for %d optimiser steps", parameter_count(module.policy.model), steps)
+    trained = sum(value.numel() for value in module.policy.model.parameters() if value.requires_grad)
+    log.info("training %d parameters for %d optimiser steps", trained, steps)
     interruption, past = _one(trainer, Interruption), _one(trainer, Continuation)
     with quiet_lightning(), interruption.reported(trainer, steps, last):
         if resume is None:

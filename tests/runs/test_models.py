@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
-from attnpo.config import check
+from attnpo.config import check, load
 from attnpo.files import changed, sealed
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
@@ -74,6 +75,64 @@ def test_every_kind_of_reference_trains_alike(runs: dict[str, tuple[Path, RunRes
         assert len(wanted) >= 3
         for kind in ("adapter_off", "cached"):
             assert losses(runs[kind][0], name) == pytest.approx(wanted, rel=2e-5), (kind, name)
+
+
+def test_fresh_adapters_are_their_own_reference_unless_another_is_named(world: World) -> None:
+    """By the user, by a setting, by the hardware; whatever gives the model its adapters."""
+    spec = "model.lora={_target_:attnpo.models.spec.LoraSpec,rank:4}"
+    assert [world.config(*words).reference for words in ((), ("model=lora",), ("model=qlora",), (spec,))] == [
+        *("live", "adapter_off", "adapter_off", "adapter_off")
+    ]
+    assert world.config("model=lora").live_reference == "adapter_off"
+    assert world.config("model=lora", "reference=first_epoch").reference == "first_epoch"
+    assert world.config("model=lora", "model.lora=null").reference == "live"
+    paper = ["setting=llama3_8b_base_sft", "model=lora"]
+    assert load("fit", paper).reference == "cached" and load("fit", [*paper, "reference=live"]).reference == "live"
+
+
+def test_the_log_counts_what_is_trained_and_warns_of_a_rate_for_all_weights(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "attnpo"):
+        run(world.config(*LORA, "optimizer.lr=9e-6", "trainer.max_steps=1"), tmp_path / "lora")
+        run(world.config(*LORA[3:], "optimizer.lr=1e-6", "trainer.max_steps=1"), tmp_path / "whole")
+    told = [record.getMessage() for record in caplog.records]
+    adapters, whole = (sum(value.numel() for value in found) for found in (load_adapters(world), weights_of(world)))
+    assert [line for line in told if line.startswith("training ")] == [
+        f"training {adapters} parameters for 1 optimiser steps",
+        f"training {whole} parameters for 1 optimiser steps",
+    ]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in warned if line.startswith("optimizer.lr=")]) == 1
+    assert any(line.startswith("optimizer.lr=9e-06 is a learning rate for all weights") for line in warned)
+
+
+def weights_of(world: World) -> list[torch.Tensor]:
+    return list(load_model(world.model).parameters())
+
+
+def load_adapters(world: World) -> list[torch.Tensor]:
+    policy = load_policy(make_context(world.config(*LORA)))
+    return [value for name, value in policy.named_parameters() if ".lora_" in name]
+
+
+def test_a_run_that_was_begun_with_a_live_reference_goes_on_with_it(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As runs with adapters were by default once; a reference that is named is another run, as ever."""
+    words = [*LORA, "callbacks.checkpoints=true", "name=begun", f"output={tmp_path}", "experiment=none"]
+    folder = tmp_path / "begun"
+    first = run(world.config(*words, "reference=live"), folder)
+    with caplog.at_level("INFO", "attnpo"):
+        assert run(world.config(*words, "resume=auto"), folder) == first
+        (folder / "result.json").unlink()
+        assert run(world.config(*words, "resume=auto"), folder).metrics == first.metrics
+        again = run(world.config(*words, f"resume={folder / 'last'}"), tmp_path / "forked")
+    assert again.metrics == first.metrics
+    assert caplog.text.count("resume: going on with reference=live, which was the default when the run was begun") == 3
+    assert OmegaConf.load(tmp_path / "forked" / "config.yaml").reference == "live"
+    with pytest.raises(UserError, match=r"resume: reference was 'live' in .* and is 'adapter_off' now"):
+        run(world.config(*words, "resume=auto", "reference=adapter_off"), folder)
 
 
 def test_checkpointing_and_half_precision_run_the_whole_way(world: World, tmp_path: Path) -> None:
