@@ -33,8 +33,9 @@ def main(cfg: "EvaluateConfig") -> int:
     """0; 1 where calls got no reply, so that the command has to be given again."""
     with importing("loading transformers"):
         from attnpo.evaluation.evaluating import evaluate
+        from attnpo.runs.implicit_reward import filled_from_run
 
-    return evaluate(cfg)
+    return evaluate(filled_from_run(cfg))
 
 
 def passport(cfg: "PassportConfig") -> int:

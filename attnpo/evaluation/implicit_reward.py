@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.config import MISSING
 from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import count_seen
 from attnpo.data.prepare import EncodedSet, encode_pairs
@@ -24,7 +23,7 @@ from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Measured, Subject
 from attnpo.evaluation.pair_orders import Orders, Ties, Values
 from attnpo.evaluation.pair_set import KEY, UnseenPairs
-from attnpo.models.spec import ModelSpec
+from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, UserError, digest
 
 log = logging.getLogger(__name__)
@@ -37,6 +36,7 @@ Logps = Mapping[str, tuple[Float[Tensor, "m"], Float[Tensor, "k"]]]
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
 POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
 GAIN = "gain"
+OF_RUN = "required, since the model is no best/ or last/ of a run that it could be taken from"
 
 
 class RewardFactors(NamedTuple):
@@ -54,7 +54,8 @@ Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]
 class ImplicitReward:
     """The share of labelled pairs that the policy's own reward orders as the label does, over all and by subset.
 
-    ``reference``: the model that training started from. ``accuracy`` sums log pi - log ref over the response,
+    ``reference``: the model that training started from; auto, as a path of ``data``, is the run's whose ``best/`` or
+    ``last/`` is measured (``runs.implicit_reward``). ``accuracy`` sums log pi - log ref over the response,
     ``accuracy_normalised`` is their mean; ``policy_alone`` and ``reference_alone`` order by log-probabilities, and
     ``gain`` is how much more the reward orders rightly than the reference alone, paired. With ``reference: null`` there
     is no such reward and ``policy_alone`` is all there is.
@@ -135,8 +136,8 @@ class ImplicitReward:
 
     def _require_paths(self) -> None:
         for key, value in (("data.path", self.data.path), ("reference", self.reference)):
-            if value == MISSING:
-                raise UserError(f"{KEY}{key}: required; give {KEY}{key}=FOLDER_OR_HUB_NAME")
+            if value == AUTO:
+                raise UserError(f"{KEY}{key}: {OF_RUN}; give {KEY}{key}=FOLDER_OR_HUB_NAME")
 
     def _reference(
         self, subject: Subject, examples: Mapping[str, TrainingExample], policy: Logps, pad_id: int

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from attnpo.data.adapters import Columns
 from attnpo.data.base import PairSet, pairs_from_rows, row_range
 from attnpo.data.tables import read_table
+from attnpo.models.spec import AUTO
 from attnpo.schema import PreferencePair, UserError
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,8 @@ class UnseenPairs:
     """Pairs to be ordered (config node ``benchmark.data``); rows as ``PairSource`` reads them, all of one split.
 
     ``group``: the column that says which part of the set a pair belongs to, RewardBench's ``subset``; None, or a column
-    that the data lack: no parts. ``subset`` and ``revision`` are for the hub.
+    that the data lack: no parts. ``subset`` and ``revision`` are for the hub. ``path`` auto stands for the validation
+    pairs of the run that trained the model, as that run read them.
     """
 
     path: str
@@ -29,6 +31,11 @@ class UnseenPairs:
     group: str | None = "subset"
     revision: str | None = None
     subset: str | None = None
+
+    def unread(self) -> dict[str, str]:
+        """Keys without effect: a run's own validation pairs are read as the run read them."""
+        why = f"{KEY}data.path=auto: the run says which pairs these are"
+        return dict.fromkeys(("split", "rows", "columns", "revision", "subset"), why) if self.path == AUTO else {}
 
     def load(self) -> PairSet:
         """All usable pairs, with the account of every row. UserError when there is none, or nothing can be read."""

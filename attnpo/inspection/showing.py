@@ -22,7 +22,7 @@ from attnpo.machine import device_of
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, make_context, open_paths, run_judge
-from attnpo.runs.folders import saved_config
+from attnpo.runs.folders import POLICIES, saved_config
 from attnpo.runs.inputs import inputs_on
 from attnpo.runs.models import autocast, load_start
 from attnpo.runs.run_config import RunConfig
@@ -35,8 +35,6 @@ from attnpo.weights.capture import LogpPair, Unreadable
 from attnpo.weights.transforms import WeightTransform
 
 log = logging.getLogger(__name__)
-
-POLICIES = ("best", "last")  # what a run folder has of its policy, the better first
 
 
 def show(cfg: ShowConfig) -> None:

@@ -20,6 +20,7 @@ from attnpo.schema import UserError
 STAMP = "ATTNPO_STAMP"
 TABLES = "tables.json"  # what ``report`` reads of a finished study
 CONFIG = "config.yaml"  # of a run folder
+POLICIES = ("best", "last")  # what a run folder has of its policy, the better first
 FIXED = "predictions.json"  # what was predicted of a study before its points ran
 STUDY_FILES = ("study.json", "results.csv", "table.md", TABLES)  # what a finished study has beside its page
 
@@ -63,6 +64,14 @@ def saved_config(folder: Path, said: str) -> RunConfig:
         return typed(found, RunConfig)
     except UserError as error:
         raise UserError(f"{path} is no configuration of this version: {error}") from error
+
+
+def run_of(model: str) -> Path | None:
+    """Returns the folder of the run that wrote ``model`` as its ``best/`` or ``last/``; None for any other model."""
+    folder = Path(model).expanduser()
+    here = folder.absolute()
+    is_policy = here.name in POLICIES and (here / "config.json").is_file() and (here.parent / CONFIG).is_file()
+    return folder.parent if is_policy else None
 
 
 def make_folder(folder: Path) -> None:

@@ -1,20 +1,92 @@
-"""Implicit-reward accuracy with the token weights of a run: what its objective multiplied beta by, on unseen pairs."""
+"""Implicit-reward accuracy of a run's policy: what its folder fills in, and its token weights on unseen pairs."""
 
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attnpo.config import MISSING
+from attnpo.data.base import PairSet
+from attnpo.data.rules import LengthRules
 from attnpo.evaluation.base import Measured, Subject
-from attnpo.evaluation.implicit_reward import GAIN, WEIGHTED, ImplicitReward
-from attnpo.evaluation.pair_set import KEY
-from attnpo.runs.folders import saved_config
+from attnpo.evaluation.evaluate_config import EvaluateConfig
+from attnpo.evaluation.implicit_reward import GAIN, OF_RUN, WEIGHTED, ImplicitReward
+from attnpo.evaluation.pair_set import KEY, UnseenPairs
+from attnpo.models.spec import AUTO
+from attnpo.runs.folders import run_of, saved_config
 from attnpo.runs.identity import inputs_of
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.settings import PairReader
 from attnpo.schema import UserError
 from attnpo.weights.base import OnlineSource
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationPairs(UnseenPairs):
+    """Validation pairs of a run, as its own ``source`` gives them."""
+
+    source: PairReader
+
+    def load(self) -> PairSet:
+        """Reads the run's validation split. UserError as training raises it."""
+        return self.source.load("val")
+
+
+def filled_from_run(cfg: EvaluateConfig) -> EvaluateConfig:
+    """Fills in an implicit reward's reference, pairs and lengths from the run whose ``best/`` or ``last/`` is measured.
+
+    For any other model from the run that its token weights are of, if one is named. What the command names is kept; one
+    line says what was taken. UserError where something is auto and the run's configuration cannot be read.
+    """
+    measure, folder = cfg.benchmark, run_of(cfg.model.path)
+    if isinstance(measure, WeightedImplicitReward) and measure.run != AUTO:
+        folder = folder or Path(measure.run)
+    if not isinstance(measure, ImplicitReward) or folder is None:
+        return cfg
+    try:
+        run = saved_config(folder, f"model.path={cfg.model.path}")
+    except UserError as problem:
+        if AUTO in (measure.reference, measure.data.path):
+            raise
+        log.warning("%slengths are not taken from the run: %s", KEY, problem)
+        return cfg
+    told = []
+    if isinstance(measure, WeightedImplicitReward) and measure.run == AUTO:
+        measure = replace(measure, run=str(folder))
+        told.append("token weights")
+    if measure.reference == AUTO:
+        revision = measure.reference_revision or run.model.revision
+        measure = replace(measure, reference=run.model.path, reference_revision=revision)
+        told.append(f"reference {run.model.path}")
+        if run.model.quantize is not None:
+            log.warning(
+                "%sreference=%s is read whole, and the run trained on it in 4 bits (model.quantize=%s): the reward "
+                "holds what that changed, too",
+                *(KEY, run.model.path, run.model.quantize),
+            )
+    if measure.data.path == AUTO:
+        place = str(getattr(run.data, "place", "its data"))
+        measure = replace(measure, data=ValidationPairs(place, group=measure.data.group, source=run.data))
+        told.append(f"validation pairs of {place}")
+    lengths = lengths_of(run, measure.lengths, cfg.composed.overrides)
+    if lengths != measure.lengths:
+        rules = {key: getattr(value, "value", value) for key, value in asdict(lengths).items()}
+        told.append("lengths " + ", ".join(f"{key}={value}" for key, value in rules.items()))
+    if told:
+        log.info("%s takes from the run in %s: %s", measure.name, folder, "; ".join(told))
+    return cfg.with_component("benchmark", replace(measure, lengths=lengths))
+
+
+def lengths_of(run: RunConfig, asked: LengthRules, overrides: tuple[str, ...]) -> LengthRules:
+    """Returns the run's length rules, but those that the command names, or that a benchmark of one's own sets."""
+    named = [override.partition("=")[0].lstrip("+") for override in overrides]
+    default, taken = asdict(LengthRules()), asdict(run.lengths)
+    own = {
+        key: value
+        for key, value in asdict(asked).items()
+        if value != default[key] or f"{KEY}lengths.{key}" in named or f"{KEY}lengths" in named
+    }
+    return LengthRules(**{**taken, **own})
 
 
 @dataclass(frozen=True)
@@ -26,7 +98,7 @@ class WeightedImplicitReward(ImplicitReward):
     by. The run's lengths hold instead of ``lengths``.
     """
 
-    run: str = MISSING
+    run: str = AUTO
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -66,8 +138,8 @@ class WeightedImplicitReward(ImplicitReward):
         return replace_lengths(self, cfg).measured(subject, lambda pairs: reward_factors(inputs, pairs))
 
     def _config(self) -> RunConfig:
-        if self.run == MISSING:
-            raise UserError(f"{KEY}run: required; give {KEY}run=outputs/RUN, the run whose token weights are taken")
+        if self.run == AUTO:
+            raise UserError(f"{KEY}run: {OF_RUN}; give {KEY}run=outputs/RUN, the run whose token weights are taken")
         return saved_config(Path(self.run), f"{KEY}run={self.run}")
 
 

@@ -13,7 +13,7 @@ from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
-from attnpo.runs.folders import CONFIG
+from attnpo.runs.folders import CONFIG, POLICIES
 from attnpo.runs.identity import DECAY_ALL, FALLBACK, LATER, code_of, component, may_lack, numbers_of, saved_numbers
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 
 RESULT = "result.json"
-CHECKPOINTS = ("best", "last")
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS)
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
@@ -375,7 +374,7 @@ def clear(folder: Path) -> None:
     (folder / LOGS / RUN_ID).unlink(missing_ok=True)
     for name in (METRICS, RESULT, f"{RESULT}.part", SEAL, *PAGES):
         (folder / name).unlink(missing_ok=True)
-    for name in CHECKPOINTS:
+    for name in POLICIES:
         remove(folder / name)
 
 
@@ -397,5 +396,5 @@ def keep_last(folder: Path, resume: Path | None) -> None:
 
 def tidy_checkpoints(folder: Path) -> None:
     """Removes what a killed session has left beside ``best/`` and ``last/``."""
-    for name in CHECKPOINTS:
+    for name in POLICIES:
         tidy(folder / name)

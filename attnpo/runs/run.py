@@ -22,7 +22,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.context import make_context
 from attnpo.runs.drift import measure_drift
-from attnpo.runs.folders import make_folder
+from attnpo.runs.folders import POLICIES, make_folder
 from attnpo.runs.for_page import PAIRS, keep_for_page
 from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.input_summary import example_statistics, log_inputs
@@ -32,7 +32,6 @@ from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_start
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
-    CHECKPOINTS,
     RESULT,
     check_contents,
     check_folder,
@@ -135,7 +134,7 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
 def merges_of(folder: Path) -> dict[str, Json]:
     """Returns what merging adapters into ``best/`` and ``last/`` took, for ``result.json``; empty without adapters."""
     found: dict[str, Json] = {
-        name: account["merge"] for name in CHECKPOINTS if "merge" in (account := read_account(folder / name))
+        name: account["merge"] for name in POLICIES if "merge" in (account := read_account(folder / name))
     }
     numbers = "the policy as it was trained, its adapters beside their base"
     return {"numbers_of": numbers, **found} if found else {}

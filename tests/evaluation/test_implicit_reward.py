@@ -261,7 +261,7 @@ def test_what_the_user_can_mend_is_said(world: World, tmp_path: Path) -> None:
             LengthRules(256, 128),
         ),
         (r"benchmark\.lengths\.max_length=99999: .* positions; set", None, other, LengthRules(99999, 100)),
-        (r"benchmark\.reference: required", None, Path("???"), LengthRules()),
+        (r"benchmark\.reference: required", None, Path("auto"), LengthRules()),
     ]
     for message, data, reference, lengths in cases:
         with pytest.raises(UserError, match=message):
@@ -289,7 +289,7 @@ def test_a_broken_model_is_named(world: World, tmp_path: Path) -> None:
 
 def test_the_config_asks_for_pairs_and_reference() -> None:
     node = OmegaConf.load(CONFIG_DIR / "benchmark" / "implicit_reward.yaml")
-    assert OmegaConf.missing_keys(node) == {"reference", "data.path"}
+    assert build(node) == ImplicitReward(UnseenPairs("auto"), "auto")
     node.reference, node.data.path = None, "x.jsonl"
     assert build(node) == ImplicitReward(UnseenPairs("x.jsonl"), None)
 

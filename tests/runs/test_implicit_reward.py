@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,14 +11,17 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
-from attnpo.config import CONFIG_DIR, as_yaml
+from attnpo.config import CONFIG_DIR, as_yaml, load
 from attnpo.data.rules import LengthRules
+from attnpo.evaluate import main
 from attnpo.evaluation.base import Measure, Subject
 from attnpo.evaluation.pair_set import UnseenPairs
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.spec import ModelSpec
+from attnpo.runs.folders import saved_config
 from attnpo.runs.implicit_reward import WeightedImplicitReward
 from attnpo.runs.inputs import make_inputs
+from attnpo.runs.run import run as make_run
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.testbed.pretrain import new_model
 from attnpo.testbed.tokenizer import build_tokenizer
@@ -109,7 +113,7 @@ def test_what_is_no_run_with_weights_is_refused(world: World, tmp_path: Path) ->
     (tmp_path / "other" / "config.yaml").write_text("a: 1\n", encoding="utf-8")
     here = subject(world, tmp_path)
     for run, message in (
-        (Path("???"), r"benchmark\.run: required"),
+        (Path("auto"), r"benchmark\.run: required"),
         (tmp_path / "gone", "no run lies there"),
         (tmp_path / "list", "it holds a list"),
         (tmp_path / "torn", "is no configuration: "),
@@ -128,4 +132,59 @@ def test_the_config_is_the_plain_one_with_a_run() -> None:
         for name in ("implicit_reward", "implicit_reward_weighted")
     )
     assert weighted.defaults == ["implicit_reward", "_self_"]
-    assert OmegaConf.missing_keys(weighted) == {"run"} and OmegaConf.missing_keys(plain) == {"reference", "data.path"}
+    assert weighted.run == plain.reference == plain.data.path == "auto"
+
+
+@pytest.mark.parametrize("name", ["implicit_reward", "implicit_reward_weighted"])
+def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Its start, its validation pairs (here a share of one split) and its lengths; what is given holds."""
+    of_run = ["data.val_split=null", "data.val_share=0.5", "lengths.max_length=30", "lengths.max_prompt_length=14"]
+    make_run(
+        world.config(*of_run, "weights.layer=1", "callbacks.samples=0", "callbacks.report=false"), tmp_path / "run"
+    )
+
+    def scores(place: str, *more: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        words = [f"benchmark={name}", f"model.path={tmp_path / 'run' / 'best'}", f"output={tmp_path / place}", *more]
+        assert main(load("evaluate", [*words, "trainer.accelerator=cpu"])) == 0
+        found = json.loads((tmp_path / place / "evaluation.json").read_text())
+        return found["scores"], found["key"]["benchmark"]
+
+    with caplog.at_level("INFO", "attnpo"):
+        taken, key = scores("taken")
+    said = [record.getMessage() for record in caplog.records if "takes from the run" in record.getMessage()]
+    assert len(said) == 1 and f"reference {world.model}; validation pairs of {world.data}; lengths max_le" in said[0]
+    assert key["lengths"] == {"max_length": 30, "max_prompt_length": 14, "overlong": "drop", "keep": "start"}
+    validation = write_jsonl_of(load_rows(world, tmp_path / "run"), tmp_path / "val.jsonl")
+    given, same = scores(
+        "given",
+        f"benchmark.reference={world.model}",
+        f"benchmark.data.path={validation}",
+        "benchmark.lengths.keep=start",
+    )
+    assert taken == given and (key["pairs"], key["reference"]) == (same["pairs"], same["reference"])
+    shorter = ["benchmark.lengths.max_length=29", "benchmark.lengths.max_prompt_length=14"]
+    other = scores("other", *shorter, f"benchmark.reference={tmp_path / 'run' / 'last'}")[1]
+    longest = 29 if name == "implicit_reward" else 30  # token weights are on tokens that the run's lengths cut
+    assert other["lengths"] == {**key["lengths"], "max_length": longest} and other["reference"] != key["reference"]
+
+
+def load_rows(world: World, folder: Path) -> list[dict[str, Any]]:
+    """The rows of the run's validation pairs."""
+    pairs = saved_config(folder, "run").data.load("val").pairs
+    rows = map(json.loads, (world.data / "train.jsonl").read_text(encoding="utf-8").splitlines())
+    chosen = {(str(pair.prompt[0]["content"]), pair.chosen) for pair in pairs}
+    return [row for row in rows if (row["prompt"], row["chosen"][-1]["content"]) in chosen]
+
+
+def write_jsonl_of(rows: list[dict[str, Any]], path: Path) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_what_cannot_be_taken_is_asked_for(world: World, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"benchmark\.data\.path: required, since the model is no best/ or last/ of a run"
+    ):
+        main(load("evaluate", ["benchmark=implicit_reward", f"model.path={world.model}", f"output={tmp_path}"]))
