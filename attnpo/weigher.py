@@ -1,5 +1,6 @@
 """``Weigher``: the token weights of pairs of one's own, from Python, by the very steps that training takes."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,7 @@ from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import described, heads_of, load_model, load_tokenizer
 from attnpo.runs.judge_traces import KeptTraces
 from attnpo.runs.judges import thinking
+from attnpo.runs.label_check import PAIRS
 from attnpo.runs.settings import Judge
 from attnpo.schema import EncodedResponse, Message, PairWeights, PreferencePair, Round, UserError, check_choice
 from attnpo.text.chat import ChatFormat
@@ -31,10 +33,13 @@ from attnpo.text.judge_trace import TraceRules
 from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
 from attnpo.weights.base import OnlineSource, Tools, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
+from attnpo.weights.label_mass import measured
 from attnpo.weights.layers import Depth, Row
 from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.sources.attention import Attention
 from attnpo.weights.sources.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 Chat = Sequence[Mapping[str, str]]
 """Messages in the Hugging Face convention."""
@@ -58,7 +63,8 @@ class _Captured:
 class Weigher:
     """Weighs the tokens of preference pairs by the attention of a judge model, as training with it would.
 
-    The defaults are those of the command line with ``weights=attention judge=pairwise``.
+    The defaults are those of the command line with ``weights=attention judge=pairwise``. The first pairs tell how much
+    probability the judge puts on its labels; a warning in the log says where that is little.
 
     >>> from attnpo import Weigher
     >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
@@ -172,6 +178,7 @@ class Weigher:
         self._rows = rows_to_store(self.source, self.depth, partial(heads_of, config, name))
         asked = thinking(judge, self.prompts, KeptTraces(None))
         self._tools = Tools(judge=asked, prompts=self.prompts, verdict=verdict)
+        self._least: float | None = settings.min_label_mass  # of the labels' probability; None once it was looked at
 
     # ------------------------------------------------------------------------------------------ calling
 
@@ -233,11 +240,30 @@ class Weigher:
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:
             raw = {item.pair_id: item for item in capture_now(unique, self.source, self._rows, self._tools)}
+            self._check_labels([pair for pair in unique if raw[pair.pair_id].rounds][:PAIRS])
         captured = [
             _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
             for pair, sides in zip(pairs, encoded, strict=True)
         ]
         return WeighedPairs([self._finished(item, None, None) for item in captured])
+
+    def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
+        """Warns once, by the first pairs that were read, of a judge whose verdict position is not the verdict's."""
+        if self._least is None or not pairs or self._tools.judge is None or "judge" not in self.source.requires:
+            return
+        prompts = [prompt.input_ids for pair in pairs for prompt in self.prompts.build(pair)]
+        try:
+            mass = measured(
+                self._tools.judge, prompts, self.prompts.label_ids, lambda token: str(self.tokenizer.decode([token]))
+            )
+        except UserError as unread:
+            log.warning("the probability of the judge's labels was not measured: %s", unread)
+        else:
+            problem = mass.problem(self._least)
+            if problem is not None:
+                names = "chat_template_kwargs, trace, prefill, template and labels"
+                log.warning("warning: %s. A Weigher takes these as %s", problem, names)
+        self._least = None
 
     def _encoded(self, pair: PreferencePair, where: str) -> dict[str, EncodedResponse]:
         tally = Tally()

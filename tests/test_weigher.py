@@ -125,6 +125,33 @@ def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: Wei
 # ------------------------------------------------------------------------------------------------ ways to call it
 
 
+@pytest.mark.parametrize("verdict", [True, False])
+@pytest.mark.parametrize("sure", [True, False])
+def test_a_judge_that_would_write_something_else_is_warned_of_once(
+    world: World, caplog: pytest.LogCaptureFixture, verdict: bool, sure: bool
+) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(world.model), AutoTokenizer.from_pretrained(world.model)
+    settings = {"template": "judge/testbed.txt", "max_length": 512, "max_response_length": 200}
+    weigher = Weigher(model, tokenizer, 1, verdict=verdict, **settings)
+    labels = list(weigher.prompts.label_ids)
+    if sure:
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[labels] = torch.stack([torch.ones(32), -torch.ones(32)]) * 100
+    weighed = weigher(*PAIR)
+    weigher(*PAIR)
+    masses = []
+    for prompt in weigher.prompts.build(weighed.pair):
+        with torch.no_grad():
+            masses.append(model(torch.tensor([prompt.input_ids])).logits[0, -1].softmax(-1)[labels].sum())
+    share = float(torch.stack(masses).mean())
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert (share > 0.5) == sure and len(warned) == (0 if sure else 1)
+    if not sure:
+        assert f"the judge puts {100 * share:.3g} % of its probability on its labels, less than the 50 %" in warned[0]
+        assert "would write" in warned[0] and "(2 of 2)" in warned[0] and "prefill, template and labels" in warned[0]
+
+
 def test_texts_messages_lists_and_rows_are_one_pair(weigher: Weigher, weighed: WeighedPair) -> None:
     prompt, chosen, rejected = PAIR
     turns = [{"role": "user", "content": prompt}]
