@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 PLAIN = nn.Parameter  # a weight that is not of 4 bits
+PIECE = 1 << 24  # weights looked at at once: each takes four more float32 numbers beside the model
 FUSED = 3  # dimensions of a tensor with the weights of several experts
 BASE = "base_layer."  # where peft keeps the module that an adapter is put on
 PEFT_MODEL = "base_model.model."  # where peft's own wrapper keeps the model, in the names that it saves
@@ -87,13 +88,15 @@ class Rounding:
     unchanged: int = 0
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
-        """Counts in a weight: ``merged`` is base and update before the rounding, ``written`` after it."""
-        start, update = base.to(written.dtype), merged - base.to(merged.dtype)
-        self.weights += written.numel()
-        self.unchanged += int((written == start).sum())
-        self.update += float(torch.linalg.vector_norm(update)) ** 2
-        missed = update - (written.to(merged.dtype) - start.to(merged.dtype))
-        self.lost += float(torch.linalg.vector_norm(missed)) ** 2
+        """Counts in a weight, by pieces: ``merged`` is base and update before the rounding, ``written`` after it."""
+        pieces = zip(*(whole.flatten().split(PIECE) for whole in (base, merged, written)), strict=True)
+        for old, exact, rounded in pieces:
+            start, update = old.to(rounded.dtype), exact - old.to(exact.dtype)
+            missed = update - (rounded.to(exact.dtype) - start.to(exact.dtype))
+            self.weights += rounded.numel()
+            self.unchanged += int((rounded == start).sum())
+            self.update += float(update.norm()) ** 2
+            self.lost += float(missed.norm()) ** 2
 
     @property
     def lost_share(self) -> float:

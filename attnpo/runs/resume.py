@@ -72,7 +72,7 @@ def with_saved_reference(cfg: RunConfig, folder: Path) -> RunConfig:
         return cfg
     place = folder / "last" if cfg.resume == "auto" else Path(cfg.resume)
     saved: Mapping[str, object] = read_account(place.parent if place.name == STATE else place).get("config", {})
-    if not saved and cfg.resume == "auto" and (folder / CONFIG).is_file():
+    if not saved and cfg.resume == "auto" and read_result(folder)[0] is not None:
         saved = saved_numbers(folder / CONFIG, cfg)
     if saved.get("reference") != "live":
         return cfg

@@ -156,7 +156,7 @@ class Exporter:
         """
         dtype = model.dtype if self.dtype is None else DTYPES[self.dtype]
         rounding = Rounding()
-        state = merged_state(model, keep=write, dtype=dtype, rounding=rounding)
+        state = merged_state(model, keep=write, dtype=dtype, rounding=rounding if write else None)
         adapters = adapter_state(model, keep=write)
         if not write:
             return None
