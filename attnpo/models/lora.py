@@ -89,7 +89,7 @@ class Rounding:
 
     def add(self, base: Tensor, merged: Tensor, written: Tensor) -> None:
         """Counts in a weight, by pieces: ``merged`` is base and update before the rounding, ``written`` after it."""
-        pieces = zip(*(whole.flatten().split(PIECE) for whole in (base, merged, written)), strict=True)
+        pieces = zip(*(torch.split(whole.flatten(), PIECE) for whole in (base, merged, written)), strict=True)
         for old, exact, rounded in pieces:
             start, update = old.to(rounded.dtype), exact - old.to(exact.dtype)
             missed = update - (rounded.to(exact.dtype) - start.to(exact.dtype))

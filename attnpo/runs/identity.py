@@ -32,7 +32,7 @@ PATHS = (
 )
 OF_SETS = re.compile(r"data\.mix\.[^.]+\.path")
 # Keys whose text may name a file, which counts by what it holds.
-FILES = re.compile(r"(.*\.)?(\w+_file|chat_template)")
+FILES = re.compile(r"(.*\.)?\w+_(file|template)")
 # Import paths of functions, whose modules are compared as those of components are.
 FUNCTIONS = ("weights.function",)
 # What is done beside the training: free to change while it goes on, but a result without it is another one.
