@@ -43,7 +43,7 @@ from tests.bad_input.conftest import Record
 from tests.text.formats import STORIES, Formats
 from tests.weights.fakes import FakeJudge
 
-EXAMPLES, ROWS = 80, 30  # batches of rows, rows in each
+EXAMPLES, ROWS = 100, 30  # batches of rows, rows in each
 LAYERS = (1, 2)
 
 # ------------------------------------------------------------------------------------------------ rows
