@@ -55,12 +55,13 @@ class LocalAnswerer:
         return self.model.path
 
     def key(self) -> dict[str, object]:
-        """Weights, number format, attention kernel, chat format."""
+        """Weights, ends of answers, number format, attention kernel, chat format."""
+        from attnpo.models.generate import ends_of_folder
         from attnpo.models.loading import attention_of, weights_fingerprint
 
         model = self.model
         return {
-            "model": weights_fingerprint(model.path, model.revision),
+            "model": {**weights_fingerprint(model.path, model.revision), **ends_of_folder(model.path)},
             "model.dtype": model.dtype,
             "model.attn_implementation": attention_of(model.path, model.revision, model.attn_implementation),
             "chat": self.chat.fingerprint(),

@@ -137,7 +137,9 @@ class _Runner:
         from attnpo.models.loading import attention_of, weights_fingerprint
 
         model = self.subject.model
+        decoding = Path(model.path).expanduser() / "generation_config.json"  # lm_eval decodes by it
         return {
+            **({"generation_config": file_digest(decoding)} if decoding.is_file() else {}),
             **{name: value for name, value in self.settings.versions().items() if name != "tasks"},
             "model": weights_fingerprint(model.path, model.revision),
             "dtype": model.dtype,

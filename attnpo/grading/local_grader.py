@@ -83,11 +83,12 @@ class LocalGrader:
 
         Raises UserError for a model or a tokenizer that cannot be read.
         """
+        from attnpo.models.generate import ends_of_folder
         from attnpo.models.loading import weights_fingerprint
 
         return {
             "grader": "local",
-            "weights": weights_fingerprint(self.path, self.revision),
+            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
             "dtype": self.dtype,
             "kernel": self._kernel,
             "chat": self._chat.fingerprint(),

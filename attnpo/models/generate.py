@@ -14,6 +14,7 @@ divides them, as vLLM and OpenAI's API define them: over the tokens of the answe
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +32,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
 from attnpo.models.described import exact_length, require_exact
@@ -307,11 +309,30 @@ def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
 
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
     """The ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
-    folder = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = set(more) | set([folder] if isinstance(folder, int) else folder or [])
+    ids = set(more) | _end_ids(model.generation_config)
     if tokenizer.eos_token_id is not None:
         ids.add(int(tokenizer.eos_token_id))
     return frozenset(ids)
+
+
+def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
+    """The part of a key that says at which ids a folder's generation_config.json ends answers and config.json does not.
+
+    Empty where there are none, and for a hub name, whose commit says as much.
+    """
+    if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
+        return {}
+    try:
+        stated = _end_ids(GenerationConfig.from_pretrained(Path(path).expanduser()))
+    except OSError:  # not readable: the library goes by config.json then
+        return {}
+    more = sorted(stated - _end_ids(load_config(path)))
+    return {"ends in generation_config.json": more} if more else {}
+
+
+def _end_ids(config: GenerationConfig | PretrainedConfig | None) -> set[int]:
+    stated = getattr(config, "eos_token_id", None)
+    return {stated} if isinstance(stated, int) else set(stated or ())
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from textwrap import shorten
 from typing import Any, TypedDict, cast
 
 import torch
+from huggingface_hub import resolve_revision
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -26,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as library
+from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
 from attnpo.files import SEAL, changed, file_digest, is_sealed
 from attnpo.hub import hub, out_of_reach
@@ -42,6 +44,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
+ADAPTERS = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)  # read beside an adapter_config.json alone
 TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")  # configs and tokenizer
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
@@ -73,16 +76,18 @@ def load_model(
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
     ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.
-    Raises ``UserError`` when nothing is there, when a folder lacks its config or weights, when weights do not fill the
-    model or have other shapes, when the hub cannot be reached, without bitsandbytes where it is needed, for an
-    attention that the class does not have, and for a model whose tokens see later ones. Weights without a place in the
-    model are left out, which is logged.
+    Raises ``UserError`` when nothing is there, when a folder lacks its config or weights or brings an adapter, when
+    weights do not fill the model or have other shapes, when the hub cannot be reached, without bitsandbytes where it is
+    needed, for an attention that the class does not have, and for a model whose tokens see later ones. Weights without
+    a place in the model are left out, which is logged.
     """
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}; one of {', '.join(DTYPES)}")
     source = _locate(path, "model")
     if isinstance(source, Path):
         _check_folder(source)
+    else:
+        _refuse_adapter(source, revision)
     more = {} if quantize is None else _four_bits(quantize, DTYPES[dtype], device)
     try:
         with _loading("model", path, revision):
@@ -270,11 +275,17 @@ def load_config(path: str | Path, revision: str | None = None) -> PretrainedConf
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
     """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
 
-    The content of a local file is hashed once per process, unless the file was replaced or written to since.
+    The content of a local file is hashed once per process, unless the file was replaced or written to since. Raises
+    ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
     """
     source = _locate(path, "model")
     if isinstance(source, str):
-        return {"hub": source, "commit": str(load_config(path, revision)._commit_hash)}
+        _refuse_adapter(source, revision)
+        load_config(path, revision)  # refuses what is not there
+        with _loading("model", path, revision):
+            cached = out_of_reach() is not None
+            commit = resolve_revision(source, revision=revision or "main", local_files_only=cached).resolved
+        return {"hub": source, "commit": commit}
     _check_folder(source)
     files = {file.name: _file_digest(file) for file in _weight_files(source)}
     return {"config": _file_digest(source / "config.json"), "weights": digest(files)}
@@ -297,7 +308,20 @@ def _locate(path: str | Path, what: str) -> Path | str:
     return text
 
 
+def _refuse_adapter(source: Path | str, revision: str | None = None) -> None:
+    """Raises ``UserError`` for a folder or a hub name with an adapter, which the library would apply in silence."""
+    with _loading("config of the model", source, revision):
+        found = find_adapter_config_file(str(source), revision=revision or "main")
+    if found is not None:
+        raise UserError(
+            f"{source}: it holds an adapter (adapter_config.json), which would be applied to any weights beside it, a "
+            "second time where they hold it already: delete adapter_config.json and adapter_model.* to load those "
+            "weights as they are, or give a folder with the adapter merged into its base (peft's merge_and_unload)"
+        )
+
+
 def _check_config(folder: Path) -> None:
+    _refuse_adapter(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder}: no config.json, so this is no model folder (or it was written only in part)")
     _check_sealed(folder, TEXT_PATTERNS)
@@ -340,7 +364,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted({file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)})
+    files = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
+    return sorted(file for file in files if file.name not in ADAPTERS)
 
 
 def _file_digest(file: Path) -> str:

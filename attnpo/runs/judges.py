@@ -11,7 +11,7 @@ from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
 from attnpo.judging import JudgeModel
 from attnpo.models.described import stated_positions
-from attnpo.models.generate import longest_sequence
+from attnpo.models.generate import ends_of_folder, longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
     described,
@@ -135,7 +135,7 @@ class RunJudge:
         if self.settings.trace is None or self._store is None:
             return None
         key = {
-            "judge": self.fingerprint(),
+            "judge": {**self.fingerprint(), **ends_of_folder(self.path)},
             "chat": self.prompts.chat.fingerprint(),
             "trace": self.settings.trace.fingerprint(),
         }
@@ -220,7 +220,7 @@ class RunVerbalizer:
         """What identifies the answers to given prompts: model weights, number format, decoding, chat format."""
         maker = self.settings.known_parts
         return {
-            "weights": weights_fingerprint(self.path, self.revision),
+            "weights": {**weights_fingerprint(self.path, self.revision), **ends_of_folder(self.path)},
             "dtype": self.settings.dtype,
             "sampling": self.settings.sampling.fingerprint(),
             "chat": self.chat.fingerprint(),

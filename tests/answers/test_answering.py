@@ -1,6 +1,7 @@
 """``attnpo.generate`` on a tiny random model: what it writes, what a repeated command adds, what it refuses."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from attnpo.models.generate import HFGenerator
 from attnpo.models.loading import load_tokenizer
 from attnpo.runs.run import run
 from attnpo.schema import UserError
+from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.text.chat import ChatFormat
 from tests.runs.worlds import GRAMMAR, VAL, World, build_world
 
@@ -245,6 +247,26 @@ def other_model(world: World, folder: Path) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(world.model).save_pretrained(folder)
     return folder
+
+
+def test_answers_that_end_elsewhere_are_answers_of_another_model(world: World, prompts: Path, tmp_path: Path) -> None:
+    """The ends in generation_config.json; other settings of that file decide nothing here."""
+    folder, out = tmp_path / "model", tmp_path / "answers.jsonl"
+    shutil.copytree(world.model, folder)
+    settings = folder / "generation_config.json"
+    before = rows_of(answer_prompts(config(world, prompts, out, f"model.path={folder}")))
+    plain = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**plain, "do_sample": True, "temperature": 0.3}))
+    with answered() as sizes:
+        answer_prompts(config(world, prompts, out, f"model.path={folder}"))
+    assert not sizes
+    words = [token for row in before for token in row["answer"].split()]
+    common = build_tokenizer(GRAMMAR).convert_tokens_to_ids(max(words, key=words.count))
+    settings.write_text(json.dumps({**plain, "eos_token_id": [plain["eos_token_id"], common]}))
+    with pytest.raises(UserError, match=r"ends in generation_config\.json"):
+        answer_prompts(config(world, prompts, out, f"model.path={folder}"))
+    after = rows_of(answer_prompts(config(world, prompts, tmp_path / "new.jsonl", f"model.path={folder}")))
+    assert [row["answer"] for row in after] != [row["answer"] for row in before]
 
 
 def test_a_name_cannot_come_to_mean_another_prompt(world: World, prompts: Path, tmp_path: Path) -> None:

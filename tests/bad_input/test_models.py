@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from attnpo import hub
+from attnpo import Weigher, generate, hub
+from attnpo.command_line import run_entry
 from attnpo.models.loading import load_model, load_tokenizer, model_depth, weights_fingerprint
 from attnpo.schema import UserError
 from attnpo.text import chat
@@ -185,6 +187,87 @@ def test_a_folder_that_is_not_there(attempts: Attempts, record: Record) -> None:
         and "give an existing folder or a hub name" in message
     )
     record("a model folder that is not there", message, NOT_STARTED)
+
+
+# ------------------------------------------------------------------------------------------------ adapters
+
+
+def with_adapter(folder: Path) -> None:
+    """Damage: an adapter with weights of its own, left beside the model's."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.save_pretrained(folder)
+
+
+def adapter_alone(folder: Path) -> None:
+    """Damage: only the adapter is there."""
+    with_adapter(folder)
+    for name in (CONFIG, WEIGHTS):
+        (folder / name).unlink()
+
+
+ON_PURPOSE = "delete adapter_config.json and adapter_model.* to load those weights as they are, or give a folder"
+
+
+@pytest.mark.parametrize("damage", [with_adapter, adapter_alone])
+@pytest.mark.parametrize("given", [(), ("model=lora",), ("judge.path=FOLDER", "weights=attention")])
+def test_an_adapter_beside_the_weights_is_refused_by_fit(
+    attempts: Attempts, record: Record, damage: Callable[[Path], object], given: tuple[str, ...]
+) -> None:
+    world = attempts.broken_model(damage)
+    overrides = [one.replace("FOLDER", str(world.model)) for one in given]
+    policy = attempts.on() if "weights=attention" in given else world
+    message = attempts.fit("weights=uniform", *overrides, world=policy).refused()
+    assert f"{world.model}: it holds an adapter (adapter_config.json)" in message and ON_PURPOSE in message
+    record(f"{' '.join(given) or 'policy'}: {damage.__name__.replace('_', ' ')}", message, NOT_STARTED)
+
+
+def test_an_adapter_beside_the_weights_is_refused_by_everything_that_loads(attempts: Attempts) -> None:
+    folder = attempts.broken_model(with_adapter).model
+    ways: list[Callable[[], object]] = [
+        lambda: load_model(folder),
+        lambda: load_model(folder, reward=True, fresh_head=True),
+        lambda: Weigher(folder),
+        lambda: weights_fingerprint(folder),  # so that rows in the store are not found without it
+        lambda: model_depth(folder),
+    ]
+    for way in ways:
+        with pytest.raises(UserError, match="it holds an adapter"):
+            way()
+    (folder / "adapter_config.json").unlink()
+    assert weights_fingerprint(folder) == weights_fingerprint(attempts.world.model), "without it, its weights are read"
+    load_model(folder)
+
+
+def test_generate_refuses_an_adapter_beside_the_weights(attempts: Attempts, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompts = attempts.broken_model(with_adapter).model, attempts.folder / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "write a review of the film"}) + "\n")
+    given = [f"model.path={folder}", f"data.path={prompts}", f"output={attempts.folder / 'answers.jsonl'}"]
+    assert run_entry(generate.main, "generate", [*given, "trainer.accelerator=cpu"], "description", "example") == 2
+    assert "it holds an adapter" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("hub_forgotten")
+@pytest.mark.parametrize("damage", [with_adapter, lambda folder: None])
+def test_a_hub_name_is_known_by_its_commit_and_refused_with_an_adapter(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object]
+) -> None:
+    commit, cache = "0123456789abcdef" * 2 + "01234567", attempts.folder / "hub"
+    place = cache / "models--somebody--something"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text(commit)
+    shutil.copytree(attempts.broken_model(damage).model, place / "snapshots" / commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    if damage is with_adapter:
+        for way in (load_model, weights_fingerprint):
+            with pytest.raises(UserError, match="somebody/something: it holds an adapter"):
+                way("somebody/something")
+    else:
+        assert weights_fingerprint("somebody/something") == {"hub": "somebody/something", "commit": commit}
+        load_model("somebody/something")
 
 
 # ------------------------------------------------------------------------------------------------ the hub
