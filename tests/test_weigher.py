@@ -74,6 +74,25 @@ def test_the_weights_are_those_a_run_trains_on(weigher: Weigher, trained: Inputs
             assert expected is not None and verdict.logits == (float(expected[0]), float(expected[1]))
 
 
+def test_what_the_tokenizer_was_called_with_before_changes_no_weight(world: World) -> None:
+    """Padded on the left with its BOS, which a template that writes none would seem to lack; it stays as it was."""
+    model, template = (
+        AutoModelForCausalLM.from_pretrained(world.model),
+        "{% for m in messages %}{{ m.content }} {% endfor %}",
+    )
+    found = []
+    for padded in (False, True):
+        tokenizer = AutoTokenizer.from_pretrained(world.model)
+        if padded:
+            tokenizer.pad_token, tokenizer.padding_side = tokenizer.bos_token, "left"
+            tokenizer(["the film", "was"], padding="max_length", truncation=True, max_length=16)
+        state = tokenizer.backend_tokenizer.padding
+        found.append(Weigher(model, tokenizer, template=WORDING, chat_template=template)(*PAIR))
+    for plain, after in zip(found[0].sides, found[1].sides, strict=True):
+        assert torch.equal(plain[1].weights, after[1].weights)
+    assert state is not None and tokenizer.backend_tokenizer.padding == state
+
+
 def test_another_layer_and_a_pair_alone_are_those_of_a_run_too(weigher: Weigher, world: World) -> None:
     inputs = make_inputs(world.config("weights.layer=1", "weights.postprocess.sink_tokens=0"))
     example = inputs.examples["train"].examples[3]

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -81,7 +82,7 @@ class ChatFormat:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
+        self._plain: Tokenizer | None = None
         self._special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special |= {index for index in tokenizer.all_special_ids if index is not None}
         self._spelling = {index: str(tokenizer.convert_ids_to_tokens(index)).strip() for index in self._special}
@@ -107,6 +108,23 @@ class ChatFormat:
             raise
         except UserError as problem:
             log.debug("the chat template refuses a prompt of one turn: %s", problem)
+
+    @property
+    def _backend(self) -> "Tokenizer":
+        """The tokenizer's backend, or a copy where its file or its last caller has it pad, cut or split special tokens.
+
+        The tokenizer is the caller's and stays as it is.
+        """
+        own: Tokenizer = self.tokenizer.backend_tokenizer
+        split = self.tokenizer.split_special_tokens
+        if own.padding is None and own.truncation is None and own.encode_special_tokens == split:
+            return own
+        if self._plain is None:
+            self._plain = deepcopy(own)
+            self._plain.no_padding()
+            self._plain.no_truncation()
+            self._plain.encode_special_tokens = split
+        return self._plain
 
     def _adds_bos(self, bos: int | None) -> bool:
         return bos is not None and self._backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
@@ -180,13 +198,7 @@ class ChatFormat:
         tokenizer would add it and the text has none. Raises UserError for text with lone surrogates.
         """
         check_text(text, "the rendered text")
-        backend = self._backend
-        # The backend remembers what the last caller of the tokenizer asked for.
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        encoding = backend.encode(text, add_special_tokens=False)
+        encoding = self._backend.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         offsets: list[Range] = encoding.offsets
         if start and self._bos is not None and ids[:1] != [self._bos]:
@@ -389,7 +401,6 @@ class ChatFormat:
         """Digests of the tokenizer (vocabulary, merges, normaliser, added tokens) and of the template text."""
         if self._fingerprint is None:
             head = self._head()
-            self.tokenize("")  # forgets padding and truncation, which are part of the backend's text
             self._fingerprint = {
                 "tokenizer": hashlib.sha256(self._backend.to_str().encode()).hexdigest(),
                 "chat_template": hashlib.sha256(self.chat_template.encode()).hexdigest(),

@@ -1,11 +1,14 @@
 """Training ids: the reference's completions, character ranges, exactly one BOS and one end, awkward templates."""
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from attnpo.schema import EncodedResponse, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
@@ -207,6 +210,50 @@ def test_settings_left_in_the_tokenizer_do_not_matter(formats: Formats) -> None:
     chat.tokenizer(["x", "y z w"], padding="max_length", truncation=True, max_length=4)
     assert formats("golden").encode(TURNS, "A long answer to this.") == before
     assert formats("golden").fingerprint() == print_before
+
+
+def pad_left(tokenizer: Any) -> None:
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token
+    tokenizer(["a b", "c"], padding="max_length", truncation=True, max_length=16)
+
+
+def cut_left(tokenizer: Any) -> None:
+    tokenizer.truncation_side = "left"
+    tokenizer(["a b", "c"], truncation=True, max_length=1)
+
+
+def split_special(tokenizer: Any) -> None:
+    tokenizer("a b", split_special_tokens=True)
+
+
+@pytest.mark.parametrize("call", [pad_left, cut_left, split_special])
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("name", ["gpt2_plain", "golden", "mistral"])
+def test_what_a_call_or_a_file_left_in_the_tokenizer_is_not_read_and_stays(
+    formats: Formats, tmp_path: Path, name: str, saved: bool, call: Callable[[Any], None]
+) -> None:
+    """transformers keeps what a call asked for in the tokenizer, and writes padding and truncation into its file.
+
+    Padding on the left puts the pad token where a BOS would be, which may be the same token.
+    """
+    expected, (folder, template) = formats(name), FORMATS[name]
+    tokenizer = formats.tokenizer(folder, fresh=True)
+    call(tokenizer)
+    if saved:
+        tokenizer.save_pretrained(tmp_path)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    state = left_in(tokenizer)
+    chat = ChatFormat(tokenizer, template)
+    assert chat.fingerprint() == expected.fingerprint()
+    assert chat.encode(TURNS, "A long answer </s> to this.") == expected.encode(TURNS, "A long answer </s> to this.")
+    assert chat.prompt_ids(DIALOGUE) == expected.prompt_ids(DIALOGUE)
+    assert chat.inference_template() == expected.inference_template()
+    assert left_in(tokenizer) == state
+
+
+def left_in(tokenizer: Any) -> tuple[object, ...]:
+    backend = tokenizer.backend_tokenizer
+    return backend.padding, backend.truncation, backend.encode_special_tokens
 
 
 def test_fingerprint_sees_template_and_vocabulary(formats: Formats) -> None:
