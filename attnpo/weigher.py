@@ -19,9 +19,9 @@ from attnpo.display.heat import heat_row
 from attnpo.inspection.weighed_pair import WeighedPair, WeighedPairs, weighed_responses
 from attnpo.machine import device_of
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.described import describe, require_exact, stated_positions
+from attnpo.models.described import describe, require_exact, stated_positions, token_rows
 from attnpo.models.judge import CausalJudge, kernel_for
-from attnpo.models.loading import described, heads_of, load_model, load_tokenizer
+from attnpo.models.loading import described, heads_of, load_model, load_tokenizer, text_config
 from attnpo.runs.judge_traces import KeptTraces
 from attnpo.runs.judges import thinking
 from attnpo.runs.label_check import PAIRS
@@ -161,7 +161,9 @@ class Weigher:
         self.both_orders = both_orders
         self.lengths = LengthRules() if lengths is None else lengths
         self.tokenizer = _tokenizer(model, tokenizer, revision)
-        self.chat = ChatFormat(self.tokenizer, read_template(chat_template), kwargs=chat_template_kwargs)
+        stated = text_config(model, revision) if isinstance(model, str | Path) else require_causal_lm(model).config
+        template_of_chat = read_template(chat_template)
+        self.chat = ChatFormat(self.tokenizer, template_of_chat, kwargs=chat_template_kwargs, rows=token_rows(stated))
         loaded = _model(model, dtype, revision, device)
         found = describe(type(loaded.config).from_dict(loaded.config.to_dict()))  # not the kernel it was loaded with
         config, name = loaded.config.get_text_config(), str(loaded.config.name_or_path or found.name)

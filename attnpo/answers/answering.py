@@ -22,8 +22,9 @@ from attnpo.data.prepare import warn_of_rendered
 from attnpo.data.prompts import Prompt, PromptSet
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
+from attnpo.models.described import token_rows
 from attnpo.models.generate import HFGenerator
-from attnpo.models.loading import load_tokenizer
+from attnpo.models.loading import load_config, load_tokenizer
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import Sampling, UserError
 from attnpo.text.chat import ChatFormat
@@ -193,6 +194,7 @@ def load_chat(model: ModelSpec) -> tuple[ModelSpec, ChatFormat]:
         fallback=model.fallback_template,
         kwargs=model.chat_template_kwargs,
         fold_system=model.fold_system,
+        rows=token_rows(load_config(model.path, model.revision)),
     )
     chat.tokenizer.chat_template = with_default(chat.tokenizer, chat.chosen.text)
     return model, chat

@@ -111,7 +111,7 @@ class ImplicitReward:
             for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True)
         }
         weighed = {} if weigh is None else _matching(weigh(encoded.pairs), examples)
-        pad_id = int(subject.chat.tokenizer.pad_token_id or 0)
+        pad_id = subject.chat.rows.pad_id
         policy = self._score("policy", subject.model, examples, subject.device, pad_id)
         reference, notes = self._reference(subject, examples, policy, pad_id)
         gaps = reward_gaps(list(examples), policy, reference)
@@ -279,13 +279,19 @@ def _require_room(model: ModelSpec, lengths: LengthRules) -> None:
 def _require_same_tokens(
     reference: str, revision: str | None, subject: Subject, examples: Iterable[TrainingExample]
 ) -> None:
-    """Raises UserError where a token of the pairs is another one in the reference's vocabulary."""
-    from attnpo.models.loading import load_tokenizer
+    """Raises UserError where a token of the pairs is another one for the reference, or one without a row there."""
+    from attnpo.models.described import token_rows
+    from attnpo.models.loading import load_tokenizer, text_config
 
     own, other = subject.chat.tokenizer, load_tokenizer(reference, revision)
+    rows = token_rows(text_config(reference, revision))
     used = {index for one in examples for side in one.sides for index in (*side.prompt_ids, *side.response_ids)}
     known = other.get_vocab()
-    wrong = [token for index in sorted(used) if known.get(token := str(own.convert_ids_to_tokens(index))) != index]
+    wrong = [
+        token
+        for index in sorted(used)
+        if known.get(token := str(own.convert_ids_to_tokens(index))) != index or (rows is not None and index >= rows)
+    ]
     if wrong:
         raise UserError(
             f"{KEY}reference={reference} has another vocabulary than {subject.model.path}: {len(wrong)} of "

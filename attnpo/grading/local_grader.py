@@ -112,11 +112,13 @@ class LocalGrader:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        from attnpo.models.loading import load_tokenizer
+        from attnpo.models.described import token_rows
+        from attnpo.models.loading import load_tokenizer, text_config
 
         template = read_template(self.chat_template, "grader.chat_template")
         try:
-            return ChatFormat(load_tokenizer(self.path, self.revision), template)
+            rows = token_rows(text_config(self.path, self.revision))
+            return ChatFormat(load_tokenizer(self.path, self.revision), template, rows=rows)
         except UserError as problem:
             raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
 

@@ -180,4 +180,4 @@ def _policy(cfg: ShowConfig) -> str | None:
 def _log_probs(context: RunContext, model: ScoredLM, examples: Sequence[TrainingExample]) -> dict[str, LogpPair]:
     model.to(device_of(context.cfg.trainer.accelerator))
     with autocast(context.cfg):
-        return dict(score_examples(model, examples, int(context.tokenizer.pad_token_id or 0)))
+        return dict(score_examples(model, examples, context.chat.rows.pad_id))

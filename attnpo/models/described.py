@@ -127,6 +127,12 @@ def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     return parts[0] if len(parts) == 1 else model
 
 
+def token_rows(config: PretrainedConfig) -> int | None:
+    """Returns the number of token embeddings that a model's config states, or None where it states none."""
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return rows if isinstance(rows, int) else None
+
+
 def widest(config: PretrainedConfig, name: str) -> int | None:
     """The largest value of a width over the layers; None where none is stated."""
     return max(per_layer(config, name), default=None)

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from attnpo.models.backbone import eval_mode, require_causal_lm
-from attnpo.models.described import exact_length, require_exact
+from attnpo.models.described import exact_length, require_exact, token_rows
 from attnpo.models.loading import load_config
 from attnpo.schema import Message, Sampling, UserError, digest
 
@@ -122,8 +122,7 @@ class HFGenerator:
 
     def answer(self, requests: Sequence[Request], sampling: Sampling) -> list[Answer]:
         """The answers to one batch, in its order; torch's own random state is neither read nor moved."""
-        pad = self.tokenizer.pad_token_id
-        pad_id = int(pad) if pad is not None else min(self.end_ids, default=0)
+        pad_id = padding_id(self.model, self.tokenizer, self.end_ids)
         made = new_tokens(self.model, requests, sampling, sampling.max_new_tokens, self.end_ids, pad_id)
         ends = self.end_ids.union(sampling.stop_ids)
         rows = [(row[:-1], True) if row[-1] in ends else (row, False) for row in made]
@@ -307,6 +306,13 @@ def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
+def padding_id(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> int:
+    """Returns the id for padding positions: the tokenizer's, or where the model has no row for it an end's, or 0."""
+    rows, pad = token_rows(model.config), tokenizer.pad_token_id
+    known = [index for index in ([] if pad is None else [int(pad)]) + sorted(end_ids) if rows is None or index < rows]
+    return known[0] if known else 0
+
+
 def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more: Sequence[int]) -> frozenset[int]:
     """The ids that end an answer: those of the model's folder, that of the tokenizer, and ``more``."""
     ids = set(more) | _end_ids(model.generation_config)
@@ -316,7 +322,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more:
 
 
 def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
-    """The part of a key that says at which ids a folder's generation_config.json ends answers and config.json does not.
+    """Returns a key's part for the ids at which generation_config.json ends answers and config.json does not.
 
     Empty where there are none, and for a hub name, whose commit says as much.
     """

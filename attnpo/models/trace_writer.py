@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.judging import WrittenTrace
 from attnpo.models.backbone import require_causal_lm
-from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, written_text
+from attnpo.models.generate import Request, Until, end_ids_of, longest_first, new_tokens, padding_id, written_text
 from attnpo.schema import Sampling, UserError
 
 
@@ -49,8 +49,7 @@ class TraceWriter:
             yield {place: self._trace(row, index) for index, (place, row) in enumerate(zip(batch, rows, strict=True))}
 
     def _rows(self, requests: Sequence[Request]) -> list[list[int]]:
-        pad = self.tokenizer.pad_token_id
-        pad_id = int(pad) if pad is not None else min(self._ends, default=0)
+        pad_id = padding_id(self.model, self.tokenizer, self._ends)
         most = self.sampling.max_new_tokens
         try:
             return new_tokens(self.model, requests, self.sampling, most, self._ends, pad_id, self._until)

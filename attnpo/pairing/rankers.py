@@ -148,10 +148,12 @@ class RewardRanker:
 
     @cached_property
     def _chat(self) -> ChatFormat:
-        from attnpo.models.loading import load_tokenizer
+        from attnpo.models.described import token_rows
+        from attnpo.models.loading import load_tokenizer, text_config
 
         template = read_template(self.chat_template, "ranker.chat_template")
-        return ChatFormat(load_tokenizer(self.path, self.revision), template, part="ranker")
+        rows = token_rows(text_config(self.path, self.revision))
+        return ChatFormat(load_tokenizer(self.path, self.revision), template, part="ranker", rows=rows)
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Rewards; the model is loaded with the first set."""

@@ -10,7 +10,7 @@ import torch
 from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
 from attnpo.judging import JudgeModel
-from attnpo.models.described import stated_positions
+from attnpo.models.described import stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder, longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
@@ -68,14 +68,15 @@ class RunJudge:
                     f"{type(self.tokenizer).__name__}, which does not, so its weights cannot be carried onto the "
                     "training tokens: name a model folder with a tokenizer.json, or another judge"
                 )
-            template, kwargs = read_template(judge.chat_template, "judge.chat_template"), judge.chat_template_kwargs
-            fallback = model.fallback_template
-            chat = ChatFormat(self.tokenizer, template, fallback=fallback, kwargs=kwargs, part="judge")
+        config = text_config(self.path, self.revision)
+        options, rows = judge.chat_template_kwargs, token_rows(config)
+        if not own:
+            template, fallback = read_template(judge.chat_template, "judge.chat_template"), model.fallback_template
+            chat = ChatFormat(self.tokenizer, template, fallback=fallback, kwargs=options, part="judge", rows=rows)
         asking = chat
-        if own and judge.chat and judge.chat_template_kwargs is not None:
-            asking = ChatFormat(self.tokenizer, kwargs=judge.chat_template_kwargs, part="judge")
-        positions = stated_positions(text_config(self.path, self.revision))
-        self.prompts = JudgePrompts(judge.rules(positions), asking, training=chat)
+        if own and judge.chat and options is not None:
+            asking = ChatFormat(self.tokenizer, kwargs=options, part="judge", rows=rows)
+        self.prompts = JudgePrompts(judge.rules(stated_positions(config)), asking, training=chat)
         self._store = store
 
     def describe_frame(self) -> str:
@@ -198,9 +199,11 @@ class RunVerbalizer:
         self.revision = model.revision if own else verbalizer.revision
         self.chat = chat
         if not own:
+            rows = token_rows(text_config(self.path, self.revision))
             tokenizer = load_tokenizer(self.path, self.revision)
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
-            self.chat = ChatFormat(tokenizer, template, fallback=model.fallback_template, part="verbalizer")
+            fallback = model.fallback_template
+            self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
         self.questions = ScoreQuestions(verbalizer.template(), self.chat, chat, self._prompt_room())
         self._store = store
 

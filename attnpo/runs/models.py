@@ -58,7 +58,7 @@ def fill_reference(
             "reference log-probs are missing in the store and this job has several processes; fill the store first "
             "with the same overrides: python -m attnpo.weigh ... reference=cached"
         )
-    pad_id = int(context.tokenizer.pad_token_id or 0)
+    pad_id = context.chat.rows.pad_id
     if lacking:
         model.to(device_of(context.cfg.trainer.accelerator))
     layout = choose(context.cfg.layout, [model], (), device_of(context.cfg.trainer.accelerator)) if lacking else padded
@@ -142,7 +142,7 @@ def _load_reward(context: RunContext) -> RewardPolicy:
         reward=True,
         fresh_head=True,
     )
-    model.config.pad_token_id = context.tokenizer.pad_token_id  # the library's classes look for a row's end by it
+    model.config.pad_token_id = context.chat.rows.pad_id  # the library's classes look for a row's end by it
     model.to(device_of(context.cfg.trainer.accelerator))  # type: ignore[arg-type]
     policy = RewardPolicy(model)
     if spec.recomputes:

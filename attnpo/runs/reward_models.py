@@ -3,8 +3,17 @@
 import torch
 
 from attnpo.config_files import read_template
+from attnpo.models.described import token_rows
 from attnpo.models.judge import kernel_for
-from attnpo.models.loading import described, load_model, load_tokenizer, model_depth, model_heads, weights_fingerprint
+from attnpo.models.loading import (
+    described,
+    load_model,
+    load_tokenizer,
+    model_depth,
+    model_heads,
+    text_config,
+    weights_fingerprint,
+)
 from attnpo.models.reward import RewardModel
 from attnpo.schema import UserError
 from attnpo.text.chat import ChatFormat
@@ -29,8 +38,9 @@ class RunReward:
             )
         self.settings, self.path, self.revision = source, source.path, source.revision
         self.tokenizer = load_tokenizer(self.path, self.revision)
+        rows = token_rows(text_config(self.path, self.revision))
         template = read_template(source.chat_template, "weights.chat_template")
-        self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights")
+        self.chat = ChatFormat(self.tokenizer, template, fallback=fallback, part="weights", rows=rows)
 
     @property
     def num_layers(self) -> Depth:

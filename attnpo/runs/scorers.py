@@ -7,6 +7,7 @@ import torch
 
 from attnpo.data.prepare import Tally, encode_pair
 from attnpo.data.rules import LengthRules
+from attnpo.models.described import token_rows
 from attnpo.models.loading import attention_of, load_model, load_tokenizer, text_config, weights_fingerprint
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import DTYPES, ModelSpec
@@ -118,12 +119,14 @@ class RunScorers:
             )
 
     def _check_sizes(self, source: ScoredSource) -> None:
-        sizes = {name: _rows(*self.place(scorer)) for name, scorer in self.models.items()}
+        sizes = {name: token_rows(text_config(*self.place(scorer))) for name, scorer in self.models.items()}
         longest = max(self.chat.tokenizer.get_vocab().values())
+        if self.chat.rows.count is not None:
+            longest = min(longest, self.chat.rows.count - 1)  # training reads no others
         for name, size in sizes.items():
             if size is not None and size <= longest:
                 raise UserError(
-                    f"weights.{name}: the model has {size} token embeddings, and the tokenizer's largest id is "
+                    f"weights.{name}: the model has {size} token embeddings, and the largest id of training is "
                     f"{longest}; take a model that belongs to this tokenizer"
                 )
         if source.compares_whole and len(set(sizes.values())) > 1:
@@ -170,12 +173,6 @@ class RunScorers:
             if key not in loaded:
                 model = load_model(path, dtype=scorer.dtype, revision=revision)
                 model.to(device)  # type: ignore[arg-type]
-                loaded[key] = ModelScorer(ScoredLM(model), int(self.chat.tokenizer.pad_token_id or 0))
+                loaded[key] = ModelScorer(ScoredLM(model), self.chat.rows.pad_id)
             scorers[name] = loaded[key]
         return Tools(scorers=scorers, texts=self.texts)
-
-
-def _rows(path: str, revision: str | None) -> int | None:
-    """Token embeddings that a model's config states."""
-    size = getattr(text_config(path, revision), "vocab_size", None)
-    return size if isinstance(size, int) else None

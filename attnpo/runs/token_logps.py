@@ -19,7 +19,7 @@ def first_logps(inputs: Inputs, policy: ScoredLM, count: int) -> list[tuple[list
     """
     if inputs.context.model.reward:
         return []
-    cfg, pad_id = inputs.context.cfg, int(inputs.context.tokenizer.pad_token_id or 0)
+    cfg, pad_id = inputs.context.cfg, inputs.context.chat.rows.pad_id
     sides = [side for example in inputs.examples["train"].examples[:count] for side in example.sides]
     found: list[list[float]] = []
     policy.eval().to(device_of(cfg.trainer.accelerator))

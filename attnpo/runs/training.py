@@ -167,7 +167,7 @@ def makers_of(inputs: Inputs) -> dict[str, RowMaker]:
         raise ValueError(f"{type(objective).__name__} asks for anchors and does not say how they are sampled")
     ends = tuple(sorted({*context.chat.end_ids, context.tokenizer.eos_token_id} - {None}))
     limit = int(context.cfg.lengths.max_length)
-    return {"anchor": Anchors(objective.anchor, ends, int(context.tokenizer.pad_token_id or 0), limit)}
+    return {"anchor": Anchors(objective.anchor, ends, context.chat.rows.pad_id, limit)}
 
 
 def sharded(policy: ScoredLM) -> bool:
@@ -188,7 +188,7 @@ def _datamodule(
     layout: Layout,
     settings: TrainerSettings,
 ) -> PreferenceDataModule:
-    pad_id, cfg = int(inputs.context.tokenizer.pad_token_id or 0), inputs.context.cfg
+    pad_id, cfg = inputs.context.chat.rows.pad_id, inputs.context.cfg
     ahead = [name.removeprefix("ahead:") for name in cfg.objective.requires if name.startswith("ahead:")]
     return PreferenceDataModule(
         examples["train"],

@@ -24,6 +24,7 @@ from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
 from attnpo.text.template_options import choose_template, settable, with_options
+from attnpo.text.token_rows import TokenRows, TokenWithoutRow
 from attnpo.text.tools import ToolUse, tools_of, without_tools
 from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
 
@@ -53,11 +54,13 @@ class ChatFormat:
     says which of them it is. ``kwargs`` are values of variables that the template reads (``enable_thinking``);
     ``fold_system`` puts a system turn's text in front of the first user turn, a blank line between. Both stand in front
     of ``chat_template`` from then on, so in every rendering, in the fingerprint and in what is exported; ``part`` is
-    the config node that they belong to. ``counts`` has "prompt is not a token prefix" for responses whose first
+    the config node that they belong to. ``rows``: the token embeddings of the model that the ids are for, None where
+    they are not known; no id lies outside them. ``counts`` has "prompt is not a token prefix" for responses whose first
     characters merge with the prompt's last token and were therefore tokenised on their own.
 
     Raises UserError for a tokenizer without a template, for one that gives no character ranges (not "fast"), for
-    ``kwargs`` that the template never reads, and for a template that does not come to an end.
+    ``kwargs`` that the template never reads, for a template that does not come to an end, and for one that writes a
+    token that the model has no row for.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ChatFormat:
         kwargs: Mapping[str, object] | None = None,
         fold_system: bool = False,
         part: str = "model",
+        rows: int | None = None,
     ) -> None:
         if not tokenizer.is_fast:
             raise UserError(
@@ -77,7 +81,7 @@ class ChatFormat:
             )
         self.chosen = choose_template(tokenizer, chat_template, fallback, part)
         self.chat_template = with_options(self.chosen.text, tokenizer, kwargs, fold_system, part)
-        self._part, self._folds = part, fold_system
+        self._part, self._folds, self.rows = part, fold_system, TokenRows(tokenizer, rows)
         if "strftime_now" in self.chat_template:
             log.warning("the chat template writes today's date: prompts, and what is stored for them, change every day")
         self.tokenizer = tokenizer
@@ -98,20 +102,22 @@ class ChatFormat:
         self._runaway: RunawayTemplate | None = None
         self._told: str | None = None
         self._tools, self._told_unread = ToolUse(self.chat_template), False
-        self._check_time()
+        self._try_template()
 
-    def _check_time(self) -> None:
-        """Renders a short prompt: a template that runs away is refused here. What else it refuses is told on use."""
-        try:
-            self.render([Message(role="user", content="a")], add_generation_prompt=True)
-        except RunawayTemplate:
-            raise
-        except UserError as problem:
-            log.debug("the chat template refuses a prompt of one turn: %s", problem)
+    def _try_template(self) -> None:
+        """Refuses a template that runs away, or writes a token without a row. What else it refuses is told on use."""
+        prompt, answer = [Message(role="user", content="a")], Message(role="assistant", content="a")
+        for turns in (prompt, [*prompt, answer]):
+            try:
+                self.tokenize(self.render(turns, add_generation_prompt=turns is prompt))
+            except (RunawayTemplate, TokenWithoutRow):
+                raise
+            except UserError as problem:
+                log.debug("the chat template refuses %d turns: %s", len(turns), problem)
 
     @property
     def _backend(self) -> "Tokenizer":
-        """The tokenizer's backend, or a copy where its file or its last caller has it pad, cut or split special tokens.
+        """Returns the tokenizer's backend, or a copy where its file or last caller has it pad, cut or split.
 
         The tokenizer is the caller's and stays as it is.
         """
@@ -195,14 +201,16 @@ class ChatFormat:
         """Ids of rendered text and the half-open character range of each; no special tokens are added.
 
         The exception is one BOS, with the range (0, 0), when ``start`` says that the text begins a sequence, the
-        tokenizer would add it and the text has none. Raises UserError for text with lone surrogates.
+        tokenizer would add it and the text has none. Raises UserError for text with lone surrogates, and for a token
+        that the model has no row for.
         """
         check_text(text, "the rendered text")
         encoding = self._backend.encode(text, add_special_tokens=False)
         ids: list[int] = encoding.ids
         offsets: list[Range] = encoding.offsets
         if start and self._bos is not None and ids[:1] != [self._bos]:
-            return [self._bos, *ids], [(0, 0), *offsets]
+            ids, offsets = [self._bos, *ids], [(0, 0), *offsets]
+        self.rows.require(ids)
         return ids, offsets
 
     def prompt_ids(self, prompt: Sequence[Message]) -> list[int]:
@@ -362,6 +370,7 @@ class ChatFormat:
                 "the chat template does not end an assistant turn with a special token and the tokenizer has no EOS "
                 "token: give a tokenizer with one, or a template that closes the turn as model.chat_template"
             )
+        self.rows.require([self._eos])
         return [*ids, self._eos], [*offsets, (end, end)]
 
     def special_inside(self, encoded: EncodedResponse, response: str) -> int:

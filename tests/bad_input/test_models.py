@@ -77,8 +77,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         rewrite(CONFIG, hidden_size=64),
         "parameters have another shape in the weight files than config.json says (first: model.",
     ),
-    "a config with another vocabulary": (
+    "a config with a smaller vocabulary": (
         rewrite(CONFIG, vocab_size=20),
+        "and the model has 20 token embeddings (vocab_size in its config.json): take it out of the chat template",
+    ),
+    "a config with a larger vocabulary": (
+        rewrite(CONFIG, vocab_size=2000),
         "parameters have another shape in the weight files than config.json says (first: model.embed_tokens.weight",
     ),
     "a config of an unknown architecture": (rewrite(CONFIG, model_type="nonsense"), "model type `nonsense`"),
@@ -268,6 +272,124 @@ def test_a_hub_name_is_known_by_its_commit_and_refused_with_an_adapter(
     else:
         assert weights_fingerprint("somebody/something") == {"hub": "somebody/something", "commit": commit}
         load_model("somebody/something")
+
+
+# ------------------------------------------------------------------------------------------------ ids without a row
+
+OUTSIDE = "[outside]"
+
+
+def token_outside(folder: Path) -> None:
+    """Damage: the tokenizer has one token more than the model has embeddings."""
+    tokenizer, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", CONFIG))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({"id": config["vocab_size"], "content": OUTSIDE, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def pad_outside(folder: Path) -> None:
+    """Damage: it is the padding token."""
+    token_outside(folder)
+    rewrite("tokenizer_config.json", pad_token=OUTSIDE)(folder)
+
+
+def template_outside(folder: Path) -> None:
+    """Damage: the chat template writes it."""
+    token_outside(folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(f"{OUTSIDE} {template.read_text()}")
+
+
+def answer_template_outside(folder: Path) -> None:
+    """Damage: the chat template writes it behind an answer, where its turn ends."""
+    token_outside(folder)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<end>", f"{OUTSIDE} <end>"))
+
+
+@pytest.mark.parametrize("given", [("weights=uniform",), ("weights=attention",), ("model=reward", "weights=uniform")])
+def test_a_padding_token_without_a_row_changes_no_number(
+    attempts: Attempts, record: Record, given: tuple[str, ...]
+) -> None:
+    """In padded rows, in the judge's and in the sample answers after the last step, which cost the result before."""
+    numbers, place, samples = [], Path(), 0 if "model=reward" in given else 2
+    reward = (
+        ("objective=cpo", "objective.sft_coef=0", "objective.beta=1", "callbacks.checkpoints=true")
+        if samples == 0
+        else ()
+    )
+    for damage in (lambda folder: None, pad_outside):
+        place = attempts.new("runs")
+        more = (*given, *reward, f"output={place}", "layout=padded", f"callbacks.samples={samples}", "drift.pairs=0")
+        answer = attempts.fit(*more, world=attempts.broken_model(damage))
+        assert answer.status == 0, answer.error
+        numbers.append(json.loads((place / "run" / "result.json").read_text())["metrics"])
+    assert {name: value for name, value in numbers[0].items() if "_per_s" not in name} == {
+        name: value for name, value in numbers[1].items() if "_per_s" not in name
+    }
+    found = answer.noted(f"the padding token '{OUTSIDE}'", "which changes no number")
+    if samples:
+        assert len((place / "run" / "generations.jsonl").read_text().splitlines()) == samples
+    else:
+        load_model(place / "run" / "last", reward=True)  # its padding id has a row
+    record(f"a padding token without a row ({' '.join(given)})", found, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("damage", "given"),
+    [
+        (template_outside, ("weights=uniform",)),
+        (template_outside, ("weights=attention", "judge.path=FOLDER")),
+        (answer_template_outside, ("weights=uniform",)),
+    ],
+)
+def test_a_template_with_a_token_without_a_row_is_refused_at_once(
+    attempts: Attempts, record: Record, damage: Callable[[Path], object], given: tuple[str, ...]
+) -> None:
+    world = attempts.broken_model(damage)
+    overrides = [one.replace("FOLDER", str(world.model)) for one in given]
+    policy = attempts.on() if "weights=attention" in given else world
+    answer = attempts.fit(*overrides, "align.method=characters", "objective.length_from=train", world=policy)
+    size = json.loads((world.model / CONFIG).read_text())["vocab_size"]
+    words = f"the token '{OUTSIDE}' of '{world.model}' has the id {size}, and the model has {size} token embeddings"
+    assert words in answer.refused() and "resize_token_embeddings" in answer.error
+    assert not any("rows read" in line for line in answer.log), "before the data"
+    record(f"{damage.__name__.replace('_', ' ')} ({' '.join(given)})", answer.refused(), NOT_STARTED)
+
+
+def test_a_weigher_and_generate_take_the_padding_token_and_refuse_the_template(
+    attempts: Attempts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = attempts.folder / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"write {text} ."}) + "\n" for text in ("a", "a review of it")))
+    texts, weights = [], []
+    for damage, status in ((lambda folder: None, 0), (pad_outside, 0), (template_outside, 2)):
+        folder, out = attempts.broken_model(damage).model, attempts.new("answers").with_suffix(".jsonl")
+        given = [f"model.path={folder}", f"data.path={prompts}", f"output={out}", "sampling.max_new_tokens=4"]
+        assert (
+            run_entry(generate.main, "generate", [*given, "trainer.accelerator=cpu"], "description", "example")
+            == status
+        )
+        if status:
+            assert "token embeddings" in capsys.readouterr().err
+            with pytest.raises(UserError, match="token embeddings"):
+                Weigher(folder, template=WORDING)
+        else:
+            texts.append([json.loads(line)["answer"] for line in out.read_text().splitlines()])
+            weights.append(Weigher(folder, template=WORDING)("the film .", "it was great .", "awful .").chosen.weights)
+    assert texts[0] == texts[1] and weights[0].tolist() == weights[1].tolist()
+
+
+WORDING = "{question}\nA : {answer_a}\nB : {answer_b}\nA or B ?"
+
+
+def test_a_row_that_spells_a_token_without_a_row_is_dropped_and_counted(attempts: Attempts, record: Record) -> None:
+    world = attempts.broken_model(token_outside)
+    data = attempts.saying(chosen=f"the film was {OUTSIDE} great .").data
+    answer = attempts.fit("weights=uniform", "layout=padded", world=attempts.on(model=world.model, data=data))
+    found = answer.noted("dropped, and so are others like it", "token embeddings")
+    assert any("dropped: a token that the model has no embedding for: 1" in line for line in answer.log)
+    record("a row with a token without a row", found, "1 pair of 12")
 
 
 # ------------------------------------------------------------------------------------------------ the hub
