@@ -32,7 +32,6 @@ from attnpo.schema import (
     PreferencePair,
     RowGroup,
     TokenStats,
-    UserError,
     digest,
 )
 from attnpo.weights.base import OnlineSource
@@ -48,19 +47,16 @@ _of_base = Memory(entries=64, room=1 << 22)  # bytes
 
 @phase("measuring where the policy moved")
 def measure_drift(inputs: Inputs, policy: ScoredLM, sampled: Sequence[PreferencePair]) -> dict[str, Json]:
-    """Where the policy moved, as ``RunResult.drift`` holds it; empty where it is not asked for or cannot be measured.
+    """Where the policy moved, as ``RunResult.drift`` holds it; empty where it is not asked for.
 
     ``sampled``: prompts with the policy's answer in the place of the chosen and the base's in that of the rejected one.
+    UserError for a model without a plain head.
     """
     settings = inputs.context.cfg.drift
     if not settings.pairs:
         return {}
     began = time.perf_counter()
-    try:
-        measured = _measured(inputs, policy, sampled[: settings.answers], settings)
-    except UserError as problem:  # a run that is trained is not lost for it
-        log.warning("warning: where the policy moved is not measured: %s", problem)
-        return {}
+    measured = _measured(inputs, policy, sampled[: settings.answers], settings)
     seconds = time.perf_counter() - began
     log.info("where the policy moved: measured in %.1f s", seconds)
     return {**measured, "seconds": round(seconds, 2)}
@@ -179,7 +175,7 @@ def _on_base(models: _Models, sequences: Sequences) -> tuple[RowGroup, TokenStat
     """The rows of one forward with the base's statistics, which most points of a study ask for again."""
     context = models.inputs.context
     device = device_of(context.cfg.trainer.accelerator)
-    group = bare_rows(sequences, padded, int(context.tokenizer.pad_token_id or 0)).to(device)
+    group = bare_rows(sequences, padded, context.chat.rows.pad_id).to(device)
 
     def make() -> TokenStats:
         with autocast(context.cfg):

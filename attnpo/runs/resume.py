@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 RESULT = "result.json"
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
-PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS)
+FAILURES = "failures.txt"
+PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS, FAILURES)
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
 

@@ -3,16 +3,18 @@
 import json
 import logging
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.data.prompts import Prompt
-from attnpo.files import Json
 from attnpo.live import importing, phase
 from attnpo.machine import as_launched, device_of, versions
 from attnpo.models.backbone import frozen
@@ -32,6 +34,7 @@ from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_start
 from attnpo.runs.result import RunResult, Scores
 from attnpo.runs.resume import (
+    FAILURES,
     RESULT,
     check_contents,
     check_folder,
@@ -48,10 +51,15 @@ from attnpo.runs.resume import (
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import warn_low_rate
 from attnpo.runs.token_logps import first_logps
-from attnpo.schema import Message, PreferencePair, Sampling
+from attnpo.schema import Json, Message, PreferencePair, Sampling, UserError
 from attnpo.training.checkpoint_folders import read_account
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.settings import CallbackSettings, check_tracker
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from attnpo.runs.training import Trained
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +104,6 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
     log_inputs(inputs)
     # Lightning takes seconds: what inputs can be refused for is said before, and a finished run does without.
     with importing("loading Lightning"):
-        from attnpo.runs.report import publish_run, write_run_report
         from attnpo.runs.training import train
         from attnpo.training.loggers import open_loggers
 
@@ -104,30 +111,57 @@ def run(cfg: RunConfig, folder: Path, point: bool = False) -> RunResult | None:
         trained = train(inputs, folder, loggers, resume)
         if not leading:
             return None
+        result = _finish(inputs, trained, folder, loggers, began, resume, point)
+    write_result(cfg, folder / f"{RESULT}.part")
+    return result
+
+
+def _finish(
+    inputs: Inputs,
+    trained: "Trained",
+    folder: Path,
+    loggers: list["Logger"],
+    began: float,
+    resume: Path | None,
+    point: bool,
+) -> RunResult:
+    """Scores, samples and reports a trained policy: what fails is named and left out of the result.
+
+    A study's ``point`` fails without its scores by the truth, since points are compared by them.
+    """
+    from attnpo.runs.report import publish_run, write_run_report
+
+    cfg, callbacks, policy = inputs.context.cfg, inputs.context.cfg.callbacks, trained.policy
+    with spare(folder, "tidying the run's folder"):
         merge_metrics(folder)
         tidy_checkpoints(folder)
-        callbacks = cfg.callbacks
         if callbacks.checkpoints:
             keep_last(folder, resume)
-        trained.policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
-        attend_as_before(trained.policy.model)  # what is scored and sampled runs as any other model
-        statistics, (truth, sampled) = example_statistics(inputs), score_truth(inputs, trained.policy)
-        drift = measure_drift(inputs, trained.policy, sampled)
-        if callbacks.samples:
-            write_samples(inputs, trained.policy.model, callbacks, folder / "generations.jsonl")
-        seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
-        result = RunResult(
-            cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
-        )
-        part = folder / f"{RESULT}.part"
-        part.write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
-        if point:
+    with spare(folder, "moving the policy back to its device"):
+        policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
+        attend_as_before(policy.model)  # what is scored and sampled runs as any other model
+    truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
+    with nullcontext() if point else spare(folder, "scoring by the truth"):
+        truth, sampled = score_truth(inputs, policy)
+    with spare(folder, "measuring where the policy moved"):
+        drift = measure_drift(inputs, policy, sampled)
+    if callbacks.samples:
+        with spare(folder, "sampling answers"):
+            write_samples(inputs, policy.model, callbacks, folder / "generations.jsonl")
+    seconds = {"train": round(trained.seconds, 2), "all": round(time.perf_counter() - began, 2)}
+    statistics = example_statistics(inputs)
+    result = RunResult(
+        cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
+    )
+    (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
+    if point:
+        with spare(folder, "keeping examples for the study's page"):
             keep_for_page(folder, heat_rows(inputs, PAIRS), sampled)
-        if callbacks.report:
-            shown = first_logps(inputs, trained.policy, callbacks.heat_maps)
-            write_run_report(inputs, result, callbacks, folder, shown)
+    if callbacks.report:
+        with spare(folder, "the report"):
+            write_run_report(inputs, result, callbacks, folder, first_logps(inputs, policy, callbacks.heat_maps))
+    with spare(folder, "handing the run to its loggers"):
         publish_run(loggers, inputs, result, callbacks, folder)
-    write_result(cfg, part)
     return result
 
 
@@ -138,6 +172,20 @@ def merges_of(folder: Path) -> dict[str, Json]:
     }
     numbers = "the policy as it was trained, its adapters beside their base"
     return {"numbers_of": numbers, **found} if found else {}
+
+
+@contextmanager
+def spare(folder: Path, what: str) -> Iterator[None]:
+    """Spares a trained run an error of the block, which makes ``what``: the log names it, a file has its traceback."""
+    try:
+        yield
+    except Exception as problem:  # noqa: BLE001  whatever scores, samples and reports are made with
+        words, place = " ".join(str(problem).split()), ""
+        if not isinstance(problem, UserError):
+            with (folder / FAILURES).open("a", encoding="utf-8") as file:
+                file.write(f"{what}\n{traceback.format_exc()}\n")
+            words, place = f"{type(problem).__name__}: {words}", f"; traceback in {folder / FAILURES}"
+        log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
 
 
 @phase("answers to held-out prompts, scored by the truth")

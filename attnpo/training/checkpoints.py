@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnpo.files import seal
 from attnpo.schema import PreferenceBatch, UserError
-from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, write_account
+from attnpo.training.checkpoint_folders import STATE, newest, read_account, replaced, whole, write_account
 from attnpo.training.export import ADAPTER, Exporter, Merge
 from attnpo.training.metrics_file import METRICS, merge_metrics
 from attnpo.training.nonfinite import check_weights
@@ -108,7 +108,8 @@ class CheckpointFolder(L.Callback):
         """
         check_weights(trainer)
         try:
-            merge = self._save(trainer, export, trainer.callback_metrics if metrics is None else metrics, state, facts)
+            logged = trainer.callback_metrics if metrics is None else metrics
+            export, merge = self._save(trainer, export, logged, state, facts)
         except DISK_ERRORS as problem:
             if not trainer.is_global_zero:
                 raise
@@ -134,7 +135,8 @@ class CheckpointFolder(L.Callback):
         metrics: Mapping[str, Tensor | float],
         state: Path | None,
         facts: Mapping[str, float],
-    ) -> Merge | None:
+    ) -> tuple[bool, Merge | None]:
+        """Returns whether there is an export, which may fail after the last step, and what merging adapters took."""
         module: Any = trainer.lightning_module
         merge = None
         with ExitStack() as stack:
@@ -149,13 +151,16 @@ class CheckpointFolder(L.Callback):
                 shutil.copyfile(state, new / STATE)
             if export:
                 values = {name: float(value) for name, value in metrics.items()}
-                merge = self.exporter.export(
-                    module.policy.model,
-                    new,
-                    write=trainer.is_global_zero,
-                    metrics=values,
-                    step=trainer.global_step,
-                )
+                writes, step = trainer.is_global_zero, trainer.global_step
+                try:
+                    merge = self.exporter.export(module.policy.model, new, write=writes, metrics=values, step=step)
+                except (OSError, SafetensorError):  # the disk
+                    raise
+                except Exception as problem:
+                    if step < module.total_steps:
+                        raise
+                    export = False
+                    self._keep_state_alone(new, writes, problem)
             if trainer.is_global_zero:
                 merged = {} if merge is None else {"merge": asdict(merge)}
                 write_account(new, {"step": trainer.global_step, **facts, **merged, **self.account})
@@ -164,7 +169,22 @@ class CheckpointFolder(L.Callback):
                     shutil.copyfile(rows, new / METRICS)
                 digest = writer.digest if state is None and isinstance(writer, StraightIO) else None
                 seal(new, None if digest is None else {STATE: digest})
-        return merge
+        return export, merge
+
+    def _keep_state_alone(self, new: Path, writes: bool, problem: Exception) -> None:
+        words = " ".join(str(problem).split())
+        log.warning(
+            "warning: %s has no model folder, as its export failed after the last step (%s: %s); the trained weights "
+            "are in its %s: mend the cause, remove result.json and give resume=auto, which exports last/",
+            self.folder,
+            type(problem).__name__,
+            words,
+            STATE,
+        )
+        log.debug("exporting to %s failed", self.folder, exc_info=problem)
+        for file in new.iterdir() if writes else ():
+            if file.name != STATE:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 class BestCheckpoint(CheckpointFolder):
@@ -309,6 +329,16 @@ class LastCheckpoint(CheckpointFolder):
         if self._exported != trainer.global_step:
             self.save(trainer, export=True)
             self._exported = trainer.global_step
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Exports the policy of a run without a step left whose own state is there and its export is not.
+
+        Shards cannot be gathered any more at this moment.
+        """
+        state = Path(trainer.ckpt_path or "")
+        lacking = self._exported < 0 and not (state.parent / "config.json").is_file()
+        if lacking and state == whole(self.folder) / STATE and not getattr(pl_module, "sharded", False):
+            self.save(trainer, export=True, state=state)
 
 
 def unsaved(folder: Path, step: int, problem: Exception) -> str:

@@ -145,4 +145,7 @@ def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, ob
         status = "interrupted"
         raise
     finally:
-        close_loggers(loggers, status)
+        try:
+            close_loggers(loggers, status)
+        except Exception as problem:  # noqa: BLE001  of any tracker; what was trained stands
+            log.warning("warning: the run's loggers did not close (%s: %s)", type(problem).__name__, problem)

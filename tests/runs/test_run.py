@@ -1,6 +1,7 @@
 """Whole runs on a tiny world: what they write, what they find again, and what they refuse."""
 
 import json
+import logging
 import math
 import re
 import shutil
@@ -79,6 +80,65 @@ def test_a_run_leaves_everything_a_reader_needs(first: tuple[World, Path, RunRes
     assert inputs["weights"] == {"from_store": 0, "computed": PAIRS}
     assert 0.0 < inputs["train"]["effective_share"] < 1.0
     assert set(inputs["judge"]) >= {"agreement", "pair_accuracy", "consistency"}
+
+
+AFTERWARDS = {
+    "tidying the run's folder": "attnpo.runs.run.merge_metrics",
+    "moving the policy back to its device": "attnpo.runs.run.attend_as_before",
+    "scoring by the truth": "attnpo.runs.run.score_truth",
+    "measuring where the policy moved": "attnpo.runs.run.measure_drift",
+    "sampling answers": "attnpo.runs.run.write_samples",
+    "the report": "attnpo.runs.report.write_run_report",
+    "handing the run to its loggers": "attnpo.runs.report.publish_run",
+}
+OTHERS = {
+    "loggers did not close": "attnpo.training.loggers.close_loggers",
+    "its export failed": "attnpo.training.export.Exporter.export",
+}
+
+
+@pytest.mark.parametrize("what", [tuple(AFTERWARDS), *((other,) for other in OTHERS)], ids=["all", *OTHERS])
+def test_what_fails_after_the_last_step_costs_neither_policy_nor_result(
+    first: tuple[World, Path, RunResult],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    what: tuple[str, ...],
+) -> None:
+    world, _, unbroken = first
+
+    def fails(*given: object, step: int = 3, **named: object) -> None:
+        if step == 3:
+            raise IndexError("index out of range in self")
+
+    for one in what:
+        monkeypatch.setattr({**AFTERWARDS, **OTHERS}[one], fails)
+    with caplog.at_level(logging.WARNING):
+        result = run(world.config("trainer.validate_every=1"), tmp_path / "run")
+    assert result is not None and result.metrics["val/loss"] == unbroken.metrics["val/loss"]
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result.to_json()
+    found = [line for line in caplog.messages if "IndexError: index out of range in self" in line]
+    assert all(line.startswith("warning: ") for line in found) and all(
+        any(one in line for line in found) for one in what
+    )
+    state = torch.load(tmp_path / "run" / "last" / "state.ckpt", weights_only=True)
+    assert state["global_step"] == 3
+    if what == ("its export failed",):  # the way on that the log gives
+        monkeypatch.undo()
+        (tmp_path / "run" / "result.json").unlink()
+        run(world.config("trainer.validate_every=1", "resume=auto"), tmp_path / "run")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last")
+
+
+def test_an_export_that_fails_before_the_last_step_ends_the_run(
+    first: tuple[World, Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: object, **named: object) -> None:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr("attnpo.training.export.Exporter.export", fails)
+    with pytest.raises(IndexError):
+        run(first[0].config("trainer.validate_every=1"), tmp_path / "run")
 
 
 def test_best_and_last_are_model_folders(first: tuple[World, Path, RunResult]) -> None:
