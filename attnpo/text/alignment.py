@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-Range = tuple[int, int]
+from attnpo.text.ranges import Range
 
 
 class AlignMethod(Enum):
@@ -36,13 +36,14 @@ class Aligned(NamedTuple):
     ``coverage`` is the share of the training tokens that hold characters and got a partner (1.0 when no training token
     holds a character: nothing is left without one). ``source_coverage`` is the share of the source's tokens whose
     weight was carried, whole or in part (1.0 for a source without tokens). ``matched`` marks the training tokens with
-    a partner.
+    a partner. ``arrived`` is the share of each source token's weight that training tokens with characters got.
     """
 
     weights: Float[Tensor, "m"]
     coverage: float
     source_coverage: float
     matched: Bool[Tensor, "m"]
+    arrived: Float[Tensor, "n"]
 
 
 def align(
@@ -57,8 +58,10 @@ def align(
 
     ``offsets`` and ``target_offsets`` are half-open character ranges in the same response text; LEVENSHTEIN reads the
     target's only (for the coverage). Weights are neither renormalised nor rescaled: LEVENSHTEIN loses the weight of
-    unmatched source tokens, CHARACTERS that of characters the target does not hold. Identical input comes back as it
-    is, to the last bit.
+    unmatched source tokens, CHARACTERS that of characters in front of the target's first and behind its last one. A
+    character between them that no target token holds (a blank that its tokenizer drops) leaves its weight to the other
+    characters of its source token, and where the target holds none of these either, to the target tokens before it.
+    Identical input comes back as it is, to the last bit.
 
     Raises ValueError when lengths do not fit together.
     """
@@ -70,16 +73,18 @@ def align(
     if weights.shape != (len(source),):
         raise ValueError(f"weights have shape {tuple(weights.shape)}, expected one row of {len(source)} source tokens")
     if method is AlignMethod.LEVENSHTEIN:
-        pairs = _equal_ids(source, target)
-        moved = _carry(weights, pairs, len(target))
-        carried, reached = {i for i, _ in pairs}, {j for _, j in pairs}
+        moved = _carry(weights, _equal_ids(source, target), target_ranges)
     else:
-        moved, carried, reached = _by_characters(source, source_ranges, weights, target, target_ranges)
-    matched = torch.zeros(len(target), dtype=torch.bool, device=weights.device)
-    matched[sorted(reached)] = True
-    holding = [j for j, (start, end) in enumerate(target_ranges) if end > start]
-    coverage = sum(j in reached for j in holding) / len(holding) if holding else 1.0
-    return Aligned(moved, coverage, len(carried) / len(source) if source else 1.0, matched)
+        moved = _by_characters(source, source_ranges, weights, target, target_ranges)
+    count = int(moved.holding.sum())
+    coverage = int((moved.reached & moved.holding).sum()) / count if count else 1.0
+    return Aligned(
+        moved.weights,
+        coverage,
+        int(moved.carried.sum()) / len(source) if source else 1.0,
+        torch.from_numpy(moved.reached).to(weights.device),
+        torch.from_numpy(moved.shares).to(weights),
+    )
 
 
 def differing(
@@ -115,13 +120,30 @@ def _ranges(values: Sequence[Range] | Tensor) -> list[Range]:
     return [(start, end) for start, end in values]
 
 
-def _carry(weights: Tensor, pairs: list[tuple[int, int]], length: int) -> Tensor:
-    """[length] with the weight of source token i at j for each pair (i, j), 0 elsewhere."""
-    moved = torch.zeros(length, dtype=weights.dtype, device=weights.device)
+class _Moved(NamedTuple):
+    """Weights on the target, the source tokens carried with the shares of their weight on characters, the target tokens
+    reached, and those that hold characters."""
+
+    weights: Tensor
+    carried: NDArray[np.bool_]
+    shares: NDArray[np.float64]
+    reached: NDArray[np.bool_]
+    holding: NDArray[np.bool_]
+
+
+def _carry(weights: Tensor, pairs: list[tuple[int, int]], target_ranges: list[Range]) -> _Moved:
+    """Moves the weight of source token i to target token j for each pair (i, j); 0 elsewhere."""
+    holding = np.array([end > start for start, end in target_ranges], dtype=np.bool_)
+    carried, reached = np.zeros(len(weights), dtype=np.bool_), np.zeros(len(target_ranges), dtype=np.bool_)
+    shares = np.zeros(len(weights))
+    moved = torch.zeros(len(target_ranges), dtype=weights.dtype, device=weights.device)
     if pairs:
-        index = torch.tensor(pairs, device=weights.device)
-        moved[index[:, 1]] = weights[index[:, 0]]
-    return moved
+        index = np.array(pairs, dtype=np.int64)
+        givers, receivers = index[:, 0], index[:, 1]
+        moved[torch.from_numpy(receivers)] = weights[torch.from_numpy(givers)]
+        carried[givers] = reached[receivers] = True
+        shares[givers] = holding[receivers]
+    return _Moved(moved, carried, shares, reached, holding)
 
 
 def _equal_ids(source: list[int], target: list[int]) -> list[tuple[int, int]]:
@@ -149,8 +171,8 @@ def _equal_ids(source: list[int], target: list[int]) -> list[tuple[int, int]]:
 
 def _by_characters(
     source: list[int], source_ranges: list[Range], weights: Tensor, target: list[int], target_ranges: list[Range]
-) -> tuple[Tensor, set[int], set[int]]:
-    """Weights on the target, the source tokens carried, the target tokens reached.
+) -> _Moved:
+    """Moves weights by equal tokens first, then by characters.
 
     Equal (id, range) tokens carry their weight as it is. Every other source token spreads its weight evenly over its
     characters; a character's weight goes in equal parts to the other target tokens that hold it, and to the directly
@@ -163,30 +185,54 @@ def _by_characters(
     for i, key in enumerate(zip(source, source_ranges, strict=True)):
         if places.get(key):
             pairs.append((i, places[key].pop()))
-    moved = _carry(weights, pairs, len(target))
-    carried, reached = {i for i, _ in pairs}, {j for _, j in pairs}
-    rest = [i for i in range(len(source)) if i not in carried and source_ranges[i][1] > source_ranges[i][0]]
+    direct = _carry(weights, pairs, target_ranges)
+    carried, reached = direct.carried.tolist(), direct.reached.tolist()
+    rest = [i for i in range(len(source)) if not carried[i] and source_ranges[i][1] > source_ranges[i][0]]
     if not rest:
-        return moved, carried, reached
-    low, high = min(source_ranges[i][0] for i in rest), max(source_ranges[i][1] for i in rest)
+        return direct
+    givers, given = _leave_gaps(*_owners(source_ranges, rest), target_ranges)
+    low, high = int(given.min()), int(given.max()) + 1
     near = [j for j, (start, end) in enumerate(target_ranges) if start < high and end > low]
     length = max([high, *(target_ranges[j][1] for j in near)])
-    held_by_free = np.bincount(_owners(target_ranges, [j for j in near if j not in reached])[1], minlength=length)
+    held_by_free = np.bincount(_owners(target_ranges, [j for j in near if not reached[j]])[1], minlength=length)
     receivers, characters = _owners(target_ranges, near)
-    taken = np.isin(receivers, sorted(reached)) & (held_by_free[characters] > 0)
+    taken = direct.reached[receivers] & (held_by_free[characters] > 0)
     receivers, characters = receivers[~taken], characters[~taken]
     holders = np.bincount(characters, minlength=length)
 
-    givers, given = _owners(source_ranges, rest)
-    sizes = np.array([end - start for start, end in source_ranges])
+    sizes = np.bincount(givers, minlength=len(source))
     row = weights.detach().to("cpu", torch.float64).numpy()
     mass = np.bincount(given, weights=row[givers] / sizes[givers], minlength=length)
     spread = np.bincount(receivers, weights=mass[characters] / holders[characters], minlength=len(target))
     touched = np.bincount(given, minlength=length) > 0
-    moved = moved + torch.from_numpy(spread).to(moved)
-    carried |= set(givers[holders[given] > 0].tolist())
-    reached |= set(receivers[touched[characters]].tolist())
-    return moved, carried, reached
+    going = np.bincount(givers[holders[given] > 0], minlength=len(source))
+    direct.carried[going > 0] = True
+    direct.shares[rest] = going[rest] / sizes[rest]
+    direct.reached[receivers[touched[characters]]] = True
+    return direct._replace(weights=direct.weights + torch.from_numpy(spread).to(direct.weights))
+
+
+def _leave_gaps(
+    givers: NDArray[np.int64], given: NDArray[np.int64], target_ranges: list[Range]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Returns (source token, character) without characters between target tokens that none of these holds.
+
+    A source token that has no other characters keeps them as the last one in front that a target token holds.
+    """
+    gaps, reach = [], None
+    for start, end in sorted(place for place in target_ranges if place[1] > place[0]):
+        if reach is not None and start > reach:
+            gaps.append((reach, start))
+        reach = end if reach is None else max(reach, end)
+    if not gaps:
+        return givers, given
+    held = np.arange(max(int(given.max()) + 1, gaps[-1][1]))
+    for start, end in gaps:
+        held[start:end] = start - 1
+    inside = held[given] < given
+    others = np.bincount(givers[~inside], minlength=int(givers.max()) + 1)
+    stays = ~inside | (others[givers] == 0)
+    return givers[stays], held[given[stays]]
 
 
 def _owners(ranges: list[Range], tokens: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -20,6 +20,7 @@ from attnpo.text.deadline import Overran, deadline
 from attnpo.text.frames import SENTINEL as SENTINEL
 from attnpo.text.frames import place_in_frame as place_in_frame
 from attnpo.text.frames import split_frame as split_frame
+from attnpo.text.ranges import Range, hold_every_character
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import check_text as check_text
@@ -43,8 +44,6 @@ NOT_A_PREFIX = "prompt is not a token prefix"
 
 # What a template can raise: its own refusals, and whatever an expression in it runs into.
 _FAULTS = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-
-Range = tuple[int, int]
 
 
 class ChatFormat:
@@ -290,6 +289,7 @@ class ChatFormat:
             ids, offsets = self.tokenize(full[seam:], start=False)
             offsets = [(start + seam, stop + seam) for start, stop in offsets]
         ids, offsets = self._close(ids, offsets, end)
+        offsets = hold_every_character(offsets, full, begin, end)
         ranges = [in_response(start, stop, pieces, len(response)) for start, stop in offsets]
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
 
@@ -376,7 +376,7 @@ class ChatFormat:
     def special_inside(self, encoded: EncodedResponse, response: str) -> int:
         """How many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
         return sum(
-            token in self._special and response[start:end].strip() == self._spelling[token]
+            token in self._special and response[start:end].strip().startswith(self._spelling[token])
             for token, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True)
             if end > start
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-Range = tuple[int, int]
+from attnpo.text.ranges import Range
 
 
 def share_room(room: int, question: int, sizes: Sequence[int], max_response: int) -> tuple[int, list[int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from attnpo.schema import UserError
-from attnpo.text.chat import Range
+from attnpo.text.ranges import Range
 
 PLACEHOLDERS = ("question", "answer_a", "answer_b")
 
