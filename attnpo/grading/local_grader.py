@@ -117,8 +117,8 @@ class LocalGrader:
 
         template = read_template(self.chat_template, "grader.chat_template")
         try:
-            rows = token_rows(text_config(self.path, self.revision))
-            return ChatFormat(load_tokenizer(self.path, self.revision), template, rows=rows)
+            tokenizer = load_tokenizer(self.path, self.revision)
+            return ChatFormat(tokenizer, template, rows=token_rows(text_config(self.path, self.revision)))
         except UserError as problem:
             raise UserError(f"grader.path={self.path}: {problem}".replace("model.chat_", "grader.chat_")) from problem
 

@@ -152,8 +152,9 @@ class RewardRanker:
         from attnpo.models.loading import load_tokenizer, text_config
 
         template = read_template(self.chat_template, "ranker.chat_template")
+        tokenizer = load_tokenizer(self.path, self.revision)
         rows = token_rows(text_config(self.path, self.revision))
-        return ChatFormat(load_tokenizer(self.path, self.revision), template, part="ranker", rows=rows)
+        return ChatFormat(tokenizer, template, part="ranker", rows=rows)
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
         """Rewards; the model is loaded with the first set."""

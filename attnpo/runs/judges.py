@@ -199,8 +199,8 @@ class RunVerbalizer:
         self.revision = model.revision if own else verbalizer.revision
         self.chat = chat
         if not own:
-            rows = token_rows(text_config(self.path, self.revision))
             tokenizer = load_tokenizer(self.path, self.revision)
+            rows = token_rows(text_config(self.path, self.revision))
             template = read_template(verbalizer.chat_template, "verbalizer.chat_template")
             fallback = model.fallback_template
             self.chat = ChatFormat(tokenizer, template, fallback=fallback, part="verbalizer", rows=rows)
