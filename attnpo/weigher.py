@@ -299,6 +299,8 @@ class Weigher:
             lambda token: str(self.tokenizer.decode([token])),
             lengths=example.scales,
             coverage=example.coverage,
+            source_coverage=example.source_coverage,
+            kept_mass=example.kept_mass,
             rounds=raw.rounds if raw is not None else (),
             note=type(source).__name__.lower() + ("" if read is None else f", layer {read} of {int(self.depth)}"),
         )

@@ -69,6 +69,9 @@ def test_the_weights_are_those_a_run_trains_on(weigher: Weigher, trained: Inputs
             assert torch.equal(side.weights, weights)
         assert (one.chosen.length, one.rejected.length) == example.lengths
         assert (one.chosen.coverage, one.rejected.coverage) == example.coverage
+        for response in (one.chosen, one.rejected):
+            assert response.kept_mass == pytest.approx(float(response.weights.sum()), abs=1e-6)
+            assert 0 < response.source_coverage <= 1 and response.to_dict()["kept_mass"] == response.kept_mass
         logits = [item.verdict_logits for item in trained.weighed.captured[example.pair_id].rounds]
         for verdict, expected in zip(one.verdicts, logits, strict=True):
             assert expected is not None and verdict.logits == (float(expected[0]), float(expected[1]))

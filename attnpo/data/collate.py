@@ -21,7 +21,8 @@ class TrainingExample:
     """One pair ready to train on, truncated, with weights on its training tokens.
 
     ``weights`` are the rows of both sides (Float["m"] each), ``lengths`` |y| as the source counts it, ``coverage``
-    the share of content tokens with a partner on the source's side. ``reference_logps`` are float32 per token.
+    the share of content tokens with a partner on the source's side. ``source_coverage`` and ``kept_mass`` are the
+    shares of the source's tokens and of its weights that arrived. ``reference_logps`` are float32 per token.
     ``factors``: the weights are factors, used as they are, and no distribution.
     """
 
@@ -34,6 +35,8 @@ class TrainingExample:
     pair_weight: float = 1.0
     reference_logps: tuple[Float[Tensor, "m"], Float[Tensor, "k"]] | None = None
     factors: bool = False
+    source_coverage: tuple[float, float] = (1.0, 1.0)
+    kept_mass: tuple[float, float] = (1.0, 1.0)
 
     @property
     def sides(self) -> tuple[EncodedResponse, EncodedResponse]:

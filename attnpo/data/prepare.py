@@ -152,6 +152,8 @@ def make_example(
         coverage=weights.coverage,
         pair_weight=0.0 if void else pair_weight,
         factors=weights.factors,
+        source_coverage=weights.source_coverage,
+        kept_mass=weights.kept_mass,
     )
 
 

@@ -54,12 +54,15 @@ class ExplorerSide:
 class SideWeights:
     """The weights of one response's tokens. ``length`` makes them relative to uniform: |y|, or 1 for factors.
 
-    ``coverage``: share of the tokens with characters that got a partner on the source's side, None when not known.
+    ``coverage``: share of the tokens with characters that got a partner on the source's side, ``source_coverage`` and
+    ``kept_mass``: shares of the source's tokens and of its weights that arrived. None when not known.
     """
 
     weights: Sequence[float]
     length: float | int
     coverage: float | int | None = None
+    source_coverage: float | int | None = None
+    kept_mass: float | int | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,10 @@ def explorer_html(pairs: Sequence[ExplorerPair], *, title: str = "Token weights"
                 **{"source": view.source, "layer": view.layer, "round": view.round},
                 **{"low": scale.low, "step": scale.step, "signed": scale.signed, "error": scale.error},
                 "lengths": [None if row is None else [side.length for side in row] for row in rows],
-                "coverage": [None if row is None else [side.coverage for side in row] for row in rows],
+                **{
+                    name: [None if row is None else [getattr(side, name) for side in row] for row in rows]
+                    for name in ("coverage", "source_coverage", "kept_mass")
+                },
             }
         )
     models = []

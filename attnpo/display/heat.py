@@ -55,7 +55,8 @@ class HeatToken:
 class HeatSide:
     """One response. ``length`` makes weights relative to uniform: |y| as the weight source counts it, 1 for factors.
 
-    It is the number of tokens by default. ``coverage``: share of the tokens that got a partner, None when not known.
+    It is the number of tokens by default. ``coverage``: share of the tokens that got a partner, ``source_coverage`` and
+    ``kept_mass``: shares of the source's tokens and of its weights that arrived, None when not known.
     ``cut``: characters of the response after its last training token.
     """
 
@@ -63,6 +64,8 @@ class HeatSide:
     length: float | int | None = None
     coverage: float | int | None = None
     cut: int = 0
+    source_coverage: float | int | None = None
+    kept_mass: float | int | None = None
 
     def relative(self, token: HeatToken) -> float:
         """The weight of ``token`` relative to uniform, w * |y|."""
@@ -92,11 +95,11 @@ class HeatSide:
         ]
 
     def summary(self) -> str:
-        """Number of tokens, coverage and effective number of weights, in words."""
+        """Number of tokens, what arrived and effective number of weights, in words."""
         count, effective = len(self.tokens), self.effective
         parts = [f"{count} token" + ("" if count == 1 else "s")]
-        if self.coverage is not None:
-            parts.append(f"coverage {100 * self.coverage:.1f} %")
+        named = ("coverage", self.coverage), ("source coverage", self.source_coverage), ("kept mass", self.kept_mass)
+        parts += [f"{name} {100 * share:.1f} %" for name, share in named if share is not None]
         if not math.isnan(effective):
             parts.append(f"effective number of weights {effective:.1f}")
         if self.cut:
@@ -181,6 +184,8 @@ def heat_row(
     *,
     lengths: tuple[float | int, float | int] | None = None,
     coverage: tuple[float | int, float | int] | None = None,
+    source_coverage: tuple[float | int, float | int] | None = None,
+    kept_mass: tuple[float | int, float | int] | None = None,
     rounds: Sequence[Round] = (),
     layers: Sequence[str] = (),
     logps: Sequence[tuple[Sequence[float] | None, Sequence[float] | None]] = ((None, None), (None, None)),
@@ -195,6 +200,7 @@ def heat_row(
         decode: the text of a single token id, for tokens without characters (end of turn) and verdicts.
         lengths: |y| as the source counts it, 1 for factors; the number of training tokens by default.
         coverage: share of matched tokens. Tokens with characters and weight 0 show as unmatched, unless this is 1.
+        source_coverage, kept_mass: shares of the source's tokens and of its weights that arrived.
         rounds: the judge's rounds, for their verdicts.
         layers: names of their rows of weights, where the page may be switched to these.
         logps: of both sides the log-probabilities of its tokens under policy and reference, where they are known.
@@ -210,6 +216,8 @@ def heat_row(
             None if coverage is None else float(coverage[i]),
             f"pair {pair.pair_id}, {name}",
             logps[i],
+            None if source_coverage is None else source_coverage[i],
+            None if kept_mass is None else kept_mass[i],
         )
         for i, (name, text) in enumerate((("chosen", pair.chosen), ("rejected", pair.rejected)))
     ]
@@ -250,7 +258,9 @@ def _heat_side(
     length: float | None,
     coverage: float | None,
     where: str,
-    logps: tuple[Sequence[float] | None, Sequence[float] | None] = (None, None),
+    logps: tuple[Sequence[float] | None, Sequence[float] | None],
+    source_coverage: float | None,
+    kept_mass: float | None,
 ) -> HeatSide:
     if weights.numel() != len(encoded.response_ids):
         raise UserError(
@@ -270,7 +280,7 @@ def _heat_side(
         part = text[shown : max(shown, end)]
         tokens.append(HeatToken(part, weight, matched, False, token_id, start, end, policy, reference))
         shown = max(shown, end)
-    return HeatSide(tuple(tokens), length, coverage, cut=len(text) - shown)
+    return HeatSide(tuple(tokens), length, coverage, len(text) - shown, source_coverage, kept_mass)
 
 
 _MARKS = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}

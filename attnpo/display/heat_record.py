@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from attnpo.display.heat import HeatRow, HeatSide, HeatToken, Verdict
 from attnpo.schema import Message
@@ -29,6 +29,8 @@ class SideData(TypedDict):
     length: float | int | None
     coverage: float | int | None
     cut: int
+    source_coverage: NotRequired[float | int | None]
+    kept_mass: NotRequired[float | int | None]
 
 
 class VerdictData(TypedDict):
@@ -72,7 +74,8 @@ def read_heat(rows: Sequence[RowData]) -> list[HeatRow]:
 
 def _side(side: SideData) -> HeatSide:
     tokens = tuple(HeatToken(**token) for token in side["tokens"])
-    return HeatSide(tokens, side["length"], side["coverage"], side["cut"])
+    arrived = side.get("source_coverage"), side.get("kept_mass")  # older records have neither
+    return HeatSide(tokens, side["length"], side["coverage"], side["cut"], *arrived)
 
 
 def _verdict(verdict: VerdictData) -> Verdict:

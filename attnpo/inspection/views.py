@@ -128,6 +128,8 @@ def shown(
         decode,
         lengths=example.scales,
         coverage=example.coverage,
+        source_coverage=example.source_coverage,
+        kept_mass=example.kept_mass,
         rounds=() if rounds is None else rounds.rounds,
         note=f"{note}, {view.words()}",
     )

@@ -46,7 +46,8 @@ class WeighedResponse:
 
     ``tokens``: their texts with the blanks before them. ``offsets``: half-open character ranges of ``text``, empty for
     the end of turn. ``length``: |y| as the source counts it, 1 for factors. ``coverage``: the share of the tokens with
-    characters that got a partner among the source's tokens. ``matched``: which did.
+    characters that got a partner among the source's tokens. ``matched``: which did. ``source_coverage`` and
+    ``kept_mass``: the shares of the source's tokens and of its weights that arrived.
     """
 
     text: str
@@ -57,6 +58,8 @@ class WeighedResponse:
     length: float
     coverage: float
     matched: tuple[bool, ...]
+    source_coverage: float = 1.0
+    kept_mass: float = 1.0
 
     @property
     def relative(self) -> Float[Tensor, "m"]:
@@ -74,6 +77,8 @@ class WeighedResponse:
             "relative": self.relative.tolist(),
             "length": self.length,
             "coverage": self.coverage,
+            "source_coverage": self.source_coverage,
+            "kept_mass": self.kept_mass,
         }
 
 
@@ -221,6 +226,8 @@ def weighed_responses(heat: HeatRow, pair: PreferencePair, ids: Sequence[tuple[S
             length=float(len(shown.tokens) if shown.length is None else shown.length),
             coverage=1.0 if shown.coverage is None else float(shown.coverage),
             matched=tuple(token.matched and not token.end for token in shown.tokens),
+            source_coverage=1.0 if shown.source_coverage is None else float(shown.source_coverage),
+            kept_mass=1.0 if shown.kept_mass is None else float(shown.kept_mass),
         )
         for side, (_, shown), (token_ids, offsets), row in zip(SIDES, heat.sides, ids, weights, strict=True)
     ]

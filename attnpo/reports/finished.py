@@ -18,6 +18,7 @@ from attnpo.runs.folders import CONFIG, STUDY_FILES, TABLES
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
 from attnpo.studies.study import BETA, LR, Arm, Point, short
+from attnpo.weights.arrival import COLUMNS as ARRIVED
 
 RESULT, ANALYSES = "result.json", "analyses"
 KEYS = ("world", "arm")
@@ -285,6 +286,7 @@ def run_row(folder: Path) -> dict[str, Cell]:
         "val margin": result.metrics.get("val/rewards/margins"),
         "eff. weights/n": _known(result.input("train", "effective_share")),
         "coverage": _known(result.input("train", "coverage")),
+        **{head: value for name, head in ARRIVED.items() if not math.isnan(value := result.input("train", name))},
     }
     scores = {} if result.truth is None else result.truth["test"].numbers
     names = {"reward": "reward", "win rate": "win_rate", "KL": "kl", "length": "length"}
@@ -297,7 +299,7 @@ def _known(value: float) -> float | None:
 
 
 def run_warnings(folder: Path) -> list[str]:
-    """What a finished run says of its judge and of its validation pairs, where either tells nothing of preference."""
+    """Returns what a finished run warns of: its judge, validation pairs it is trained on, weights that are lost."""
     result = RunResult.read((folder / RESULT).read_text(encoding="utf-8"))
     return [f"WARNING: {folder.resolve().name}: {warning}" for warning in result.warnings]
 
@@ -357,5 +359,5 @@ def setting_in(folder: Path) -> str | None:
 def runs_table(rows: Sequence[Mapping[str, Cell]]) -> KeyedTable:
     """The rows of several runs as one table, with the columns that any of them has, the seconds last."""
     columns = sorted(dict.fromkeys(column for row in rows for column in row), key=lambda column: column == "s/run")
-    digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "s/run": 1}
+    digits = {"beta": 4, "KL": 2, "length": 1, "coverage": 4, "source coverage": 4, "s/run": 1}
     return KeyedTable("runs", "Finished runs", tuple(columns), tuple(rows), RUNS, None, digits)

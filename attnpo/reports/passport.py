@@ -47,10 +47,12 @@ from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.folders import make_folder
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.judges import RunJudge
+from attnpo.runs.lost_weights import describe_loss
 from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, digest
 from attnpo.studies.faithfulness import by_layer, true_mass
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.importance import is_flipped
+from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import Tools, WeightSource
 from attnpo.weights.cache import Store
 from attnpo.weights.capture import Unreadable, ensure_captured, rows_to_store
@@ -197,7 +199,8 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
     ranked = {layer: judged.ranked(layer) for layer in numbers}
     truth = getattr(context.cfg.truth, "grammar", None)
     grammar = truth if isinstance(truth, Grammar) else None
-    looks = [look_at(judged, layer, ranked[layer], grammar) for layer in numbers]
+    fits = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
+    looks = [look_at(judged, layer, ranked[layer], grammar, fits) for layer in numbers]
     full, removals = None, 0
     if settings.removal_pairs:
         looks, full, removals = remove(looks, ranked, judged, settings)
@@ -206,7 +209,7 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
     silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for pair in read for item in pair.rounds for side in SIDES)
-    coverage, counts = match(judged, pool)
+    coverage, source_coverage, counts = match(judged, fits)
     dropped = Counter[str]()
     for split, made in encoded.items():
         dropped.update(pairs[split].counts)
@@ -228,6 +231,7 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
         layers=tuple(looks),
         full=full,
         coverage=coverage,
+        source_coverage=source_coverage,
         cost=cost_of(judged, pool, removals),
         rows=sum(found.read for found in pairs.values()),
         data=dict(dropped),
@@ -279,9 +283,14 @@ def different(pool: EncodedSet) -> int:
     return len({pair.pair_id for pair in pool.pairs})
 
 
-def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | None) -> LayerLook:
-    """What a layer looks at: mass on the answers, effective number, and mass on what decides where that is known."""
+def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | None, fits: EncodedSet) -> LayerLook:
+    """What a layer looks at: mass on the answers, effective number, and mass on what decides where that is known.
+
+    And how much of its weights arrives on the training tokens of ``fits``, the sample.
+    """
     source = judged.source(layer)
+    made = prepare_examples(fits, source, judged.captured, judged.context.cfg.align, judged.rows)
+    arrived = Arrival.of(made.examples)
     selected = [source.select(pair, judged.rows) for pair in judged.read.values()]
     mass = np.array([[_on_answer(pair, first=first) for first in (True, False)] for pair in selected])
     weights = [torch.tensor(side.weights) for sides in ranked.values() for side in sides.values() if side.weights]
@@ -294,6 +303,9 @@ def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | Non
         second=float(mass[:, 1].mean()),
         effective=sum(effective) / max(1, len(effective)),
         effective_share=sum(shares) / max(1, len(shares)),
+        kept_mass_chosen=arrived.kept_mass_chosen,
+        kept_mass_rejected=arrived.kept_mass_rejected,
+        lost=describe_loss(judged.context.cfg, source, (layer,), arrived, made.tally),
         truth=None if grammar is None else true_mass(judged.shown, ranked, grammar),
     )
 
@@ -328,11 +340,10 @@ def remove(
     return told, float(found.full.mean()), found.prompts
 
 
-def match(judged: Judged, pool: EncodedSet) -> tuple[float, dict[str, int]]:
-    """Coverage of the sample's training tokens, and what was cut, left out or noticed, by reason."""
-    chosen = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
+def match(judged: Judged, fits: EncodedSet) -> tuple[float, float, dict[str, int]]:
+    """Coverage and source coverage of the sample, and what was cut, left out or noticed, by reason."""
     source = judged.source(attending(judged.judge.num_layers)[-1])
-    made = prepare_examples(chosen, source, judged.captured, judged.context.cfg.align, judged.rows)
+    made = prepare_examples(fits, source, judged.captured, judged.context.cfg.align, judged.rows)
     counts = dict(made.tally.counts)
     cut = sum(item.cut for pair in judged.read.values() for item in pair.rounds)
     if cut:
@@ -341,7 +352,8 @@ def match(judged: Judged, pool: EncodedSet) -> tuple[float, dict[str, int]]:
     traces = None if rules is None else trace_statistics(list(judged.read.values()), rules)
     if traces is not None and traces.cut:
         counts[TRACE_CUT] = traces.cut
-    return (1 - made.unmatched_share if made.content_tokens else math.nan), counts
+    coverage = 1 - made.unmatched_share if made.content_tokens else math.nan
+    return coverage, Arrival.of(made.examples).source_coverage if made.examples else math.nan, counts
 
 
 def cost_of(judged: Judged, pool: EncodedSet, removals: int) -> Cost:

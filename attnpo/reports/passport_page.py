@@ -118,7 +118,8 @@ def _layers(found: Passport, short: bool) -> Section:
         )
     if found.truth is not None:
         notes.append(f"true: share of the weights on what decides; equal weights have {found.truth.equal:.3f}")
-    return Section("Layers", [TableBlock(list(rows[0]), rows), *map(Paragraph, notes)])
+    lost = [Paragraph(f"WARNING: {look.lost}", warning=True) for look in found.layers if look.lost is not None]
+    return Section("Layers", [TableBlock(list(rows[0]), rows), *map(Paragraph, notes), *lost])
 
 
 def _layer_cells(look: LayerLook, found: Passport, short: bool) -> Iterator[tuple[str, Cell]]:
@@ -129,6 +130,8 @@ def _layer_cells(look: LayerLook, found: Passport, short: bool) -> Iterator[tupl
         yield "on the first", look.first
         yield "on the second", look.second
         yield "effective number", look.effective
+        yield "kept chosen", look.kept_mass_chosen
+        yield "kept rejected", look.kept_mass_rejected
     yield "effective", look.effective_share
     if look.gain is not None:
         yield "fall", look.fall
@@ -154,6 +157,7 @@ def _cost(found: Passport) -> Section:
                     "seconds": f"{cost.seconds:.1f} on {cost.device}, and {cost.loading:.1f} to load the judge",
                     "in the store": in_bytes(cost.store),
                     "coverage of the training tokens": found.coverage,
+                    "coverage of the judge's tokens": found.source_coverage,
                 }
             ),
             *(

@@ -18,7 +18,8 @@ class LayerLook:
     ``effective_share`` over their number. ``fall``, ``random``: by how many nats the verdict's log-odds fall without
     the top-weighted tokens and without random ones of the same places, means over shares; ``gain``: their difference,
     at the level that holds for all layers together. None where no token was removed. ``truth``: share of the weights
-    on tokens that truly decide, where that is known.
+    on tokens that truly decide, where that is known. ``kept_mass_chosen``, ``kept_mass_rejected``: share of the weights
+    that arrives on training tokens. ``lost``: a warning where much of it does not.
     """
 
     layer: int
@@ -27,6 +28,9 @@ class LayerLook:
     second: float
     effective: float
     effective_share: float
+    kept_mass_chosen: float
+    kept_mass_rejected: float
+    lost: str | None = None
     fall: float | None = None
     random: float | None = None
     gain: Estimate | None = None
@@ -72,9 +76,9 @@ class Passport:
     verdict position, and what its lowest tenth lies below. ``written``: the texts that the judge would write there,
     most likely tokens alone, with the number of prompts.
     ``answer_tokens``: the answers' share of a prompt's tokens, which attention spread evenly would give them.
-    ``coverage``: share of training tokens with a partner on the judge's side. ``full``: mean log-odds of the judge's
-    own verdict, the most that can fall. ``rows`` were read, and ``data`` tells by reason what became of them before any
-    was judged; ``counts`` what was cut, left out or noticed on the sample.
+    ``coverage``, ``source_coverage``: shares of the training tokens, and of the judge's, with a partner.
+    ``full``: mean log-odds of the judge's own verdict, the most that can fall. ``rows`` were read, and ``data`` tells
+    by reason what became of them before any was judged; ``counts`` what was cut, left out or noticed on the sample.
     """
 
     judgement: Judgement
@@ -89,6 +93,7 @@ class Passport:
     layers: tuple[LayerLook, ...]
     full: float | None
     coverage: float
+    source_coverage: float
     cost: Cost
     rows: int
     data: Mapping[str, int]

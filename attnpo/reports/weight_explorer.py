@@ -23,6 +23,7 @@ from attnpo.runs.heat_rows import heat_rows
 from attnpo.runs.inputs import Inputs, encode, read_pairs
 from attnpo.runs.models import reference_table
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
+from attnpo.weights.arrival import Weighted
 from attnpo.weights.base import OnlineSource
 from attnpo.weights.capture import LogpPair, load_logps
 from attnpo.weights.pipeline import training_weights
@@ -103,7 +104,7 @@ def views(
     source, layer, transforms = name_parts(made)
     yield (
         View(" + ".join([source, *transforms]), layer),
-        both(example.weights, example.scales, example.coverage),
+        both(example.weights, example.scales, example),
     )
     captured = weighed.captured.get(pair.pair_id)
     rounds = () if captured is None else captured.rounds
@@ -115,15 +116,18 @@ def views(
         scales = (1.0, 1.0) if found.factors else found.lengths
         yield (
             View(" + ".join([source, *transforms]), layer, f"round {number}"),
-            both((found.chosen, found.rejected), scales, found.coverage),
+            both((found.chosen, found.rejected), scales, found),
         )
 
 
 def both(
-    weights: tuple[Tensor, Tensor], scales: tuple[float, float], coverage: tuple[float, float]
+    weights: tuple[Tensor, Tensor], scales: tuple[float, float], arrived: Weighted
 ) -> tuple[SideWeights, SideWeights]:
     """Both sides' weights as the page takes them."""
-    chosen, rejected = (SideWeights(weights[i].tolist(), float(scales[i]), float(coverage[i])) for i in (0, 1))
+    shares = arrived.coverage, arrived.source_coverage, arrived.kept_mass
+    chosen, rejected = (
+        SideWeights(weights[i].tolist(), float(scales[i]), *(float(share[i]) for share in shares)) for i in (0, 1)
+    )
     return chosen, rejected
 
 

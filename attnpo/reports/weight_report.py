@@ -41,9 +41,12 @@ from attnpo.reports.report_config import ReportConfig, files, mark_of
 from attnpo.runs.auto_layer import at_layers, settle_layer
 from attnpo.runs.context import RunContext, make_context, run_judge
 from attnpo.runs.heat_rows import heat_rows
+from attnpo.runs.input_summary import describe_split_loss
 from attnpo.runs.inputs import Inputs, encode, read_pairs
 from attnpo.runs.weighing import Weighed, weigh
 from attnpo.schema import SIDES, UserError
+from attnpo.weights.arrival import COLUMNS as ARRIVED
+from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import WeightSource
 from attnpo.weights.layers import HeadRow, attending, distinct_layers
 from attnpo.weights.pipeline import finished_weights
@@ -183,16 +186,20 @@ def measure(made: Inputs, encoded: dict[str, EncodedSet], *, min_count: int = 1,
         tokens[side] = [mean for mean in means if mean.count >= min_count]
         most = max([most, *(mean.count for mean in means)])
     kept = {example.pair_id for example in examples.examples}
-    coverage = sum(sum(example.coverage) for example in examples.examples) / (2 * len(examples.examples))
+    arrived = Arrival.of(examples.examples)
     account: dict[str, Cell] = {
         "pairs read": examples.read,
         "pairs kept": len(examples.examples),
-        "coverage": round(coverage, 5),
+        "coverage": arrived.coverage,
+        **{head: getattr(arrived, name) for name, head in ARRIVED.items()},
         **dict(examples.tally.counts),
     }
     warning = None if made.weighed.verdicts is None else judge_warning(made.weighed.verdicts)
     if warning is not None:
         account["warning"] = warning
+    lost = describe_split_loss(made, "train")
+    if lost is not None:
+        account["weights lost"] = lost
     sink = summarize(list(shares_before_sink(made.weighed, encoded["train"], kept)))
     return Measured(label, sides, sink, tokens, most, account, heat_rows(made, heat_maps) if heat_maps else [])
 
@@ -313,7 +320,8 @@ def notes_on(context: RunContext, measured: Sequence[Measured], cfg: ReportConfi
         "alignment and truncation); mean_length is |y|, the source's count",
         "sink: on the source's own tokens before the sink rule, transforms and alignment; both sides together",
     ]
-    lines += dict.fromkeys(f"WARNING: {one.account['warning']}" for one in measured if "warning" in one.account)
+    for name in ("warning", "weights lost"):
+        lines += dict.fromkeys(f"WARNING: {one.account[name]}" for one in measured if name in one.account)
     most = max(one.most for one in measured)
     if most < cfg.min_count:
         lines.append(f"no token occurs {cfg.min_count} times on one side (most: {most}); lower min_count")

@@ -9,6 +9,7 @@ from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import make_context
 from attnpo.runs.input_summary import log_captured
 from attnpo.runs.inputs import encode, read_pairs
+from attnpo.runs.lost_weights import log_arrivals
 from attnpo.runs.memory_check import log_memory
 from attnpo.runs.models import fill_reference, load_start
 from attnpo.runs.run_config import RunConfig
@@ -29,7 +30,10 @@ def fill_store(cfg: RunConfig) -> None:
             log.warning("%s: %s", split, line)
     shard = process()
     if cfg.weights.requires:
-        log_captured(weigh(settle_layer(context, encoded), encoded, shard=shard))
+        context = settle_layer(context, encoded)
+        weighed = weigh(context, encoded, shard=shard)
+        log_captured(weighed)
+        log_arrivals(context, weighed, encoded["train"])
     else:
         log.info("%s needs no judge: no weights to store", type(cfg.weights).__name__)
     if cfg.reference != "cached":

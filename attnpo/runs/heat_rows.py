@@ -26,6 +26,8 @@ def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
             lambda token: str(tokenizer.decode([token])),
             lengths=example.scales,
             coverage=example.coverage,
+            source_coverage=example.source_coverage,
+            kept_mass=example.kept_mass,
             rounds=captured[example.pair_id].rounds if example.pair_id in captured else (),
             layers=[str(layer) for layer in inputs.weighed.layers] if inputs.weighed.depth else (),
             logps=[

@@ -18,13 +18,15 @@ from attnpo.data.token_budget import require_room
 from attnpo.live import phase
 from attnpo.machine import planned_processes
 from attnpo.runs.inputs import Inputs
+from attnpo.runs.lost_weights import describe_loss
 from attnpo.runs.result import OVERLAP
 from attnpo.runs.settings import CHOICE
 from attnpo.runs.weighing import SPLITS, Weighed
 from attnpo.schema import SIDES, UserError
 from attnpo.training.settings import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
-from attnpo.weights.base import OnlineSource
+from attnpo.weights.arrival import Arrival
+from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.verdicts import judge_lines, judge_warning
 
 log = logging.getLogger(__name__)
@@ -59,12 +61,15 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
             "rows": {**pairs.counts, **{f"note: {name}": count for name, count in pairs.notes.items()}},
             "examples": dict(made.tally.counts),
             "unmatched_share": round(made.unmatched_share, 5),
-            "coverage": round(sum(sum(e.coverage) / 2 for e in kept) / max(1, len(kept)), 5),
+            **arrival_numbers(inputs.weighed.source, kept),
             **({} if isinstance(inputs.weighed.source, OnlineSource) else weight_statistics(kept)),
             "lengths": percentiles([example.longest for example in kept]),
             "tokens": token_percentiles(kept),
-            **({"sets": set_statistics(pairs, kept)} if pairs.sets else {}),
+            **({"sets": set_statistics(pairs, kept, inputs.weighed.source)} if pairs.sets else {}),
         }
+        warning = describe_split_loss(inputs, split)
+        if warning is not None:
+            out[split]["warning"] = warning
     if inputs.overlap is not None:
         out["val"][OVERLAP] = asdict(inputs.overlap)
         if (shared := inputs.overlap.warning()) is not None:
@@ -90,13 +95,29 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
-def set_statistics(pairs: PairSet, kept: Sequence[TrainingExample]) -> dict[str, dict[str, str | int | float]]:
+def arrival_numbers(source: WeightSource, kept: Sequence[TrainingExample]) -> dict[str, float]:
+    """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
+    arrived = Arrival.of(kept)
+    return {"coverage": arrived.coverage} if isinstance(source, OnlineSource) else vars(arrived)
+
+
+def describe_split_loss(inputs: Inputs, split: str) -> str | None:
+    """Returns what a split's weights lose on the way to the training tokens, where it is much."""
+    weighed, made = inputs.weighed, inputs.examples[split]
+    if not made.examples:
+        return None
+    return describe_loss(inputs.context.cfg, weighed.source, weighed.layers, Arrival.of(made.examples), made.tally)
+
+
+def set_statistics(
+    pairs: PairSet, kept: Sequence[TrainingExample], source: WeightSource
+) -> dict[str, dict[str, str | int | float]]:
     """Of each set of a mixture its account, how many pairs are trained on, and their coverage."""
     home = {pair.pair_id: pair.extra[SET] for pair in pairs.pairs}  # of one that several sets have, the last one's
     found = {}
     for name, account in pairs.sets.items():
-        own = [sum(example.coverage) / 2 for example in kept if home[example.pair_id] == name]
-        found[name] = {**vars(account), "pairs": len(own), "coverage": round(sum(own) / max(1, len(own)), 5)}
+        own = [example for example in kept if home[example.pair_id] == name]
+        found[name] = {**vars(account), "pairs": len(own), **arrival_numbers(source, own)}
     return found
 
 
@@ -125,9 +146,11 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
         f"{name} {'/'.join(str(value) for value in found.values())}" for name, found in statistics["tokens"].items()
     ]
     yield f"{split}: tokens at p50/p90/p99/max: {', '.join(lengths)}"
-    coverage, effective = statistics["coverage"], statistics.get("effective_share")
-    share = "weights come with each step" if effective is None else f"effective share of weights {effective:.3f}"
-    yield f"{split}: coverage {coverage:.4f}, {share}"
+    effective = statistics.get("effective_share")
+    if effective is None:
+        yield f"{split}: coverage {statistics['coverage']:.4f}, weights come with each step"
+    else:
+        yield f"{split}: {Arrival.of(made.examples).text()}, effective share of weights {effective:.3f}"
 
 
 def plan_lines(inputs: Inputs) -> Iterator[str]:
@@ -161,6 +184,8 @@ def log_inputs(inputs: Inputs) -> None:
     for split in SPLITS:
         for line in split_lines(inputs, split, statistics[split]):
             log.info("%s", line)
+        if "warning" in statistics[split]:
+            log.warning("%s: %s", split, statistics[split]["warning"])
     if inputs.overlap is not None:
         log.log(logging.WARNING if inputs.overlap.warning() else logging.INFO, "val: %s", inputs.overlap.text())
     log_captured(inputs.weighed)

@@ -45,6 +45,7 @@ from attnpo.training.export import Exporter
 from attnpo.training.loggers import trackers
 from attnpo.training.metrics_file import METRICS, read_metrics
 from attnpo.training.settings import CallbackSettings
+from attnpo.weights.arrival import COLUMNS as ARRIVED
 
 log = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ def inputs_section(result: RunResult) -> Section:
     every = {
         part: {name: value for name, value in flat(result.split(part), " ") if value != {}} for part in result.inputs
     }
-    names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {})))
+    names = list(dict.fromkeys(name for split in SPLITS for name in every.get(split, {}) if name != "warning"))
     kinds = [name.removesuffix(f" {PLACES[0]}") for name in names if name.endswith(f" {PLACES[0]}")]
     inside = {f"{kind} {place}" for kind in kinds for place in PLACES}
 
@@ -213,7 +214,7 @@ def _below(every: Mapping[str, float | int], opening: str) -> Iterator[tuple[str
 Table = tuple[list[str], list[list[Any]]]
 
 TRAINER_KEYS = ("max_epochs", "max_steps", "gradient_clip_val", "precision", "strategy")
-WEIGHT_NUMBERS = ("coverage", "effective_share", "unmatched_share")
+WEIGHT_NUMBERS = ("coverage", *ARRIVED, "effective_share", "unmatched_share")
 # Overrides that change no number; they hold folders and names of the machine the run was made on.
 PRIVATE = ("name", "output", "store", "resume", "logger")
 OWN_WORDS = ("path", "revision", "chat_template")  # told elsewhere: base model, the exported folder

@@ -79,8 +79,9 @@ class RunResult:
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the run's figures must know first."""
-        return [warning for warning in (self.overlap_warning, self.judge_warning) if warning is not None]
+        """What a reader of the run's figures must know first: leaked pairs, the judge's verdicts, lost weights."""
+        lost = [f"{name}: {part['warning']}" for name in ("train", "val") if "warning" in (part := self.split(name))]
+        return [text for text in (self.overlap_warning, self.judge_warning, *lost) if text is not None]
 
     def to_json(self) -> dict[str, object]:
         """The content of ``result.json``."""

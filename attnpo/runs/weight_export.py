@@ -30,6 +30,7 @@ FORMAT = 1
 PARQUET, JSONL = ".parquet", ".jsonl"
 ROWS = 1000  # pairs per row group
 META = "attnpo"
+SHARES = ("coverage", "source_coverage", "kept_mass")
 
 _IDS, _WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
 SCHEMA = pa.schema(
@@ -41,7 +42,7 @@ SCHEMA = pa.schema(
         *((f"{side}_ids", _IDS) for side in SIDES),
         *((f"{side}_weights", _WEIGHTS) for side in SIDES),
         *((f"{side}_scale", pa.float32()) for side in SIDES),
-        *((f"{side}_coverage", pa.float32()) for side in SIDES),
+        *((f"{side}_{share}", pa.float32()) for share in SHARES for side in SIDES),
         ("pair_weight", pa.float32()),
         ("source", pa.string()),
         ("layer", pa.int32()),
@@ -136,7 +137,7 @@ def _row(pair: PreferencePair, example: TrainingExample) -> dict[str, object]:
         "chosen_weights": chosen,
         "rejected_weights": rejected,
         **{f"{side}_scale": scale for side, scale in zip(SIDES, example.scales, strict=True)},
-        **{f"{side}_coverage": coverage for side, coverage in zip(SIDES, example.coverage, strict=True)},
+        **{f"{side}_{share}": getattr(example, share)[i] for share in SHARES for i, side in enumerate(SIDES)},
         "pair_weight": example.pair_weight,
     }
 

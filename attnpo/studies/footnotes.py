@@ -1,6 +1,7 @@
 """What a reader must know of a study beside its numbers: warnings above the table, footnotes below it."""
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import TypeGuard
 
 from attnpo.runs.result import RunResult
@@ -17,6 +18,7 @@ from attnpo.studies.selection import (
     lacking_seeds,
 )
 from attnpo.studies.study import Arm, Grid, Outcome, Point, last_line, short
+from attnpo.weights.arrival import KEPT_MASS
 
 NO_CONTROL = (
     "WARNING: no control that keeps sharpness and destroys placement (transform=shuffled): a lead does not show its "
@@ -43,7 +45,7 @@ def warnings(outcome: Outcome) -> list[str]:
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in unregistered(outcome)]
-    return [*out, *outcome.warnings, *_overlaps(outcome), *_poor_judges(outcome)]
+    return [*out, *outcome.warnings, *_overlaps(outcome), *_poor_judges(outcome), *_lost_weights(outcome)]
 
 
 def _controls(outcome: Outcome, arm: Arm) -> bool:
@@ -176,6 +178,24 @@ def _overlaps(outcome: Outcome) -> Iterator[str]:
     for world, warning in found:
         if warning is not None:
             yield f"WARNING: {f'world {world}: ' if world else ''}{warning}"
+
+
+def _lost_weights(outcome: Outcome) -> Iterator[str]:
+    """Warns of arms whose runs warn of it: much of their weights is lost on the way to the training tokens."""
+    arms: dict[str, list[RunResult]] = {}
+    for point, result in outcome.points:
+        if "warning" in result.split("train"):
+            world = f"{point.arm.world}: " if point.arm.world else ""
+            arms.setdefault(world + point.arm.name, []).append(result)
+    parts = [
+        f"{arm} " + " and ".join(f"{fmean(one.input('train', name) for one in results):.3f}" for name in KEPT_MASS)
+        for arm, results in arms.items()
+    ]
+    if parts:
+        yield (
+            "WARNING: weights lost on the way to the training tokens, kept mass of chosen and of rejected responses: "
+            f"{', '.join(parts)}; the log and report.html of a run say what can help"
+        )
 
 
 def _judged(outcome: Outcome) -> Iterator[tuple[str, RunResult]]:

@@ -22,10 +22,21 @@ from attnpo.studies.selection import (
     verdict,
 )
 from attnpo.studies.study import Outcome
+from attnpo.weights.arrival import COLUMNS as ARRIVED
 
 TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
-    **{"sum": 3, "eff. weights/n": 3, "KL": 2, "length": 1, "coverage": 4, "s/run": 1, "pairs": 1, "steps": 1},
+    **{
+        "sum": 3,
+        "eff. weights/n": 3,
+        "KL": 2,
+        "length": 1,
+        "coverage": 4,
+        "source coverage": 4,
+        "s/run": 1,
+        "pairs": 1,
+        "steps": 1,
+    },
     **dict.fromkeys(TOKENS, 1),
 }
 Row = dict[str, Cell]
@@ -95,6 +106,7 @@ def _inputs_of(point: PointResults, uneven: Sequence[str]) -> Row:
         **({} if math.isnan(mass) else {"sum": mass}),
         "eff. weights/n": _effective(point),
         "coverage": point.input("coverage"),
+        **{head: value for name, head in ARRIVED.items() if not math.isnan(value := point.input(name))},
         "s/run": point.seconds,
     }
 

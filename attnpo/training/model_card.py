@@ -65,8 +65,10 @@ class Facts(TypedDict, total=False):
 
 WORDS = (
     "`coverage`: share of a response's content tokens that found a partner among the tokens the weights were read "
-    "from, mean over responses; `effective_share`: effective number of weighted tokens over the number of tokens, "
-    "mean over responses; `unmatched_share`: share of all content tokens without a partner."
+    "from, mean over responses; `source_coverage`: share of those tokens that found one in turn; `kept_mass_chosen`, "
+    "`kept_mass_rejected`: share of the weights that arrived on training tokens, mean over responses of that side; "
+    "`effective_share`: effective number of weighted tokens over the number of tokens, mean over responses; "
+    "`unmatched_share`: share of all content tokens without a partner."
 )
 
 PAPER = """@misc{attentionpo,

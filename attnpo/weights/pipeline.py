@@ -24,6 +24,7 @@ from attnpo.schema import (
 from attnpo.text.alignment import Aligned, AlignMethod, align
 from attnpo.text.traces import before, start_apart
 from attnpo.weights.apart import beside_trace, rows_with_trace
+from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
 from attnpo.weights.layers import Row
 from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
@@ -40,6 +41,8 @@ class TrainingWeights:
     ``lengths``: |y|, the number of source tokens. ``coverage``: share of the training tokens with characters that got
     a partner (from a ``PartialSource``: a partner about which something was said), those of a trace that is weighed
     apart left out. ``content``: how many such tokens there are; ``unmatched``: how many of them got none.
+    ``source_coverage``, ``kept_mass``: shares of the source's tokens and of their absolute weights, after transforms,
+    that arrived (``weights.arrival``); a trace that is weighed apart is left out.
     ``realigned``: responses whose judge rounds were cut into different tokens, so that one was aligned onto the other.
     ``flat``: sides whose raw weights were all 0 and which became uniform. ``factors``: the weights are factors, to be
     used as they are, and no distribution.
@@ -49,6 +52,8 @@ class TrainingWeights:
     rejected: Float[Tensor, "k"]
     lengths: tuple[float, float]
     coverage: tuple[float, float]
+    source_coverage: tuple[float, float]
+    kept_mass: tuple[float, float]
     unmatched: tuple[int, int]
     content: tuple[int, int]
     realigned: int = 0
@@ -85,6 +90,8 @@ class _Side:
     weights: Float[Tensor, "m"]
     length: float
     coverage: float
+    source_coverage: float
+    kept_mass: float
     unmatched: int
     content: int
     realigned: bool
@@ -120,6 +127,8 @@ def training_weights(
         rejected=rejected.weights,
         lengths=(chosen.length, rejected.length),
         coverage=(chosen.coverage, rejected.coverage),
+        source_coverage=(chosen.source_coverage, rejected.source_coverage),
+        kept_mass=(chosen.kept_mass, rejected.kept_mass),
         unmatched=(chosen.unmatched, rejected.unmatched),
         content=(chosen.content, rejected.content),
         realigned=chosen.realigned + rejected.realigned,
@@ -324,10 +333,11 @@ def _on_training_tokens(
     holds = torch.tensor([end > start for start, end in encoded.offsets], dtype=torch.bool)
     if source.tokens == "train":
         _require_same_ids(base, encoded, where)
+        arrived = (torch.arange(weights.numel()) < holds.numel()).to(weights)
         weights, matched = weights[: holds.numel()], holds
     else:
         aligned = _align(base, weights, encoded, method)
-        weights, matched = aligned.weights, aligned.matched & holds
+        weights, matched, arrived = aligned.weights, aligned.matched & holds, aligned.arrived
         if finished.said is not None:
             matched &= _align(base, finished.said.double(), encoded, method).weights > 0
         if source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN:
@@ -336,10 +346,14 @@ def _on_training_tokens(
             weights = torch.where(holds, weights, 0.0)
     weighed = holds & (torch.arange(holds.numel()) >= before(finished.begins, encoded.offsets))
     content, partnered = int(weighed.sum()), int((matched & weighed).sum())
+    trace = before(finished.begins, base.offsets.tolist()) if finished.begins else 0
+    source_coverage, kept_mass = shares_that_arrived(finished.weights[trace:], arrived[trace:])
     return _Side(
         weights=weights.to(dtype),
         length=float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
         coverage=partnered / content if content else 1.0,
+        source_coverage=source_coverage,
+        kept_mass=kept_mass,
         unmatched=content - partnered,
         content=content,
         realigned=finished.realigned,

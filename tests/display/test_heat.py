@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -96,6 +97,11 @@ def test_side_numbers() -> None:
     assert side.relative(side.tokens[0]) == 2.0
     assert side.effective == pytest.approx(1 / 0.375)
     assert side.summary() == "3 tokens, coverage 75.0 %, effective number of weights 2.7"
+    arrived = replace(side, source_coverage=0.5, kept_mass=0.9).summary()
+    assert (
+        arrived
+        == "3 tokens, coverage 75.0 %, source coverage 50.0 %, kept mass 90.0 %, effective number of weights 2.7"
+    )
     assert math.isnan(HeatSide(()).effective) and math.isnan(HeatSide((HeatToken("x", math.nan),)).effective)
     assert HeatSide((HeatToken("x", 1.0),), cut=12).summary().endswith("12 characters cut")
 

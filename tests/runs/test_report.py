@@ -256,7 +256,8 @@ def test_the_card_tells_how_the_run_was_made(world: World, inputs: Inputs) -> No
     assert (method["weights"]["name"], method["weights"]["settings"]["layer"]) == ("Attention", 1)
     assert method["weights"]["settings"]["postprocess.sink_tokens"] == 1
     assert method["judge"]["name"] == "the base model itself" and 0.0 <= method["verdicts"]["pair_accuracy"] <= 1.0
-    assert facts["statistics"]["train"].keys() == {"coverage", "effective_share", "unmatched_share"}
+    arrived = {"coverage", "source_coverage", "kept_mass_chosen", "kept_mass_rejected"}
+    assert facts["statistics"]["train"].keys() == arrived | {"effective_share", "unmatched_share"}
     assert facts["hyperparameters"]["optimizer.lr"] == inputs.context.cfg.optimizer.lr
     assert facts["base"]["path"] == str(world.model) and facts["base"]["hub"] is None
     assert "objective.beta=0.037" in facts["command"] and f"model.path={world.model}" in facts["command"]

@@ -286,6 +286,23 @@ def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_w
     assert not any("trained on" in line for line in warnings(make_outcome(without_truth(POINTS))))
 
 
+def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> None:
+    """The means of the arm's runs that warn; an arm whose runs do not is not named."""
+    kept = {0: (0.75, 0.6), 1: (0.85, 0.7)}
+    points = [(point, json.loads(json.dumps(made))) for point, made in POINTS]
+    for point, made in points:
+        chosen, rejected = kept[point.seed] if point.arm == ATTENTION else (1.0, 1.0)
+        found = {"source_coverage": 0.96, "kept_mass_chosen": chosen, "kept_mass_rejected": rejected}
+        made["inputs"]["train"] |= {**found, **({"warning": "lost"} if chosen < 0.9 else {})}
+    (line,) = [line for line in warnings(make_outcome(points)) if "weights lost" in line]
+    assert "responses: attention 0.800 and 0.650; the log" in line
+    columns, rows = main_table(make_outcome(points))
+    place = columns.index("coverage")
+    assert columns[place + 1 : place + 4] == ["source coverage", "kept chosen", "kept rejected"]
+    assert [row.get("kept chosen") for row in rows] == [None, 1.0, pytest.approx(0.8)]
+    assert "kept chosen" not in main_table(make_outcome(POINTS))[0], "results of versions that did not measure it"
+
+
 def test_every_run_is_a_row_of_the_file() -> None:
     lines = all_points(gather(typed(POINTS))).splitlines()
     assert len(lines) == 5

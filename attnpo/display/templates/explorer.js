@@ -269,9 +269,12 @@ const explorer = (() => {
 
   function sideOf(pair, side) {
     const box = element("section", undefined, "side " + data.sides[side]), [begin, end] = range(pair, side);
-    const count = end - begin, found = current.view.coverage[pair];
+    const count = end - begin;
     const facts = [count + (count === 1 ? " token" : " tokens")];
-    if (found && found[side] !== null) facts.push("coverage " + percent(found[side]));
+    for (const name of ["coverage", "source_coverage", "kept_mass"]) {
+      const found = current.view[name][pair];
+      if (found && found[side] !== null) facts.push(name.replace("_", " ") + " " + percent(found[side]));
+    }
     facts.push("effective number " + fixed(current.effective[pair][side], 1));
     const text = Array.from(data.pairs[pair].texts[side]), tokens = element("div", undefined, "text tokens");
     tokens.dir = "auto";

@@ -1,0 +1,89 @@
+"""How much of a source's weights arrives on the training tokens, and how much is lost on the way.
+
+Kept mass is the share of a response's absolute weights, on the source's own tokens after transforms, that arrives on
+training tokens with characters. Lost is what stands on source tokens without a partner there: cut differently by the
+other tokenisation, or cut off by training's length rules. What the source never saw has no weight to lose.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from jaxtyping import Float
+from torch import Tensor
+
+KEPT, SIDES_APART, SOURCE = 0.9, 0.1, 0.95
+"""Least kept mass of a side, most that the two sides may differ by, least source coverage: a warning beyond these."""
+
+KEPT_MASS = ("kept_mass_chosen", "kept_mass_rejected")
+COLUMNS = {
+    "source_coverage": "source coverage",
+    **dict(zip(KEPT_MASS, ("kept chosen", "kept rejected"), strict=True)),
+}
+"""Heads of the columns beside coverage in tables, by the names in a run's result; older results lack them."""
+
+
+def shares_that_arrived(weights: Float[Tensor, "n"], arrived: Float[Tensor, "n"]) -> tuple[float, float]:
+    """Returns source coverage and kept mass of one response; ``arrived`` is the share of each weight that does.
+
+    Source coverage is the share of the tokens of whose weight anything arrives. Both are 1 where there is nothing to
+    lose: no tokens, or weights that are all 0.
+    """
+    mass = weights.abs()
+    total = float(mass.sum())
+    tokens = int(arrived.count_nonzero()) / arrived.numel() if arrived.numel() else 1.0
+    return tokens, float(mass @ arrived) / total if total else 1.0
+
+
+@runtime_checkable
+class Weighted(Protocol):
+    """A pair on its training tokens; tuples are (chosen, rejected)."""
+
+    @property
+    def coverage(self) -> tuple[float, float]:
+        """Shares of the training tokens with a partner."""
+
+    @property
+    def source_coverage(self) -> tuple[float, float]:
+        """Shares of the source's tokens that arrived."""
+
+    @property
+    def kept_mass(self) -> tuple[float, float]:
+        """Shares of the weights that arrived."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Coverage of both sides and kept mass of each, means over responses; 0 throughout without a pair."""
+
+    coverage: float
+    source_coverage: float
+    kept_mass_chosen: float
+    kept_mass_rejected: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[Weighted]) -> "Arrival":
+        """Returns the means over ``pairs``, rounded as a run's result holds them."""
+        count = max(1, len(pairs))
+        return cls(
+            round(sum(sum(pair.coverage) / 2 for pair in pairs) / count, 5),
+            round(sum(sum(pair.source_coverage) / 2 for pair in pairs) / count, 5),
+            *(round(sum(pair.kept_mass[side] for pair in pairs) / count, 5) for side in (0, 1)),
+        )
+
+    @property
+    def kept(self) -> tuple[float, float]:
+        """Kept mass of (chosen, rejected)."""
+        return self.kept_mass_chosen, self.kept_mass_rejected
+
+    def text(self) -> str:
+        """Returns all of it in words."""
+        return (
+            f"coverage {self.coverage:.4f}, source coverage {self.source_coverage:.4f}, kept mass "
+            f"{self.kept_mass_chosen:.3f} (chosen) and {self.kept_mass_rejected:.3f} (rejected)"
+        )
+
+    @property
+    def is_low(self) -> bool:
+        """Whether more is lost than a run should go by without a word."""
+        return min(self.kept) < KEPT or abs(self.kept[0] - self.kept[1]) > SIDES_APART or self.source_coverage < SOURCE
