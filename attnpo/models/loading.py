@@ -45,7 +45,7 @@ DTYPES = {
 }
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin")
 ADAPTERS = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)  # read beside an adapter_config.json alone
-TEXT_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt")  # configs and tokenizer
+TEXT_PATTERNS = ("*.json", "*.jinja", "additional_chat_templates/*", "*.model", "*.txt")  # configs and tokenizer
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
 _file_digests: dict[tuple[str | int, ...], str] = {}

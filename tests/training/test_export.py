@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from attnpo.conformance.family_models import tiny_model
-from attnpo.models.loading import load_model
+from attnpo.files import seal
+from attnpo.models.loading import load_model, load_tokenizer
 from attnpo.models.lora import add_lora, has_adapters, merged_state
 from attnpo.models.spec import LoraSpec
 from attnpo.schema import UserError
@@ -105,6 +106,10 @@ def test_templates_that_the_base_has_by_name_are_exported(tokenizer: PreTrainedT
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert exported.chat_template == {"default": "{{ bos_token }}" + default, "tool_use": tools}
     assert tokenizer.chat_template["default"] == default, "the run's own tokenizer stays as it is"
+    seal(tmp_path)
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    with pytest.raises(UserError, match=r"tool_use\.jinja"):
+        load_tokenizer(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ other readers
