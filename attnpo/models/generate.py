@@ -329,7 +329,7 @@ def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
     if not (Path(path).expanduser() / GENERATION_CONFIG_NAME).is_file():
         return {}
     try:
-        stated = _end_ids(GenerationConfig.from_pretrained(Path(path).expanduser()))
+        stated = _end_ids(GenerationConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=False))
     except OSError:  # not readable: the library goes by config.json then
         return {}
     more = sorted(stated - _end_ids(load_config(path)))

@@ -185,13 +185,16 @@ def test_a_response_of_ten_thousand_tokens(attempts: Attempts, record: Record, o
 
 
 def test_a_prompt_that_fills_the_room_and_one_that_is_cut(attempts: Attempts, record: Record) -> None:
-    """Prompts have 11 tokens here. Cut to 10 of 11, a response keeps one token and no pair is lost."""
+    """Prompts have 11 tokens here. Cut to 10 of 11, a response keeps one token: a pair is lost where both are equal."""
     limits = ("lengths.overlong=cut", "lengths.max_prompt_length=10", "lengths.max_length=11")
     answer = attempts.fit(*limits)
     message = answer.noted("train: cut: prompt to its last 10 tokens")
-    assert counted(message) == TRAIN
+    first = [[row[side][-1]["content"].split()[0] for row in attempts.rows[:TRAIN]] for side in ("chosen", "rejected")]
+    same = sum(chosen == rejected for chosen, rejected in zip(*first, strict=True))
+    assert 0 < same < TRAIN and counted(answer.noted("train: dropped: both responses are the same tokens")) == same
+    assert counted(message) == TRAIN - same
     for side in ("chosen", "rejected"):
-        assert counted(answer.noted(f"train: cut: {side} response at lengths.max_length 11")) == TRAIN
+        assert counted(answer.noted(f"train: cut: {side} response at lengths.max_length 11")) == TRAIN - same
     record("prompt longer than its limit", message, "the prompts' beginning, counted")
 
 
