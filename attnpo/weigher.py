@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import overload
 
 import torch
@@ -31,6 +32,7 @@ from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import Assembly, JudgePrompts
 from attnpo.text.judge_trace import TraceRules
 from attnpo.text.judge_wording import PLACEHOLDERS, JudgeTemplate
+from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import OnlineSource, Tools, WeightSource
 from attnpo.weights.capture import capture_now, rows_to_store
 from attnpo.weights.label_mass import measured
@@ -64,7 +66,8 @@ class Weigher:
     """Weighs the tokens of preference pairs by the attention of a judge model, as training with it would.
 
     The defaults are those of the command line with ``weights=attention judge=pairwise``. The first pairs tell how much
-    probability the judge puts on its labels; a warning in the log says where that is little.
+    probability the judge puts on its labels; a warning in the log says where that is little, and where much of the
+    weights arrives on no training token (``kept_mass`` of a response).
 
     >>> from attnpo import Weigher
     >>> weigher = Weigher(model, layer="last", template="judge/testbed.txt")
@@ -181,6 +184,7 @@ class Weigher:
         asked = thinking(judge, self.prompts, KeptTraces(None))
         self._tools = Tools(judge=asked, prompts=self.prompts, verdict=verdict)
         self._least: float | None = settings.min_label_mass  # of the labels' probability; None once it was looked at
+        self._lost = False  # whether lost weights were warned of
 
     # ------------------------------------------------------------------------------------------ calling
 
@@ -247,7 +251,9 @@ class Weigher:
             _Captured(pair, sides, raw.get(pair.pair_id), self._rows)
             for pair, sides in zip(pairs, encoded, strict=True)
         ]
-        return WeighedPairs([self._finished(item, None, None) for item in captured])
+        weighed = WeighedPairs([self._finished(item, None, None) for item in captured])
+        self._warn_of_lost(weighed)
+        return weighed
 
     def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
         """Warns once, by the first pairs that were read, of a judge whose verdict position is not the verdict's."""
@@ -266,6 +272,26 @@ class Weigher:
                 names = "chat_template_kwargs, trace, prefill, template and labels"
                 log.warning("warning: %s. A Weigher takes these as %s", problem, names)
         self._least = None
+
+    def _warn_of_lost(self, pairs: Sequence[WeighedPair]) -> None:
+        """Warns once, by the first pairs that lose much, of weights that no training token gets."""
+        if self._lost or not pairs or self.source.tokens == "train":
+            return
+        both = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+        arrived = Arrival(
+            fmean(side.coverage for side in both),
+            fmean(side.source_coverage for side in both),
+            fmean(pair.chosen.kept_mass for pair in pairs),
+            fmean(pair.rejected.kept_mass for pair in pairs),
+        )
+        self._lost = arrived.is_low
+        if self._lost:
+            log.warning(
+                "warning: weights of %s: %s: lost is what stands on tokens without a partner among the training "
+                "tokens; assembly='ids' gives the judge the training tokens themselves",
+                type(self.source).__name__,
+                arrived.text(),
+            )
 
     def _encoded(self, pair: PreferencePair, where: str) -> dict[str, EncodedResponse]:
         tally = Tally()

@@ -147,6 +147,26 @@ def test_rounds_are_read_one_by_one(weigher: Weigher, world: World, weighed: Wei
 # ------------------------------------------------------------------------------------------------ ways to call it
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("assembly", ["text", "ids"])
+def test_weights_that_no_training_token_gets_are_warned_of_once(
+    world: World, caplog: pytest.LogCaptureFixture, assembly: str
+) -> None:
+    """The judge's tokenizer joins the last full stop with what follows it in the prompt, unless ids are spliced in."""
+    weigher = Weigher(world.model, template="judge/testbed.txt", assembly=assembly, max_length=512)
+    weighed = weigher(*PAIR)
+    weigher(*PAIR)
+    kept = [float(side.weights.sum()) for side in (weighed.chosen, weighed.rejected)]
+    warned = [line for line in warnings_in(caplog) if "kept mass" in line]
+    assert (min(kept) < 0.9) == (assembly == "text") and len(warned) == (assembly == "text")
+    if warned:
+        assert f"kept mass {kept[0]:.3f} (chosen) and {kept[1]:.3f} (rejected)" in warned[0]
+        assert "assembly='ids'" in warned[0]
+
+
 @pytest.mark.parametrize("verdict", [True, False])
 @pytest.mark.parametrize("sure", [True, False])
 def test_a_judge_that_would_write_something_else_is_warned_of_once(
@@ -167,7 +187,7 @@ def test_a_judge_that_would_write_something_else_is_warned_of_once(
         with torch.no_grad():
             masses.append(model(torch.tensor([prompt.input_ids])).logits[0, -1].softmax(-1)[labels].sum())
     share = float(torch.stack(masses).mean())
-    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warned = [line for line in warnings_in(caplog) if "kept mass" not in line]
     assert (share > 0.5) == sure and len(warned) == (0 if sure else 1)
     if not sure:
         assert f"the judge puts {100 * share:.3g} % of its probability on its labels, less than the 50 %" in warned[0]
