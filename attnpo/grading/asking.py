@@ -78,14 +78,20 @@ class Asked:
         return not self.failures and not self.left
 
     def cost(self, price: Price) -> dict[str, float]:
-        """What all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of calls."""
+        """What all replies took, stored ones included: calls, tokens, dollars (not where unknown), seconds of calls.
+
+        ``estimated_calls``, where there are any, came without an account: of these, tokens and dollars are what was set
+        aside for them.
+        """
         given = self.replies.values()
         tokens = sum(reply.input_tokens for reply in given), sum(reply.output_tokens for reply in given)
+        estimated = sum(reply.estimated for reply in given)
         return {
             "calls": float(len(given)),
             "input_tokens": float(tokens[0]),
             "output_tokens": float(tokens[1]),
             **({"dollars": price.of(*tokens)} if price.known else {}),
+            **({"estimated_calls": float(estimated)} if estimated else {}),
             "seconds": math.fsum(reply.seconds for reply in given),
         }
 
@@ -167,13 +173,13 @@ def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budg
         asking = False
         for call, reply in grader.ask(budget.admitted(calls)):
             asking = True
-            failed = isinstance(reply, GradingFailure)
-            budget.settle(call, None if isinstance(reply, GradingFailure) else reply)
-            if not isinstance(reply, GradingFailure):
-                store.add(call, identity, reply)
-            tally.note(call, reply)
-            if failed:
+            if isinstance(reply, GradingFailure):
+                budget.drop(call)
+                tally.note(call, reply)
                 tally.check()
+            else:
+                store.add(call, identity, budget.settle(call, reply))
+                tally.note(call, reply)
 
 
 @dataclass
@@ -275,6 +281,14 @@ def _report(asked: Asked, budget: Budget) -> None:
         log.warning("%s is reached%s; raise it to ask the %d calls that are left: %s", asked.stopped, spent, *left)
     if asked.made:
         log.info("grading: %d calls in %.0f s, %d replies in all", asked.made, asked.seconds, len(asked.replies))
+    estimated = sum(reply.estimated for reply in asked.replies.values())
+    if estimated:
+        log.warning(
+            "%d of %d replies came without an account of their tokens (usage): their cost is an estimate, the input as "
+            "estimated and the most output that was allowed",
+            estimated,
+            len(asked.replies),
+        )
 
 
 def dollars(amount: float) -> str:

@@ -42,8 +42,9 @@ class GradingReply:
     """What a grader said.
 
     ``logprobs``: the first token's most likely texts with their natural log-probabilities, None where the grader gives
-    none. Token counts are the grader's own account (``usage``), 0 where it keeps none. ``model`` is who says to have
-    replied, where that is said.
+    none. Token counts are the grader's own account (``usage``). ``estimated``: it gave none, so that they are what was
+    set aside for the call, its estimated input and the most output. ``model`` is who says to have replied, where that
+    is said.
     """
 
     text: str
@@ -53,6 +54,7 @@ class GradingReply:
     output_tokens: int = 0
     seconds: float = 0.0
     model: str = ""
+    estimated: bool = False
 
 
 @dataclass(frozen=True)

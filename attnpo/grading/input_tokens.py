@@ -72,7 +72,7 @@ class InputTokens:
     def saw(self, call: GradingCall, reply: GradingReply) -> None:
         """Takes note of the account of a call; a reply without an account says nothing."""
         raw, counted = self.raw(call), self._count(call)
-        if reply.input_tokens <= 0 or raw <= 0:
+        if reply.estimated or reply.input_tokens <= 0 or raw <= 0:
             return
         self.seen += 1
         self._counted += raw

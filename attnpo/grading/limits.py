@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from attnpo.grading.base import Grader, GradingCall, GradingReply
 from attnpo.grading.input_tokens import InputTokens
@@ -67,13 +67,23 @@ class Budget:
             self._flying[call] = most
             yield call
 
-    def settle(self, call: GradingCall, reply: GradingReply | None) -> None:
-        """Replaces what was set aside for a call by what it cost; None for a call that got no reply."""
-        del self._flying[call]
-        if reply is not None:
+    def settle(self, call: GradingCall, reply: GradingReply) -> GradingReply:
+        """Replaces what was set aside for a call by what it cost, and returns the reply with it.
+
+        What was set aside stands, as tokens too, where the grader gave no account of them.
+        """
+        self.drop(call)
+        if reply.estimated:
+            reply = replace(reply, input_tokens=self.tokens.of(call), output_tokens=call.max_tokens)
+        else:
             self.tokens.saw(call, reply)
-            self.spent += self.grader.price.of(reply.input_tokens, reply.output_tokens)
-            self.replied += 1
+        self.spent += self.grader.price.of(reply.input_tokens, reply.output_tokens)
+        self.replied += 1
+        return reply
+
+    def drop(self, call: GradingCall) -> None:
+        """Lets go what was set aside for a call that got no reply."""
+        del self._flying[call]
 
     def _bound(self, most: float) -> str | None:
         max_cost, max_calls = self.limits.max_cost, self.limits.max_calls

@@ -23,12 +23,14 @@ from attnpo.threads import in_threads
 if TYPE_CHECKING:
     import httpx2
     import openai
+    from openai.types import CompletionUsage
     from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 log = logging.getLogger(__name__)
 
 SERVICE = "https://api.openai.com/v1"
 ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
+KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
 NO_KEY = "none"  # what a server that asks for no key is sent
 LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
 OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
@@ -39,8 +41,9 @@ class OpenAIGrader:
     """A model that an OpenAI-compatible endpoint serves.
 
     ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
-    ``key_variable``. ``concurrency`` calls are open at once, each waits ``timeout`` seconds for its reply and is
-    repeated up to ``max_retries`` times, not where the server asks for more than two minutes of patience.
+    ``key_variable``; None: from ``OPENAI_API_KEY``, and a ``base_url`` that is given is sent no key. ``concurrency``
+    calls are open at once, each waits ``timeout`` seconds for its reply and is repeated up to ``max_retries`` times,
+    not where the server asks for more than two minutes of patience.
     ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly.
     The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
     goes with every request, ``length_key`` is the name it gives the most output tokens.
@@ -48,7 +51,7 @@ class OpenAIGrader:
 
     model: str = "gpt-4o-mini-2024-07-18"
     base_url: str | None = None
-    key_variable: str = "OPENAI_API_KEY"
+    key_variable: str | None = None
     concurrency: int = 16
     timeout: float = 600.0
     max_retries: int = 10
@@ -79,6 +82,11 @@ class OpenAIGrader:
         """Where requests go."""
         return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
 
+    @property
+    def _key(self) -> str | None:
+        """Name of the environment variable with the key; None for a server that is sent none."""
+        return self.key_variable or (KEY if self.base_url is None or self.address == SERVICE else None)
+
     def identity(self) -> dict[str, object]:
         """Model, address and what goes with every request."""
         return {
@@ -99,11 +107,17 @@ class OpenAIGrader:
                 "grader=openai needs the packages openai (3 or later) and httpx2; they come with the extra `eval`: "
                 f"{install_line('eval')}"
             )
-        if self.address == SERVICE and not os.environ.get(self.key_variable):
+        if self.address == SERVICE and not os.environ.get(self._key or ""):
             raise UserError(
                 f"grader=openai asks {SERVICE}, which needs a key: expected it in the environment variable "
-                f"{self.key_variable} (grader.key_variable), which is not set; or name a server of your own with "
+                f"{self._key} (grader.key_variable), which is not set; or name a server of your own with "
                 "grader.base_url=http://HOST:PORT/v1"
+            )
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            raise UserError(
+                f"grader.key_variable={self.key_variable}: expected the server's key in the environment variable "
+                f"{self.key_variable}, which is not set; set it, or grader.key_variable=null where a server asks for "
+                "none"
             )
 
     def ask(self, calls: Iterable[GradingCall]) -> Iterator[tuple[GradingCall, GradingReply | GradingFailure]]:
@@ -136,7 +150,7 @@ class OpenAIGrader:
         limits = Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         hooks = {"response": [_refuse_other_than_completions]}
         return openai.OpenAI(
-            api_key=os.environ.get(self.key_variable) or NO_KEY,
+            api_key=os.environ.get(self._key or "") or NO_KEY,
             base_url=self.address,
             timeout=self.timeout,
             max_retries=self.max_retries,
@@ -158,9 +172,10 @@ class OpenAIGrader:
                 extra_body={self.length_key: call.max_tokens, **wanted, **self.extra_body},
             )
         except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
+            what = "a request without a key" if self._key is None else f"the key in {self._key}"
             raise UserError(
-                f"{self.address} refuses the key in {self.key_variable} ({_said(problem)}): set the environment "
-                "variable to one that may use grader.model"
+                f"{self.address} refuses {what} ({_said(problem)}): expected a key that may use grader.model in the "
+                f"environment variable {self._key or 'that grader.key_variable=NAME names'}"
             ) from problem
         except openai.NotFoundError as problem:
             raise UserError(
@@ -183,7 +198,7 @@ class OpenAIGrader:
         """Raises UserError for a refusal that every call would meet."""
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
-                f"{self.address}: the account of the key in {self.key_variable} is out of credit ({_said(problem)}); "
+                f"{self.address}: the account of the key in {self._key} is out of credit ({_said(problem)}); "
                 "the replies so far are stored, the same command goes on from there"
             ) from problem
         if problem.param in ("logprobs", "top_logprobs"):
@@ -220,7 +235,7 @@ def _refuse_other_than_completions(response: "httpx2.Response") -> None:
 
 
 def _read(completion: "ChatCompletion", seconds: float) -> GradingReply:
-    choice, usage = completion.choices[0], completion.usage
+    choice, counts = completion.choices[0], _counts(completion.usage)
     first = choice.logprobs.content[0] if choice.logprobs and choice.logprobs.content else None
     likely: dict[str, float] = {}
     for entry in first.top_logprobs if first is not None else ():
@@ -229,11 +244,19 @@ def _read(completion: "ChatCompletion", seconds: float) -> GradingReply:
         text=choice.message.content or "",
         finish_reason=choice.finish_reason or "stop",
         logprobs=likely or None,
-        input_tokens=usage.prompt_tokens if usage else 0,
-        output_tokens=usage.completion_tokens if usage else 0,
+        input_tokens=counts[0] if counts is not None else 0,
+        output_tokens=counts[1] if counts is not None else 0,
         seconds=seconds,
         model=completion.model or "",
+        estimated=counts is None,
     )
+
+
+def _counts(usage: "CompletionUsage | None") -> tuple[int, int] | None:
+    """Returns input and output tokens by a server's account; None unless both are whole numbers of at least 0."""
+    found = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
+    whole = [count for count in found if isinstance(count, int) and not isinstance(count, bool) and count >= 0]
+    return (whole[0], whole[1]) if len(whole) == 2 else None
 
 
 def _said(problem: Exception) -> str:

@@ -31,6 +31,7 @@ class Reply:
     """What the server says: ``logprobs`` of the first token's texts, None for an endpoint that gives none.
 
     ``model``: the model it says it is, None the one asked for. ``output_tokens``: those it counts, None its own count.
+    ``usage``: its account of the tokens in place of a true one.
     """
 
     text: str
@@ -38,6 +39,7 @@ class Reply:
     logprobs: Mapping[str, float] | None = None
     model: str | None = None
     output_tokens: int | None = None
+    usage: object = ...
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,9 @@ class Loopback:
                     "logprobs": content,
                 }
             ],
-            "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after},
+            "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
+            if reply.usage is ...
+            else reply.usage,
         }
 
 

@@ -161,6 +161,30 @@ def test_a_wrong_key_ends_the_command(
     record_property("bad input", ("endpoint: 401", text, "nothing"))
 
 
+@pytest.mark.parametrize("given", [{}, {"key_variable": "OPENAI_API_KEY"}, {"key_variable": "MY_KEY"}])
+def test_a_server_of_ones_own_gets_no_key_but_the_one_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "openai's own")
+    monkeypatch.setenv("MY_KEY", "mine")
+    with Loopback(echo) as server:
+        assert ask(server, tmp_path, CALLS[:1], **given).whole
+    expected = {"OPENAI_API_KEY": "openai's own", "MY_KEY": "mine"}.get(given.get("key_variable", ""), "none")
+    (request,) = server.requests
+    assert {name.lower(): value for name, value in request.headers.items()}["authorization"] == f"Bearer {expected}"
+
+
+def test_the_clients_own_variables_go_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    with Loopback(echo, key="right") as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.base_url)
+        assert ask(server, tmp_path, CALLS[:1], base_url=None).whole
+        text = refused(server, tmp_path, CALLS[1:2])
+    assert "refuses a request without a key" in text and "grader.key_variable=NAME" in text
+    with pytest.raises(UserError, match=r"grader\.key_variable=NOT_SET: expected"):
+        grader_of(server, key_variable="NOT_SET").check_ready()
+
+
 def test_a_model_that_is_not_served_ends_the_command(tmp_path: Path) -> None:
     with Loopback(echo, [None, Fault(404, message="no such model")]) as server:
         text = refused(server, tmp_path, model="mine", concurrency=1)
@@ -219,6 +243,30 @@ def test_a_reply_holds_the_servers_account(tmp_path: Path, caplog: pytest.LogCap
     assert (reply.text, reply.finish_reason, reply.model) == ("too many", "length", "mine-2")
     assert (reply.input_tokens, reply.output_tokens, reply.logprobs) == (33, 2, None) and 0 < reply.seconds < 5
     assert caplog.text.count("grader.model=mine is answered by mine-2") == 1
+
+
+UNKNOWN = [
+    None, {}, {"prompt_tokens": 5}, {"prompt_tokens": "5", "completion_tokens": 1},
+    {"prompt_tokens": 5.5, "completion_tokens": 1}, {"prompt_tokens": -1, "completion_tokens": 1},
+    {"prompt_tokens": 5, "completion_tokens": None}, {"prompt_tokens": True, "completion_tokens": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("usage", UNKNOWN, ids=str)
+def test_a_budget_holds_where_replies_carry_no_account(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, usage: object
+) -> None:
+    """Each call may cost a dollar of output, so that three fit into 3.5 dollars, however often they are asked for."""
+    calls = [call(number, max_tokens=1_000_000) for number in range(10)]
+    priced = {"price_model": "mine", "model": "mine", "price_input": 0.0, "price_output": 1.0, "concurrency": 1}
+    with Loopback(lambda _: Reply("7", usage=usage)) as server:
+        for _ in range(2):
+            grader = grader_of(server, **priced)
+            asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=3.5))
+            assert asked.stopped == "limits.max_cost=3.5" and len(asked.replies) == len(server.requests) == 3
+            assert "3 of 3 replies came without an account of their tokens" in caplog.text
+            cost = asked.cost(grader.price)
+            assert cost["dollars"] == cost["estimated_calls"] == 3 and cost["output_tokens"] == 3_000_000
 
 
 def test_another_served_model_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
