@@ -1,6 +1,8 @@
 """The OpenAI-compatible grader against the loop-back server: faults, refusals, log-probabilities, counts."""
 
+import configparser
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -10,6 +12,7 @@ import openai
 import pytest
 
 from attnpo.config import CONFIG_DIR, build
+from attnpo.grading import openai_grader
 from attnpo.grading.asking import Asked, ask_all, estimate
 from attnpo.grading.base import Grader, GradingCall, GradingFailure, GradingReply, Price
 from attnpo.grading.limits import GradingLimits
@@ -213,6 +216,17 @@ def test_no_key_and_no_package_are_said_before_anything_is_asked(monkeypatch: py
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(UserError, match=r"extra `eval`"):
         OpenAIGrader().check_ready()
+
+
+def test_the_extra_brings_the_client_that_the_grader_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = configparser.ConfigParser()
+    extra.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
+    (bounds,) = re.findall(r"^openai(.*)$", extra["options.extras_require"]["eval"], flags=re.MULTILINE)
+    monkeypatch.setattr(openai_grader, "find_spec", lambda package: None)
+    with pytest.raises(UserError, match=r"openai \((\d+) or later\)") as caught:
+        OpenAIGrader().check_ready()
+    least = re.search(r"openai \((\d+) or later\)", str(caught.value))
+    assert least is not None and bounds == f">={least[1]},<{int(least[1]) + 1}"
 
 
 # ------------------------------------------------------------------------------------------------ requests
