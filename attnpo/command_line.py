@@ -79,8 +79,9 @@ def _run(
     if options.help:
         sys.stdout.write(parser.text(config.CONFIG_DIR / f"{name}.yaml", groups(options.config_dir)))
         return 0
-    # Not Path.exists, which raises for an override that is longer than a name can be.
-    bare = [word for word in options.words if not word.startswith("~") and ("=" not in word or os.path.exists(word))]
+    # Where paths are taken, one may hold an equals sign. Not Path.exists, which raises for words longer than a name.
+    paths = positional is not None
+    bare = [w for w in options.words if not w.startswith("~") and ("=" not in w or (paths and os.path.exists(w)))]
     overrides = [word for word in options.words if word not in bare]
     if bare and positional is None:
         raise UserError(f"{bare[0]!r}: expected GROUP=OPTION or KEY=VALUE; see --help")

@@ -598,6 +598,15 @@ def test_complete_says_when_nothing_may_be_missing(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.usefixtures("configs")
+def test_a_file_called_like_an_override_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But where a command takes paths, as the folders of runs, a path may hold an equals sign."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=7").touch()
+    seen: list[Fit] = []
+    assert enter(lambda cfg: seen.append(cfg) or 0, "seed=7") == 0 and seen[0].seed == 7
+
+
+@pytest.mark.usefixtures("configs")
 def test_positional_arguments_fill_their_key() -> None:
     seen = []
     assert enter(lambda cfg: seen.append(list(cfg.path)), "runs/a", "runs/b", "seed=3", positional="path") == 0
