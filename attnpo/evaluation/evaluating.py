@@ -53,8 +53,8 @@ def evaluate(cfg: EvaluateConfig) -> int:
     """
     if world_size() > 1:
         raise UserError(
-            f"evaluate was started with {world_size()} processes; it works alone: start it without torchrun, and let "
-            "attnpo.generate or a server write the answers on several devices"
+            f"evaluate was started with {world_size()} processes; it works alone: start it without torchrun, and let a "
+            "server write the answers on several devices (answering=openai answering.base_url=URL)"
         )
     folder = cfg.folder()
     folder.mkdir(parents=True, exist_ok=True)

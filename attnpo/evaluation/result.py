@@ -59,6 +59,15 @@ def read_result(folder: Path) -> EvaluationResult | None:
     values = read_record(path)
     if values is None:
         raise UserError(f"{path} is damaged or was edited: delete it and give the command of the evaluation again")
+    try:
+        return _parse(values)
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise UserError(
+            f"{path} is of another version of attnpo ({problem!r}): delete it and give the evaluation's command again"
+        ) from problem
+
+
+def _parse(values: dict[str, Any]) -> EvaluationResult:
     lengths, scores = values.pop("lengths"), values.pop("scores")
     return EvaluationResult(
         **{**values, "table": tuple(values["table"])},

@@ -16,6 +16,7 @@ from attnpo.evaluation.base import Graded, Measured, Replies, Score, Subject
 from attnpo.evaluation.evaluate_config import EvaluateConfig, GradingRules
 from attnpo.evaluation.evaluating import LEFT_OUT, UNANSWERED, evaluate, graded_twice
 from attnpo.evaluation.result import RESULT, read_result
+from attnpo.files import RECORD, write_record
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.grading.limits import GradingLimits
 from attnpo.grading.scripted import ScriptedGrader
@@ -226,6 +227,25 @@ def test_questions_graded_twice_are_others_in_each_round() -> None:
     rules = GradingRules()
     assert (rules.twice(805), rules.twice(80), rules.twice(20), rules.twice(0)) == (81, 50, 20, 0)
     assert GradingRules(again=0.0).twice(805) == 0
+
+
+@pytest.mark.parametrize(
+    "change", [{"lengths": {"words": 3}}, {"scores": [{"name": "mark"}]}, {"scores": [1]}, {"new": 1}, {"table": None}]
+)
+def test_a_result_of_another_version_is_an_error(tmp_path: Path, change: dict[str, object]) -> None:
+    cfg = config(tmp_path, mark)
+    assert evaluate(cfg) == 0
+    values = json.loads((tmp_path / RESULT).read_text())
+    write_record(tmp_path / RESULT, {**{name: value for name, value in values.items() if name != RECORD}, **change})
+    with pytest.raises(UserError, match=r"evaluation\.json is of another version of attnpo .* give the evaluation's"):
+        evaluate(cfg)
+
+
+def test_evaluate_works_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it points to instead is a server, whose answers it reads."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"start it without torchrun, .*\(answering=openai"):
+        evaluate(config(tmp_path, mark))
 
 
 def test_a_damaged_result_is_an_error(tmp_path: Path) -> None:
