@@ -60,26 +60,22 @@ def read_result(folder: Path) -> EvaluationResult | None:
     if values is None:
         raise UserError(f"{path} is damaged or was edited: delete it and give the command of the evaluation again")
     try:
-        return _parse(values)
+        lengths, scores = values.pop("lengths"), values.pop("scores")
+        return EvaluationResult(
+            **{**values, "table": tuple(values["table"])},
+            scores=tuple(
+                Score(
+                    **{
+                        **score,
+                        "rounds": tuple(score["rounds"]),
+                        "interval": None if score["interval"] is None else tuple(score["interval"]),
+                    }
+                )
+                for score in scores
+            ),
+            lengths=None if lengths is None else Lengths(**lengths),
+        )
     except (KeyError, TypeError, AttributeError) as problem:
         raise UserError(
             f"{path} is of another version of attnpo ({problem!r}): delete it and give the evaluation's command again"
         ) from problem
-
-
-def _parse(values: dict[str, Any]) -> EvaluationResult:
-    lengths, scores = values.pop("lengths"), values.pop("scores")
-    return EvaluationResult(
-        **{**values, "table": tuple(values["table"])},
-        scores=tuple(
-            Score(
-                **{
-                    **score,
-                    "rounds": tuple(score["rounds"]),
-                    "interval": None if score["interval"] is None else tuple(score["interval"]),
-                }
-            )
-            for score in scores
-        ),
-        lengths=None if lengths is None else Lengths(**lengths),
-    )
