@@ -155,7 +155,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_weights_that_no_training_token_gets_are_warned_of_once(
     world: World, caplog: pytest.LogCaptureFixture, assembly: str
 ) -> None:
-    """The judge's tokenizer joins the last full stop with what follows it in the prompt, unless ids are spliced in."""
+    """Joins the last full stop with what follows it in the judge's prompt, unless ids are spliced in."""
     weigher = Weigher(world.model, template="judge/testbed.txt", assembly=assembly, max_length=512)
     weighed = weigher(*PAIR)
     weigher(*PAIR)

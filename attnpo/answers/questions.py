@@ -20,7 +20,7 @@ class Question:
 
 
 def first_turn(question: Question) -> list[Message]:
-    """The prompt of a question's first answer: its system text, if it has one, and its first turn."""
+    """Returns the prompt of a question's first answer: its system text, if it has one, and its first turn."""
     turns = [] if question.system is None else [Message(role="system", content=question.system)]
     return [*turns, Message(role="user", content=question.turns[0])]
 

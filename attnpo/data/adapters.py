@@ -194,13 +194,13 @@ class _Turns:
 
 
 def _repeats(turns: _Turns) -> bool:
-    """Whether both responses begin with the last turn's text, of two words or more: one may be an answer's first."""
+    """Tells whether both responses begin with the last turn's text, if it has two words or more."""
     asked = turns.history[-1]["content"].strip()
     return " " in asked and all(text.lstrip().startswith(asked) for text in (turns.chosen, turns.rejected))
 
 
 def _is_misscored(row: Mapping[str, object], columns: Columns) -> bool:
-    """Whether the row has a score of each response (score_chosen, chosen_score, ...) that says tied or exchanged."""
+    """Tells whether the row scores its chosen response (score_chosen, chosen_score, ...) no higher than the other."""
     for name in ("score_{}", "{}_score"):
         chosen, rejected = (row.get(name.format(side)) for side in (columns.chosen, columns.rejected))
         if isinstance(chosen, int | float) and isinstance(rejected, int | float) and chosen <= rejected:

@@ -35,9 +35,9 @@ class LabelCheck:
 
     def known(self, pairs: Sequence[PreferencePair]) -> LabelMass | None:
         """What the store has of the first of ``pairs``; None where they were not measured."""
-        return self._stored(self._shown(pairs))
+        return self._read_stored(self._find_shown(pairs))
 
-    def _stored(self, shown: Sequence[JudgePrompt]) -> LabelMass | None:
+    def _read_stored(self, shown: Sequence[JudgePrompt]) -> LabelMass | None:
         record = read_record(self._path(shown))
         if record is None:
             return None
@@ -50,8 +50,8 @@ class LabelCheck:
         UserError below ``judge.min_label_mass`` where ``judge.low_label_mass`` is stop, and then also for labels that
         cannot be read at all; with warn both are warnings.
         """
-        shown = self._shown(pairs)
-        mass = self._stored(shown)
+        shown = self._find_shown(pairs)
+        mass = self._read_stored(shown)
         if mass is None:
             try:
                 mass = self._measure(tools, shown)
@@ -77,7 +77,7 @@ class LabelCheck:
         if problem is not None:
             log.warning("warning: %s", problem)
 
-    def _shown(self, pairs: Sequence[PreferencePair]) -> list[JudgePrompt]:
+    def _find_shown(self, pairs: Sequence[PreferencePair]) -> list[JudgePrompt]:
         """Builds the prompts, two a pair, of the first PAIRS of ``pairs`` that the judge can be shown."""
         found: list[JudgePrompt] = []
         for pair in pairs:

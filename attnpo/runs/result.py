@@ -72,14 +72,14 @@ class RunResult:
 
     @property
     def overlap_warning(self) -> str | None:
-        """How much of validation is trained on as well; None where nothing is, or an earlier version did not count."""
+        """Returns how much of validation is trained on as well; None where nothing is, or where it was not counted."""
         found = self.split("val").get(OVERLAP)
         warning = found.get("warning") if isinstance(found, dict) else None
         return None if warning is None else str(warning)
 
     @property
     def warnings(self) -> list[str]:
-        """What a reader of the run's figures must know first: leaked pairs, the judge's verdicts, lost weights."""
+        """Returns warnings that belong beside every figure: leaked pairs, the judge's verdicts, lost weights."""
         lost = [f"{name}: {part['warning']}" for name in ("train", "val") if "warning" in (part := self.split(name))]
         return [text for text in (self.overlap_warning, self.judge_warning, *lost) if text is not None]
 

@@ -64,7 +64,7 @@ def benchmark_notes(outcome: Outcome) -> Iterator[str]:
 
 
 def _within_noise(outcome: Outcome, benchmark: str) -> Iterator[str]:
-    """The rows of each world whose difference to the control, else to the base, is below the grading noise."""
+    """Names the rows of each world whose difference to the control, else to the base, is below the grading noise."""
     rows = outcome.benchmarks[benchmark]
     against = outcome.study.control or BASE_ROW
     for world in outcome.worlds:

@@ -87,7 +87,7 @@ class FitConfig(RunConfig):
             super().check_combination()
 
     def chosen_later(self) -> frozenset[str]:
-        """The groups that the study's arms or worlds choose, or its benchmarks, which ask for a model of each point."""
+        """Returns the groups that arms or worlds choose, or benchmarks, which ask for a model of each point."""
         if self.study is None:
             return frozenset()
         study = self.study

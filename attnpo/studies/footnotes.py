@@ -173,7 +173,7 @@ def _poor_judges(outcome: Outcome) -> Iterator[str]:
 
 
 def _overlaps(outcome: Outcome) -> Iterator[str]:
-    """A line per world whose validation pairs or prompts are trained on as well."""
+    """Warns of each world whose validation pairs or prompts are trained on as well."""
     found = dict.fromkeys((point.arm.world, result.overlap_warning) for point, result in outcome.points)
     for world, warning in found:
         if warning is not None:

@@ -382,7 +382,7 @@ class ChatFormat:
         )
 
     def spells_special(self, prompt: Sequence[Message]) -> bool:
-        """Whether a message of ``prompt`` spells out a special token, as a prompt does that is rendered already."""
+        """Tells whether a message of ``prompt`` spells out a special token, as a prompt rendered already does."""
         return any(self._spelled.search(turn["content"]) for turn in prompt)
 
     @property

@@ -13,11 +13,11 @@ log = logging.getLogger(__name__)
 
 
 class TokenWithoutRow(RefusedText):
-    """A text with a token that the model has no embedding for."""
+    """Refusal of a text with a token that the model has no embedding for."""
 
 
 class TokenRows:
-    """The ids below ``count``, the token embeddings of a model; all ids where it is None.
+    """Token ids that a model has embeddings for: those below ``count``, or all where it is None.
 
     Logs a warning where the padding token is outside.
     """

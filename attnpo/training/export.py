@@ -44,7 +44,7 @@ def shell(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def generation_config(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]
 ) -> GenerationConfig:
-    """The base's generation settings with every id that ends a turn as EOS, and the tokenizer's BOS and padding.
+    """Returns the base's generation settings, each id that ends a turn as EOS, and the tokenizer's BOS and padding.
 
     Ids of the base's own generation_config.json stay. Of others, which may be defaults of a config's class and so any
     token, EOS stays if it is special and not BOS, and BOS and padding if they are special and the tokenizer has none.

@@ -37,7 +37,7 @@ def shares_that_arrived(weights: Float[Tensor, "n"], arrived: Float[Tensor, "n"]
 
 @runtime_checkable
 class Weighted(Protocol):
-    """A pair on its training tokens; tuples are (chosen, rejected)."""
+    """Pair on its training tokens; tuples are (chosen, rejected)."""
 
     @property
     def coverage(self) -> tuple[float, float]:
@@ -71,11 +71,6 @@ class Arrival:
             *(round(sum(pair.kept_mass[side] for pair in pairs) / count, 5) for side in (0, 1)),
         )
 
-    @property
-    def kept(self) -> tuple[float, float]:
-        """Kept mass of (chosen, rejected)."""
-        return self.kept_mass_chosen, self.kept_mass_rejected
-
     def text(self) -> str:
         """Returns all of it in words."""
         return (
@@ -85,5 +80,6 @@ class Arrival:
 
     @property
     def is_low(self) -> bool:
-        """Whether more is lost than a run should go by without a word."""
-        return min(self.kept) < KEPT or abs(self.kept[0] - self.kept[1]) > SIDES_APART or self.source_coverage < SOURCE
+        """Tells whether more is lost than a run may pass over in silence."""
+        kept = self.kept_mass_chosen, self.kept_mass_rejected
+        return min(kept) < KEPT or abs(kept[0] - kept[1]) > SIDES_APART or self.source_coverage < SOURCE

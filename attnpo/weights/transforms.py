@@ -267,7 +267,7 @@ class CrossPair:
     needs_fit: ClassVar[bool] = True
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
-        """A copy that holds the training rows of each side, ordered by pair id."""
+        """Returns a copy that holds the training rows of each side, ordered by pair id."""
         pool: defaultdict[str, list[tuple[str, Float[Tensor, _]]]] = defaultdict(list)
         for row in rows:
             if row.weights.numel():

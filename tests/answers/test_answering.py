@@ -250,7 +250,7 @@ def other_model(world: World, folder: Path) -> Path:
 
 
 def test_answers_that_end_elsewhere_are_answers_of_another_model(world: World, prompts: Path, tmp_path: Path) -> None:
-    """The ends in generation_config.json; other settings of that file decide nothing here."""
+    """Ends stand in generation_config.json; other settings of that file decide nothing here."""
     folder, out = tmp_path / "model", tmp_path / "answers.jsonl"
     shutil.copytree(world.model, folder)
     settings = folder / "generation_config.json"

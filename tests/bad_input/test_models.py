@@ -472,7 +472,7 @@ NO_TEMPLATE = "has no chat template to use: set {}.chat_template (chat_template=
     ids=["model", "judge", "verbalizer"],
 )
 def test_a_tokenizer_without_a_template(attempts: Attempts, record: Record, part: str, words: list[str]) -> None:
-    """An error, but in a setting that names one to stand in for it, which is told once."""
+    """Refuses it, unless a setting names one to stand in for it, which is told once."""
     broken = attempts.broken_model(gone("chat_template.jinja"))
     given = [word.replace("MODEL", str(broken.model)) for word in words]
     world = broken if given == words else attempts.world

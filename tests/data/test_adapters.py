@@ -274,7 +274,7 @@ def test_every_reason_is_reached() -> None:
 
 
 def test_a_function_call_in_place_of_text_is_named() -> None:
-    """The form before tool_calls, which has no text in most files."""
+    """Names the form before tool_calls, which has no text in most files."""
     call = {**said("x"), "content": None, "function_call": {"name": "look"}}
     in_answer = {"chosen": [USER, call], "rejected": [USER, said("b")]}
     in_prompt = {"prompt": [USER, call], "chosen": "a", "rejected": "b"}

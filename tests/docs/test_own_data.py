@@ -57,7 +57,7 @@ BRIEF = (
 
 
 def write_model(family: str, folder: Path) -> None:
-    """A random model with byte pairs, its end of turn and the template of its family."""
+    """Writes a random model with byte pairs, its end of turn and the template of its family."""
     name, make = FAMILIES[family]
     template = None if name is None else (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
     tokenizer = tiny_tokenizer()
@@ -72,7 +72,7 @@ def write_model(family: str, folder: Path) -> None:
 
 
 def readme_commands() -> list[list[str]]:
-    """The words of the commands under "Your own data"."""
+    """Returns the words of the commands under "Your own data"."""
     text = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Your own data")[2].partition("\n## ")[0]
     lines = [line.partition(" #")[0] for line in text.splitlines() if line.startswith("python -m attnpo.")]
     return [shlex.split(line.removeprefix("python -m attnpo.")) for line in lines]

@@ -242,7 +242,7 @@ def test_a_result_of_another_version_is_an_error(tmp_path: Path, change: dict[st
 
 
 def test_evaluate_works_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it points to instead is a server, whose answers it reads."""
+    """Points to a server instead, whose answers it reads."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"start it without torchrun, .*\(answering=openai"):
         evaluate(config(tmp_path, mark))

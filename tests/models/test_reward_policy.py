@@ -124,7 +124,7 @@ def test_a_run_with_defaults_names_what_to_set(world: World) -> None:
 def test_the_page_and_the_last_words_of_a_run_speak_of_no_log_probabilities_and_no_token_weights(
     world: World, tmp_path: Path
 ) -> None:
-    """What a reward model gives on tokens are rewards, 0 but on the last; other weights than uniform are refused."""
+    """Rewards stand on tokens, 0 but on the last; other weights than uniform are refused."""
     cfg = world.config(*REWARD, "trainer.max_steps=1", "callbacks.checkpoints=false")
     result = run(cfg, tmp_path / "run")
     assert result is not None

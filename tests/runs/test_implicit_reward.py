@@ -171,7 +171,7 @@ def test_what_is_not_given_is_taken_from_the_run_that_trained_the_model(
 
 
 def load_rows(world: World, folder: Path) -> list[dict[str, Any]]:
-    """The rows of the run's validation pairs."""
+    """Reads the rows of the run's validation pairs."""
     pairs = saved_config(folder, "run").data.load("val").pairs
     rows = map(json.loads, (world.data / "train.jsonl").read_text(encoding="utf-8").splitlines())
     chosen = {(str(pair.prompt[0]["content"]), pair.chosen) for pair in pairs}

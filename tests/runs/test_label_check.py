@@ -144,7 +144,7 @@ def test_stop_holds_for_weights_that_another_run_stored(
 def test_two_sets_share_a_measurement_only_where_the_measured_pairs_are_the_same(
     template: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first pair cannot be shown, so 15 of the first 16 are measured and the one that follows them."""
+    """Leaves out the first pair, which cannot be shown: 15 of the first 16 are measured and the next one."""
     wide = build_world(tmp_path / "wide", train=40, val=2)
     rows = [json.loads(line) for line in (wide.data / "train.jsonl").read_text().splitlines()]
     topic = rows[0]["topic"]

@@ -78,8 +78,8 @@ def judge(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO, logger="attnpo")
 
 
-def expected(world: World, layer: int, *splits: str) -> dict[str, float]:
-    """By side the mean of what all but the last token of each response has, from the data alone."""
+def compute_expected(world: World, layer: int, *splits: str) -> dict[str, float]:
+    """Computes by side the mean of what all but the last token of each response has, from the data alone."""
     files = [world.data / f"{split}.jsonl" for split in splits or ("train",)]
     rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     kept = {}
@@ -100,7 +100,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_run_says_what_it_loses(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """In the log, the result, the page and the exported card, by side; with the layer, and what helps."""
-    kept = expected(world, 2)
+    kept = compute_expected(world, 2)
     run(world.config(PLAIN, "trainer.max_steps=1", "callbacks.samples=0"), tmp_path / "run")
     line = next(one.getMessage() for one in caplog.records if one.getMessage().startswith("train: coverage 0."))
     assert "source coverage 0." in line and words(kept) in line
@@ -136,9 +136,9 @@ def test_every_stored_layer_is_measured(world: World, caplog: pytest.LogCaptureF
     fill_store(world.config(PLAIN))
     for layer in (1, 2):
         said = [line for line in caplog.text.splitlines() if f"weights of Attention, layer {layer}: coverage" in line]
-        assert said and all(words(expected(world, layer)) in line for line in said)
+        assert said and all(words(compute_expected(world, layer)) in line for line in said)
     (warned,) = [one for one in warnings(caplog) if "layer 2" in one]
-    assert words(expected(world, 2)) in warned
+    assert words(compute_expected(world, 2)) in warned
 
 
 def test_the_passport_measures_every_layer(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,10 +151,10 @@ def test_the_passport_measures_every_layer(world: World, tmp_path: Path, capsys:
     assert run_entry(main, "passport", [*own, *more], "", "", complete=lambda cfg: cfg.prepare is None) == 0
     found: dict[str, Any] = read_record(tmp_path / "told" / "passport.json") or {}
     for look in found["layers"]:
-        kept = expected(world, look["layer"], "train", "test")
+        kept = compute_expected(world, look["layer"], "train", "test")
         assert [look[f"kept_mass_{side}"] for side in SIDES] == pytest.approx(list(kept.values()), abs=1e-5)
     shown = " ".join(capsys.readouterr().out.split())
-    assert words(expected(world, 2, "train", "test")) in shown and "align.method=characters" in shown
+    assert words(compute_expected(world, 2, "train", "test")) in shown and "align.method=characters" in shown
     assert "kept chosen" in (tmp_path / "told" / "passport.html").read_text()
 
 

@@ -43,7 +43,7 @@ def rows_of(world: World, split: str) -> Rows:
 
 
 def with_data(world: World, folder: Path, **splits: Sequence[Mapping[str, Any]]) -> World:
-    """The world's model on other pairs; a split that is not given is copied."""
+    """Returns the world's model on other pairs; a split that is not given is copied."""
     data = folder / "data"
     shutil.copytree(world.data, data)
     for split, rows in splits.items():

@@ -160,7 +160,7 @@ def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
         (place / "checkpoint.json").write_text(json.dumps(account))
         seal(place)
 
-    def killed(step: int, *changes: str) -> None:
+    def kill_at(step: int, *changes: str) -> None:
         def begin(module: PreferenceModule, *batch: object) -> None:
             if module.trainer.global_step == step:
                 raise Killed
@@ -171,10 +171,10 @@ def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
             patch.setattr(PreferenceModule, "on_train_batch_start", begin)
             run(world.config(*command, *changes), folder)
 
-    killed(1, "optimizer.decay_all=true")
+    kill_at(1, "optimizer.decay_all=true")
     for name in ("last", "best"):
         earlier(folder / name)
-    killed(2, "resume=auto")
+    kill_at(2, "resume=auto")
     assert "weight decay goes on over all weights" in caplog.text
     assert "optimizer.decay_all" not in read_account(folder / "last")["config"]
     ended = run(world.config(*command, "resume=auto"), folder)

@@ -287,7 +287,7 @@ def test_validation_that_is_trained_on_is_said_above_the_table_and_in_the_last_w
 
 
 def test_weights_that_are_lost_are_columns_and_a_warning_above_the_table() -> None:
-    """The means of the arm's runs that warn; an arm whose runs do not is not named."""
+    """Shows means of the arm's runs that warn; an arm whose runs do not is not named."""
     kept = {0: (0.75, 0.6), 1: (0.85, 0.7)}
     points = [(point, json.loads(json.dumps(made))) for point, made in POINTS]
     for point, made in points:

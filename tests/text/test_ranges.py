@@ -43,7 +43,7 @@ TEXTS = [
 
 
 def chat(name: str) -> ChatFormat:
-    """A tokenizer with a token for each byte, behind the normaliser of that name; each is of another vocabulary."""
+    """Returns a tokenizer of bytes behind the normaliser of that name; each has another vocabulary."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     shift = list(NORMALIZERS).index(name)
     vocabulary = {letter: place + shift for place, letter in enumerate(letters)}
@@ -58,7 +58,7 @@ def visible(text: str) -> set[int]:
     return {place for place, character in enumerate(text) if not character.isspace()}
 
 
-def held(places: Sequence[tuple[int, int]]) -> set[int]:
+def characters_in(places: Sequence[tuple[int, int]]) -> set[int]:
     return {place for start, end in places for place in range(start, end)}
 
 
@@ -67,7 +67,7 @@ def held(places: Sequence[tuple[int, int]]) -> set[int]:
 def test_every_visible_character_lies_in_a_token(name: str, text: str) -> None:
     format_ = chat(name)
     encoded = format_.encode(QUESTION, text)
-    assert visible(text) <= held(encoded.offsets)
+    assert visible(text) <= characters_in(encoded.offsets)
     starts = [start for start, _ in encoded.offsets]
     assert starts == sorted(starts) and encoded.offsets[-1] == (len(text), len(text))
     # Where the tokenizer's own ranges hold every character they stay as they are.
@@ -75,7 +75,7 @@ def test_every_visible_character_lies_in_a_token(name: str, text: str) -> None:
     _, own = format_.tokenize(full)
     begin = full.index(text)
     own = [(start - begin, end - begin) for start, end in own[-len(encoded.offsets) : -1]]
-    if visible(text) <= held(own):
+    if visible(text) <= characters_in(own):
         assert encoded.offsets[:-1] == own
 
 
@@ -89,7 +89,7 @@ def test_what_is_composed_belongs_to_the_token_before() -> None:
 
 
 def captured_by(judge: ChatFormat, rules: JudgeRules, pair: PreferencePair) -> PairWeights:
-    """A judge's rounds with a weight for each of its tokens."""
+    """Returns a judge's rounds with a weight for each of its tokens."""
     dice, rounds = torch.Generator().manual_seed(0), []
     for prompt in JudgePrompts(rules, judge).build(pair):
         sides = {}

@@ -289,8 +289,8 @@ def test_adapters_are_exported_merged(tokenizer: PreTrainedTokenizerFast, tmp_pa
     assert torch.equal(logits(model), trained)
 
 
-def adapted(path: Path, dtype: str, quantize: str | None = None) -> PreTrainedModel:
-    """A base with adapters that moved by less than bfloat16 resolves in most weights."""
+def add_small_adapters(path: Path, dtype: str, quantize: str | None = None) -> PreTrainedModel:
+    """Returns a base with adapters that moved by less than bfloat16 resolves in most weights."""
     model = load_model(path, dtype=dtype, quantize=quantize)
     model = add_lora(model, LoraSpec(rank=2, alpha=8.0))
     torch.manual_seed(1)
@@ -303,7 +303,7 @@ def adapted(path: Path, dtype: str, quantize: str | None = None) -> PreTrainedMo
 
 @pytest.fixture(params=["llama", "gpt2", "qwen3_moe"])
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder with a model in bfloat16: plain linear layers, transposed ones, fused experts."""
+    """Writes a folder with a model in bfloat16: plain linear layers, transposed ones, fused experts."""
     tiny_model(request.param).to(torch.bfloat16).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
@@ -311,8 +311,8 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_a_float32_export_of_a_bfloat16_base_holds_all_of_its_adapters(
     base: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    Exporter(tokenizer, dtype="float32").export(adapted(base, "bfloat16"), tmp_path / "out")
-    start, wanted = logits(load_model(base)), logits(adapted(base, "float32"))
+    Exporter(tokenizer, dtype="float32").export(add_small_adapters(base, "bfloat16"), tmp_path / "out")
+    start, wanted = logits(load_model(base)), logits(add_small_adapters(base, "float32"))
     found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto"))
     assert float((found - wanted).norm() / (wanted - start).norm()) < 1e-2
 
@@ -323,7 +323,7 @@ def test_adapters_lie_beside_the_merged_weights_as_peft_reads_them(
     base: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, quantize: str | None
 ) -> None:
     """With the base as it was trained they are the trained policy to the bit; whoever loads the folder sees none."""
-    trained, out = adapted(base, "bfloat16", quantize), tmp_path / "out"
+    trained, out = add_small_adapters(base, "bfloat16", quantize), tmp_path / "out"
     facts = {"base": {"name": "base", "path": str(base), "hub": None, "revision": None}}
     Exporter(tokenizer, facts=facts).export(trained, out)
     merged = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
@@ -342,7 +342,7 @@ def test_weights_of_four_bits_are_merged_in_float32(
 ) -> None:
     tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "base")
     start = merged_state(load_model(tmp_path / "base", dtype="bfloat16", quantize="nf4"))
-    model = adapted(tmp_path / "base", "bfloat16", "nf4")
+    model = add_small_adapters(tmp_path / "base", "bfloat16", "nf4")
     Exporter(tokenizer, dtype=dtype).export(model, tmp_path / "out")
     layer = model.model.layers[1].mlp.down_proj
     moved = 4.0 * (layer.lora_B["default"].weight @ layer.lora_A["default"].weight).detach()

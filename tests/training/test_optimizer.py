@@ -163,7 +163,7 @@ CLASSES = ("llama", "qwen3", "gemma3_text", "gpt2", "opt", "bloom", "gpt_neox", 
 
 
 def decays(model: nn.Module, recipe: Optimizer) -> dict[str, float]:
-    """The weight decay of every trained parameter of a model, by name, in the optimiser that training makes."""
+    """Returns the weight decay of every trained parameter of a model, by name, in the optimiser that training makes."""
     module = make_module(4, live=False)
     module.policy, module.recipe = ScoredLM(model), recipe  # type: ignore[arg-type]
     groups = module.configure_optimizers()["optimizer"].param_groups
@@ -193,7 +193,7 @@ def test_adapters_decay_as_by_hugging_faces_trainer(name: str) -> None:
 
 
 def test_weight_decay_moves_no_norm_and_no_bias() -> None:
-    """A step without gradients: what is decayed shrinks by lr times weight decay, a norm and a bias stay."""
+    """Steps without gradients: what is decayed shrinks by lr times weight decay, a norm and a bias stay."""
     model = tiny_model("gpt2")
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     module = make_module(4, live=False)
@@ -211,7 +211,7 @@ def test_weight_decay_moves_no_norm_and_no_bias() -> None:
 
 @pytest.mark.parametrize("recipe", [{"weight_decay": 0.0}, {"weight_decay": 0.1, "decay_all": True}])
 def test_without_weight_decay_or_with_all_decaying_there_is_one_group(recipe: dict[str, Any]) -> None:
-    """The form of the state that runs were saved in before weights were told apart."""
+    """Keeps the form of the state that runs were saved in before weights were told apart."""
     module = make_module(4, live=False)
     module.recipe = Optimizer(**recipe)
     (group,) = module.configure_optimizers()["optimizer"].param_groups

@@ -189,7 +189,7 @@ def test_cross_pair_draws_the_donor_that_a_list_of_all_donors_gives() -> None:
 
 
 class CountedId(str):
-    """A pair id that counts how often it is compared with another."""
+    """Pair id that counts how often it is compared with another."""
 
     compared = 0
 
@@ -224,7 +224,7 @@ def test_cross_pair_does_not_look_at_every_donor_for_every_row() -> None:
 
 @pytest.mark.parametrize("file", sorted((CONFIG_DIR / "transform").glob("*.yaml")), ids=lambda file: file.stem)
 def test_what_a_transform_learns_is_no_key_of_a_configuration(file: Path) -> None:
-    """The keys that a config may give are those its option shows, and what is learnt comes from rows alone."""
+    """Takes the keys that its option shows alone; what is learnt comes from rows."""
     asked = ["setting=real_smoke", "model.path=M", "data.path=D", f"transform={file.stem}"]
     (transform,) = load("fit", asked).transforms.values()
     shown = [line.partition(":")[0] for line in file.read_text().splitlines() if not line.startswith(("#", "_"))]
