@@ -49,7 +49,7 @@ def run_entry(
     calls ``main`` with that. ``command_name`` is what the command is called in its help, by default like its
     configuration. ``positional`` names a key that takes the arguments which are no overrides, as a list.
     ``complete`` says whether nothing may be ``???`` any more before ``main`` (by default main may still fill in texts).
-    ``early`` refuses what the node ``data`` cannot be before torch is imported.
+    ``early`` checks the config node ``data`` before torch is imported.
     An exception with an ``exit_status`` ends the command with it; errors of other kinds propagate with their traceback.
     """
     parser = Arguments(command_name or config_name, description, examples, positional)
@@ -102,10 +102,8 @@ def _run(
         )
     jobs = expand(overrides, options.config_dir) if options.multirun else [overrides]
     composed = [ready(job) for job in jobs]
-    for cfg in composed:
-        early(
-            cast(dict[str, object], resolve(cfg.get("data", {}), "data", []))
-        )  # other problems are told when it is read
+    for cfg in composed:  # other problems are told when it is read
+        early(cast(dict[str, object], resolve(cfg.get("data", {}), "data", [])))
     with heartbeat(name):
         # Brings torch, which takes seconds, in a process that has not loaded it.
         said = "checking the configuration"

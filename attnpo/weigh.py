@@ -19,11 +19,6 @@ python -m attnpo.weigh setting=real_smoke model.path=MODEL data.path=PAIRS expor
 torchrun --nproc-per-node 2 -m attnpo.weigh setting=llama3_8b_base_sft hardware=2x80gb"""
 
 
-def is_complete(cfg: "WeighConfig") -> bool:
-    """Tells whether the model must be given: nothing builds one."""
-    return cfg.prepare is None
-
-
 def main(cfg: "WeighConfig") -> int:
     """0; what was found and what was computed is logged."""
     from attnpo.runs.startup import announce
@@ -46,4 +41,6 @@ if __name__ == "__main__":
     from attnpo.command_line import run_entry
     from attnpo.data.tables import check_validation as early
 
-    sys.exit(run_entry(main, "weigh", None, DESCRIPTION, EXAMPLES, complete=is_complete, early=early))
+    sys.exit(
+        run_entry(main, "weigh", None, DESCRIPTION, EXAMPLES, complete=lambda cfg: cfg.prepare is None, early=early)
+    )

@@ -241,7 +241,8 @@ class Weigher:
     def _weigh(self, pairs: Sequence[PreferencePair]) -> WeighedPairs:
         several = len(pairs) > 1
         encoded = [self._encoded(pair, f"pair {place}" if several else "the pair") for place, pair in enumerate(pairs)]
-        warn_of_rendered(self.chat, [(pair.pair_id[:8], pair.prompt) for pair in pairs])
+        rendered = [pair.pair_id[:8] for pair in pairs if self.chat.spells_special(pair.prompt)]
+        warn_of_rendered(len(rendered), len(pairs), rendered)
         unique = list({pair.pair_id: pair for pair in pairs}.values())
         raw: dict[str, PairWeights] = {}
         if self._rows and unique:

@@ -123,7 +123,8 @@ def _answer(cfg: AnswerConfig, file: AnswerFile) -> Path:
     encoded = encode_prompts(found.prompts, answerer.chat, sampling.max_new_tokens, answerer.limit)
     _report_left_out(encoded, found)
     if answerer.chat is not None:
-        warn_of_rendered(answerer.chat, [(prompt.id, prompt.messages) for prompt in found.prompts])
+        rendered = [prompt.id for prompt in found.prompts if answerer.chat.spells_special(prompt.messages)]
+        warn_of_rendered(len(rendered), len(found.prompts), rendered)
     key = key_of(answerer, sampling)
     have = file.open(key)
     wanted = [(prompt, draw) for prompt in encoded.kept for draw in range(cfg.answers.per_prompt)]

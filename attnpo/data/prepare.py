@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
 from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
 from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
@@ -189,18 +189,17 @@ def encode_pairs(
             "differ and that fit lengths.max_length and the chat template: change these settings or the data"
             + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
         )
-    warn_of_rendered(chat, [(pair.pair_id[:8], pair.prompt) for pair in out.pairs])
+    warn_of_rendered(out.tally.counts[IN_PROMPT], len(out.pairs), out.tally.first.get(IN_PROMPT, []))
     return replace(out, read=read)
 
 
-def warn_of_rendered(chat: ChatFormat, prompts: Sequence[tuple[str, Sequence[Message]]]) -> None:
-    """Warns where most ``prompts``, given after their ids, spell out special tokens: they are rendered already."""
-    found = [name for name, prompt in prompts if chat.spells_special(prompt)]
-    if 2 * len(found) > len(prompts):
+def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
+    """Warns where most prompts spell out special tokens: ``count`` of ``prompts``, with the ids of the first."""
+    if 2 * count > prompts:
         log.warning(
-            "%d of %d prompts (first: %s) spell out special tokens, as a text does that a chat template has rendered "
-            "already; the template wraps them a second time here: give prompts as plain texts or messages",
-            *(len(found), len(prompts), ", ".join(found[:3])),
+            "%d of %d prompts (first: %s) spell out special tokens: a chat template seems to have rendered them "
+            "already, and it is applied again here; give prompts as plain text or messages",
+            *(count, prompts, ", ".join(first[:3])),
         )
 
 

@@ -29,7 +29,7 @@ from attnpo.analysis.passport import (
 )
 from attnpo.analysis.weight_stats import effective_number
 from attnpo.console import world_size
-from attnpo.data.prepare import EncodedSet, Tally, prepare_examples
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples
 from attnpo.display.output import print_sections, terminal
 from attnpo.display.page import report_page
 from attnpo.files import folder_size, write_record, write_whole
@@ -200,7 +200,11 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
     truth = getattr(context.cfg.truth, "grammar", None)
     grammar = truth if isinstance(truth, Grammar) else None
     fits = sample_of(replace(pool, tally=Tally(), read=len(judged.sample)), judged.sample)["train"]
-    looks = [look_at(judged, layer, ranked[layer], grammar, fits) for layer in numbers]
+    fitted = {
+        layer: prepare_examples(fits, judged.source(layer), judged.captured, context.cfg.align, judged.rows)
+        for layer in numbers
+    }
+    looks = [look_at(judged, layer, ranked[layer], grammar, fitted[layer]) for layer in numbers]
     full, removals = None, 0
     if settings.removal_pairs:
         looks, full, removals = remove(looks, ranked, judged, settings)
@@ -209,7 +213,7 @@ def take(context: RunContext, cfg: PassportConfig) -> Passport:
     silent = [np.mean([item.verdict_token not in labels for item in pair.rounds]) for pair in read]
     masses = np.array(judged.heard.masses).reshape(-1, 2).mean(axis=1)  # a pair's two prompts follow each other
     answers = sum(item.side(side).token_ids.numel() for pair in read for item in pair.rounds for side in SIDES)
-    coverage, source_coverage, counts = match(judged, fits)
+    coverage, source_coverage, counts = match(judged, fitted[numbers[-1]])
     dropped = Counter[str]()
     for split, made in encoded.items():
         dropped.update(pairs[split].counts)
@@ -283,14 +287,12 @@ def different(pool: EncodedSet) -> int:
     return len({pair.pair_id for pair in pool.pairs})
 
 
-def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | None, fits: EncodedSet) -> LayerLook:
-    """What a layer looks at: mass on the answers, effective number, and mass on what decides where that is known.
+def look_at(judged: Judged, layer: int, ranked: Rankings, grammar: Grammar | None, made: ExampleSet) -> LayerLook:
+    """Measures a layer: mass on the answers, effective number, and mass on what decides where that is known.
 
-    And how much of its weights arrives on the training tokens of ``fits``, the sample.
+    And how much of its weights arrives on the training tokens: ``made`` is the sample with these.
     """
-    source = judged.source(layer)
-    made = prepare_examples(fits, source, judged.captured, judged.context.cfg.align, judged.rows)
-    arrived = Arrival.of(made.examples)
+    source, arrived = judged.source(layer), Arrival.of(made.examples)
     selected = [source.select(pair, judged.rows) for pair in judged.read.values()]
     mass = np.array([[_on_answer(pair, first=first) for first in (True, False)] for pair in selected])
     weights = [torch.tensor(side.weights) for sides in ranked.values() for side in sides.values() if side.weights]
@@ -340,10 +342,8 @@ def remove(
     return told, float(found.full.mean()), found.prompts
 
 
-def match(judged: Judged, fits: EncodedSet) -> tuple[float, float, dict[str, int]]:
-    """Coverage and source coverage of the sample, and what was cut, left out or noticed, by reason."""
-    source = judged.source(attending(judged.judge.num_layers)[-1])
-    made = prepare_examples(fits, source, judged.captured, judged.context.cfg.align, judged.rows)
+def match(judged: Judged, made: ExampleSet) -> tuple[float, float, dict[str, int]]:
+    """Returns coverage and source coverage of the sample, and what was cut, left out or noticed, by reason."""
     counts = dict(made.tally.counts)
     cut = sum(item.cut for pair in judged.read.values() for item in pair.rounds)
     if cut:

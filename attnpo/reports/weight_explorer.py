@@ -102,10 +102,8 @@ def views(
     """The combined weights of an example as training reads them, and those of each of its rounds alone."""
     weighed, (pair, encoded) = made.weighed, texts
     source, layer, transforms = name_parts(made)
-    yield (
-        View(" + ".join([source, *transforms]), layer),
-        both(example.weights, example.scales, example),
-    )
+    name = " + ".join([source, *transforms])
+    yield View(name, layer), both(example.weights, example.scales, example)
     captured = weighed.captured.get(pair.pair_id)
     rounds = () if captured is None else captured.rounds
     for number, one in enumerate(rounds if len(rounds) > 1 else (), 1):
@@ -114,10 +112,7 @@ def views(
             weighed.source, alone, encoded, made.context.cfg.align.method, layers=weighed.layers, pair=pair
         )
         scales = (1.0, 1.0) if found.factors else found.lengths
-        yield (
-            View(" + ".join([source, *transforms]), layer, f"round {number}"),
-            both((found.chosen, found.rejected), scales, found),
-        )
+        yield View(name, layer, f"round {number}"), both((found.chosen, found.rejected), scales, found)
 
 
 def both(

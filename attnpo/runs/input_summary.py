@@ -25,7 +25,7 @@ from attnpo.runs.weighing import SPLITS, Weighed
 from attnpo.schema import SIDES, UserError
 from attnpo.training.settings import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
-from attnpo.weights.arrival import Arrival
+from attnpo.weights.arrival import COLUMNS, Arrival
 from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.verdicts import judge_lines, judge_warning
 
@@ -150,7 +150,8 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
     if effective is None:
         yield f"{split}: coverage {statistics['coverage']:.4f}, weights come with each step"
     else:
-        yield f"{split}: {Arrival.of(made.examples).text()}, effective share of weights {effective:.3f}"
+        arrived = Arrival(*(statistics[name] for name in ("coverage", *COLUMNS)))
+        yield f"{split}: {arrived.text()}, effective share of weights {effective:.3f}"
 
 
 def plan_lines(inputs: Inputs) -> Iterator[str]:

@@ -26,18 +26,10 @@ from attnpo.weights.arrival import COLUMNS as ARRIVED
 
 TOKENS = {"chosen tokens": "tokens.chosen.p50", "rejected tokens": "tokens.rejected.p50"}
 DIGITS = {
-    **{
-        "sum": 3,
-        "eff. weights/n": 3,
-        "KL": 2,
-        "length": 1,
-        "coverage": 4,
-        "source coverage": 4,
-        "s/run": 1,
-        "pairs": 1,
-        "steps": 1,
-    },
-    **dict.fromkeys(TOKENS, 1),
+    **dict.fromkeys(("sum", "eff. weights/n"), 3),
+    **dict.fromkeys(("coverage", "source coverage"), 4),
+    **dict.fromkeys(("length", "s/run", "pairs", "steps", *TOKENS), 1),
+    "KL": 2,
 }
 Row = dict[str, Cell]
 

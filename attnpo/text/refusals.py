@@ -11,6 +11,10 @@ class RefusedText(UserError):
         self.reason = reason
 
 
+class TokenWithoutRow(RefusedText):
+    """Refusal of a text with a token that the model has no embedding for."""
+
+
 class RunawayTemplate(UserError):
     """A chat template that does not come to an end within the time limit."""
 

@@ -1,7 +1,6 @@
 """The optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
 
 import math
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -106,7 +105,8 @@ class Optimizer:
         trained = list(parameters)
         groups = self._group(trained, undecayed)
         if self.moments == "8bit":
-            return self._make_8bit(trained, groups)
+            self.check_rounding({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+            return self._make_8bit(groups)
         # One kernel over all parameters, without the parameter-sized temporaries of the default.
         optimizer = torch.optim.AdamW(
             groups,
@@ -131,9 +131,7 @@ class Optimizer:
         ]
         return [group for group in groups if group["params"]]
 
-    def _make_8bit(
-        self, parameters: "list[torch.nn.Parameter]", groups: "list[dict[str, object]]"
-    ) -> "torch.optim.Optimizer":
+    def _make_8bit(self, groups: "list[dict[str, object]]") -> "torch.optim.Optimizer":
         try:
             from torchao.optim import AdamW8bit
         except ImportError as error:
@@ -141,7 +139,6 @@ class Optimizer:
                 f"optimizer.moments=8bit needs the package torchao ({error}): pip install 'attnpo[opt8bit]', or set "
                 "optimizer=adamw"
             ) from error
-        self.check_rounding({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
         optimizer: torch.optim.Optimizer = AdamW8bit(
             groups,
             lr=self.lr,
@@ -153,8 +150,8 @@ class Optimizer:
         return optimizer
 
 
-NORMS_AND_BIASES = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""What names a parameter that Hugging Face's trainer does not decay (``Trainer.get_decay_parameter_names``)."""
+NORMS_AND_BIASES = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""Names of parameters that Hugging Face's trainer does not decay (``Trainer.get_decay_parameter_names``)."""
 
 
 def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
@@ -163,10 +160,10 @@ def norms_and_biases(model: "torch.nn.Module") -> "list[torch.nn.Parameter]":
     A norm of another class whose name says nothing is decayed there too.
     """
     from torch.nn import LayerNorm
+    from transformers.trainer_pt_utils import get_parameter_names
 
-    inside = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
-    named = model.named_parameters()
-    return [one for name, one in named if id(one) in inside or NORMS_AND_BIASES.search(name.lower())]
+    decayed = set(get_parameter_names(model, [LayerNorm], NORMS_AND_BIASES))  # type: ignore[no-untyped-call]
+    return [one for name, one in model.named_parameters() if name not in decayed]
 
 
 def fusible(parameters: "list[torch.nn.Parameter]") -> bool:
