@@ -257,7 +257,7 @@ class Weigher:
         return weighed
 
     def _check_labels(self, pairs: Sequence[PreferencePair]) -> None:
-        """Warns once, by the first pairs that were read, of a judge whose verdict position is not the verdict's."""
+        """Warns once if the judge puts little probability on its labels, measured on the first pairs."""
         if self._least is None or not pairs or self._tools.judge is None or "judge" not in self.source.requires:
             return
         prompts = [prompt.input_ids for pair in pairs for prompt in self.prompts.build(pair)]
@@ -288,8 +288,8 @@ class Weigher:
         self._lost = arrived.is_low
         if self._lost:
             log.warning(
-                "warning: weights of %s: %s: lost is what stands on tokens without a partner among the training "
-                "tokens; assembly='ids' gives the judge the training tokens themselves",
+                "warning: weights of %s: %s: the weights of tokens that match no training token are lost; "
+                "assembly='ids' gives the judge the training tokens themselves",
                 type(self.source).__name__,
                 arrived.text(),
             )

@@ -379,8 +379,8 @@ class PairSource:
         train = row_range(self.train_rows, length, "data.train_rows")
         if train == rows:
             raise UserError(
-                f"{where}: training and validation are the same {len(rows)} rows, so validation would tell nothing of "
-                "pairs that are not trained on: set data.val_share=0.1 with data.val_split=null, other rows "
+                f"{where}: training and validation are the same {len(rows)} rows, so validation would measure no "
+                "unseen pairs: set data.val_share=0.1 with data.val_split=null, other rows "
                 "(data.train_rows, data.val_rows), or another data.val_split"
             )
         if max(train.start, rows.start) < min(train.stop, rows.stop):

@@ -1,4 +1,4 @@
-"""Pairs and prompts that stand in training and in validation, or in a benchmark, counted by digests."""
+"""Overlap of training data with validation data and benchmarks, counted by digests of pairs and prompts."""
 
 import hashlib
 import logging
@@ -39,7 +39,7 @@ class Overlap:
     def warning(self) -> str | None:
         """Returns a remark for every validation figure; None where nothing is shared."""
         shared = self.trained_pairs or self.trained_prompts
-        return f"{self.text()}, so validation figures are not of unseen pairs" if shared else None
+        return f"{self.text()}, so validation results are not on unseen pairs only" if shared else None
 
 
 def count_overlap(train: EncodedSet, val: EncodedSet) -> Overlap:
@@ -73,13 +73,13 @@ def write_prompts(folder: Path, prompts: Iterable[Sequence[Message]]) -> None:
 
 
 def count_seen(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:
-    """Counts different prompts that the run was trained on whose folder holds the folder ``model``, and says so.
+    """Counts and logs the distinct prompts that were in the training data of the run that wrote ``model``.
 
     Empty where there are none. Says as well where no run's prompts are at hand.
     """
     file, asked = Path(model).expanduser().parent / FILE, set(map(key_of_prompt, prompts))
     if not file.is_file():
-        log.info("%s: no run's %s lies beside it, so prompts it was trained on are not counted", model, FILE)
+        log.info("%s: has no %s beside it, so prompts from its training data cannot be counted", model, FILE)
         return {}
     seen = len(asked.intersection(file.read_text(encoding="utf-8").split()))
     log.log(logging.WARNING if seen else logging.INFO, "%d of %d different prompts are in %s", seen, len(asked), file)

@@ -36,7 +36,7 @@ Logps = Mapping[str, tuple[Float[Tensor, "m"], Float[Tensor, "k"]]]
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
 POLICY, REFERENCE, PER_TOKEN = "policy_alone", "reference_alone", "_normalised"
 GAIN = "gain"
-OF_RUN = "required, since the model is no best/ or last/ of a run that it could be taken from"
+OF_RUN = "required in a study, and for a model that is no best/ or last/ of a run to take it from"
 
 
 class RewardFactors(NamedTuple):
@@ -80,7 +80,7 @@ class ImplicitReward:
         """The pairs themselves, the reference's weights, and the rules."""
         from attnpo.models.loading import weights_fingerprint
 
-        self._require_paths()
+        self.require_paths()
         pairs = self.data.load()
         reference = None if self.reference is None else weights_fingerprint(self.reference, self.reference_revision)
         groups = [self.data.group_of(pair) for pair in pairs.pairs]
@@ -102,7 +102,7 @@ class ImplicitReward:
 
     def measured(self, subject: Subject, weigh: Weigh | None = None) -> Measured:
         """The same; with ``weigh`` the reward whose log-ratios it weighs comes first, ``accuracy_weighted``."""
-        self._require_paths()
+        self.require_paths()
         _require_room(subject.model, self.lengths)
         found = self.data.load()
         encoded = _encoded(found.pairs, subject, self.lengths)
@@ -134,7 +134,8 @@ class ImplicitReward:
 
     # -------------------------------------------------------------------------------------------- models
 
-    def _require_paths(self) -> None:
+    def require_paths(self) -> None:
+        """Raises UserError where pairs or reference are still to be taken from a run."""
         for key, value in (("data.path", self.data.path), ("reference", self.reference)):
             if value == AUTO:
                 raise UserError(f"{KEY}{key}: {OF_RUN}; give {KEY}{key}=FOLDER_OR_HUB_NAME")

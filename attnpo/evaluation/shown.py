@@ -15,7 +15,8 @@ DIRECTIONS = {True: "", False: " (lower is better)", None: " (no direction)"}
 NOTE = (
     "rounds: half width of the interval of the mean over rounds of generation, 1.96 s / sqrt(n) (t: by "
     "Student's t); questions: 95 % over questions; grading: standard deviation of the mean from grading the same "
-    "answers again. A difference of two models below the grading spread is none"
+    "answers again. Two models differ only beyond "
+    "1.96 sqrt(a^2 + b^2) of their grading spreads"
 )
 
 

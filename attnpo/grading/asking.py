@@ -284,8 +284,8 @@ def _report(asked: Asked, budget: Budget) -> None:
     estimated = sum(reply.estimated for reply in asked.replies.values())
     if estimated:
         log.warning(
-            "%d of %d replies came without an account of their tokens (usage): their cost is an estimate, the input as "
-            "estimated and the most output that was allowed",
+            "%d of %d replies had no token counts (usage): their cost is an upper estimate, from estimated input and "
+            "the maximum output",
             estimated,
             len(asked.replies),
         )

@@ -82,7 +82,7 @@ class Budget:
         return reply
 
     def drop(self, call: GradingCall) -> None:
-        """Lets go what was set aside for a call that got no reply."""
+        """Releases the amount reserved for a call that got no reply."""
         del self._flying[call]
 
     def _bound(self, most: float) -> str | None:

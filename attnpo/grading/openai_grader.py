@@ -198,8 +198,8 @@ class OpenAIGrader:
         """Raises UserError for a refusal that every call would meet."""
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
-                f"{self.address}: the account of the key in {self._key} is out of credit ({_said(problem)}); "
-                "the replies so far are stored, the same command goes on from there"
+                f"{self.address}: the account{f' of the key in {self._key}' if self._key else ''} is out of credit "
+                f"({_said(problem)}); the replies so far are stored, the same command goes on from there"
             ) from problem
         if problem.param in ("logprobs", "top_logprobs"):
             raise UserError(self._without_logprobs(f"refuses them ({_said(problem)})")) from problem

@@ -322,7 +322,7 @@ def end_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, more:
 
 
 def ends_of_folder(path: str | Path) -> dict[str, list[int]]:
-    """Returns a key's part for the ids at which generation_config.json ends answers and config.json does not.
+    """Returns, for a cache key, the EOS ids that generation_config.json adds to those of config.json.
 
     Empty where there are none, and for a hub name, whose commit says as much.
     """

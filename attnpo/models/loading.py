@@ -312,6 +312,11 @@ def _refuse_adapter(source: Path | str, revision: str | None = None) -> None:
     """Raises ``UserError`` for a folder or a hub name with an adapter, which the library would apply in silence."""
     with _loading("config of the model", source, revision):
         found = find_adapter_config_file(str(source), revision=revision or "main")
+    if found is not None and isinstance(source, Path) and not _weight_files(source):
+        raise UserError(
+            f"{source}: it holds an adapter alone (adapter_config.json); give a folder with the adapter merged into "
+            "its base (peft's merge_and_unload), as best/ and last/ of a run are"
+        )
     if found is not None:
         raise UserError(
             f"{source}: it holds an adapter (adapter_config.json), which would be applied to any weights beside it, a "

@@ -42,7 +42,7 @@ def outcome_text(result: RunResult) -> str:
 def next_commands(cfg: RunConfig, folder: Path) -> list[str]:
     """The run as a table, another seed of it, and the same run with other weights to compare it with.
 
-    Not the last of a reward model, which has no weights but uniform ones.
+    Leaves out the last for a reward model, whose weights can only be uniform.
     """
     uniform = cfg.composed.choices.get("weights") == "uniform"
     other = "weights=attention" if uniform else "weights=uniform"

@@ -97,8 +97,8 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
 
 def arrival_numbers(source: WeightSource, kept: Sequence[TrainingExample]) -> dict[str, float]:
     """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
-    arrived = Arrival.of(kept)
-    return {"coverage": arrived.coverage} if isinstance(source, OnlineSource) else vars(arrived)
+    arrived = vars(Arrival.of(kept)) if kept else dict.fromkeys(("coverage", *COLUMNS), 0.0)
+    return {"coverage": arrived["coverage"]} if isinstance(source, OnlineSource) else arrived
 
 
 def describe_split_loss(inputs: Inputs, split: str) -> str | None:

@@ -82,7 +82,7 @@ class RunJudge:
     def describe_frame(self) -> str:
         """Returns in words in which chat template the judge sees its wording."""
         if not self.settings.chat:
-            return "the judge's prompt is its wording alone, in no template (judge.chat=false)"
+            return "the judge's prompt is its wording without a chat template (judge.chat=false)"
         whose = "it" if self.settings.path is None else f"{self.path}'s, {self.prompts.chat.chosen.origin}"
         return f"the judge's wording is a user turn of {whose}"
 

@@ -27,7 +27,7 @@ PAIRS = 16
 class LabelCheck:
     """Measurement of a run's judge on the first pairs it can be shown, in the store under judge, prompts and pairs.
 
-    Pairs that it cannot be shown are not measured, so they are no part of what names a measurement either.
+    Skips pairs that cannot be shown; the store's key names only the pairs that were measured.
     """
 
     judge: RunJudge

@@ -41,11 +41,11 @@ def describe_loss(
     if cfg.align.method is AlignMethod.LEVENSHTEIN:
         helps.append("align.method=characters")
     cut = sum(tally.total(words.format(side)) for words in (CUT, CUT_IN_FRONT) for side in SIDES)
-    cuts = f", and what stands on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
+    cuts = f", with those on the {cut} pieces that lengths.max_length cut from responses" if cut else ""
     what = f". What can help: {', '.join(helps)}" if helps else ""
     return (
-        f"weights of {name_rows(source, rows)}: {arrived.text()}: lost is what stands on tokens without a partner "
-        f"among the training tokens{cuts}{what}"
+        f"weights of {name_rows(source, rows)}: {arrived.text()}: the weights of tokens that match no "
+        f"training token are lost{cuts}{what}"
     )
 
 
@@ -57,7 +57,7 @@ def name_rows(source: WeightSource, rows: Sequence[Row]) -> str:
 
 
 def log_arrivals(context: RunContext, weighed: Weighed, encoded: EncodedSet) -> None:
-    """Logs how much of the weights of every stored layer arrives on training tokens, on a sample of this process's.
+    """Logs coverage and kept mass of each stored layer, measured on a sample of this process's pairs.
 
     Single heads, and the mean of several layers, are measured as the run reads them. Transforms, which are fitted on
     all pairs, are left out.
@@ -73,6 +73,8 @@ def log_arrivals(context: RunContext, weighed: Weighed, encoded: EncodedSet) -> 
         rows, captured = stored, load_captured(table, [pair.pair_id for pair in pairs], stored)
     for one in sources if pairs else ():
         made = prepare_examples(sample, one, captured, context.cfg.align, rows)
+        if not made.examples:
+            continue  # what dropped them all is counted with the data
         arrived, read = Arrival.of(made.examples), one.wanted()
         log.info("weights of %s: %s (%d pairs)", name_rows(one, read), arrived.text(), len(made.examples))
         lost = describe_loss(context.cfg, one, read, arrived, made.tally)

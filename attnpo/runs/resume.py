@@ -77,7 +77,7 @@ def with_saved_reference(cfg: RunConfig, folder: Path) -> RunConfig:
         saved = saved_numbers(folder / CONFIG, cfg)
     if saved.get("reference") != "live":
         return cfg
-    log.info("resume: going on with reference=live, which was the default when the run was begun")
+    log.info("resume: going on with reference=live, as the run was begun; the command names no reference")
     return cfg.with_value("reference", "live")
 
 
@@ -112,22 +112,23 @@ def find_resume(cfg: RunConfig, folder: Path, point: bool = False) -> Path | Non
 
 
 def go_on(cfg: RunConfig, resume: Path | None) -> RunConfig:
-    """Returns the config that a run goes on with: all weights decay in it where they did when ``resume`` was saved.
+    """Returns the config to continue with: it decays all weights where the run saved in ``resume`` did.
 
     That is a state of a config without ``optimizer.decay_all``, whose optimiser has all weights in one group. The key
     stays out of what the run saves, so that the same command goes on from there again.
     """
     settings = cfg.optimizer
-    if resume is None or settings.decay_all or not settings.weight_decay:
+    if resume is None or settings.decay_all or not settings.weight_decay or cfg.model.lora is not None:
         return cfg
     if DECAY_ALL in read_account(resume.parent).get("config", {}):
         return cfg
     state = torch.load(resume, map_location="cpu", weights_only=True, mmap=True)
-    if len(state["optimizer_states"][0]["param_groups"]) > 1:
+    saved = state.get("optimizer_states") or [{}]
+    if len(saved[0].get("param_groups", ())) > 1:
         return cfg
     log.warning(
-        "resume: %s was saved before optimizer.decay_all was a key: weight decay goes on over all weights, norms and "
-        "biases among them, as with optimizer.decay_all=true",
+        "resume: %s was saved before optimizer.decay_all was a key: weight decay still applies to all weights, "
+        "norms and biases included, as with optimizer.decay_all=true",
         resume,
     )
     begun = cfg.with_value(DECAY_ALL, True)
@@ -355,7 +356,8 @@ def prepare_folder(folder: Path, resume: Path | None) -> None:
         remove_unfinished(place)
     if resume is None or forked(folder, resume):
         clear(folder)
-    (folder / RESULT).unlink(missing_ok=True)
+    for name in (RESULT, FAILURES):
+        (folder / name).unlink(missing_ok=True)
     if resume is None:
         return
     account, rows = read_account(resume.parent), resume.parent.parent / METRICS

@@ -5,7 +5,7 @@ import logging
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ def _finish(
 ) -> RunResult:
     """Scores, samples and reports a trained policy: what fails is named and left out of the result.
 
-    A study's ``point`` fails without its scores by the truth, since points are compared by them.
+    A study's ``point`` fails without its scores and its drift, so that it is run again: points are compared by them.
     """
     from attnpo.runs.report import publish_run, write_run_report
 
@@ -143,7 +143,7 @@ def _finish(
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
     with nullcontext() if point else spare(folder, "scoring by the truth"):
         truth, sampled = score_truth(inputs, policy)
-    with spare(folder, "measuring where the policy moved"):
+    with spare(folder, "measuring where the policy moved", UserError if point else Exception):
         drift = measure_drift(inputs, policy, sampled)
     if callbacks.samples:
         with spare(folder, "sampling answers"):
@@ -175,16 +175,17 @@ def merges_of(folder: Path) -> dict[str, Json]:
 
 
 @contextmanager
-def spare(folder: Path, what: str) -> Iterator[None]:
-    """Spares a trained run an error of the block, which makes ``what``: the log names it, a file has its traceback."""
+def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Logs an error of that kind raised while making ``what`` and goes on; ``failures.txt`` gets its traceback."""
     try:
         yield
-    except Exception as problem:  # noqa: BLE001  whatever scores, samples and reports are made with
+    except kind as problem:
         words, place = " ".join(str(problem).split()), ""
         if not isinstance(problem, UserError):
-            with (folder / FAILURES).open("a", encoding="utf-8") as file:
+            words = f"{type(problem).__name__}: {words}"
+            with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
                 file.write(f"{what}\n{traceback.format_exc()}\n")
-            words, place = f"{type(problem).__name__}: {words}", f"; traceback in {folder / FAILURES}"
+                place = f"; traceback in {folder / FAILURES}"
         log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
 
 

@@ -98,8 +98,8 @@ def warn_low_rate(cfg: RunConfig) -> None:
     """Warns of adapters under a learning rate that is meant for all weights."""
     if cfg.model.lora is not None and cfg.optimizer.lr < LOW_RATE:
         line = (
-            f"optimizer.lr={cfg.optimizer.lr:g} is a learning rate for all weights, at which adapters (model.lora) "
-            f"hardly move: set optimizer.lr={LOW_RATE:g} or more, 1e-4 is common"
+            f"optimizer.lr={cfg.optimizer.lr:g} is too low for adapters (model.lora), which hardly move at it: "
+            f"set optimizer.lr={LOW_RATE:g} or more (1e-4 is common)"
         )
         log_once([line], logging.WARNING)
 

@@ -19,6 +19,7 @@ from attnpo.config import compose, groups, read
 from attnpo.evaluation.base import Benchmark
 from attnpo.evaluation.evaluate_config import EvaluateConfig
 from attnpo.evaluation.evaluating import estimated, measured
+from attnpo.evaluation.implicit_reward import ImplicitReward
 from attnpo.evaluation.result import EvaluationResult
 from attnpo.files import Json, clean
 from attnpo.grading.store import GRADES, ReplyStore
@@ -171,6 +172,8 @@ def _check(made: EvaluateConfig, unknown: Sequence[str]) -> None:
         made.limits.check_price(made.grader)
         if not any(key.startswith("grader.") for key in unknown):
             made.grader.check_ready()
+    if isinstance(benchmark, ImplicitReward):
+        benchmark.require_paths()
     if not unknown:
         benchmark.versions()
 

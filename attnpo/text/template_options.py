@@ -58,12 +58,12 @@ def choose_template(
     if isinstance(own, dict):  # several by name
         own = own.get("default")
     if given is not None:
-        warning = "the chat template that was given (chat_template) replaces the one that the tokenizer brings"
+        warning = "chat_template replaces the tokenizer's own chat template"
         chosen = ChosenTemplate(given, f"{part}.chat_template", warning if own not in (None, given) else None)
     elif own is not None:
         chosen = ChosenTemplate(own, "the tokenizer's own")
     elif fallback is not None and not tokenizer.chat_template:
-        warning = "the tokenizer brings no chat template, and model.fallback_template stands in for it"
+        warning = "the tokenizer has no chat template; model.fallback_template is used instead"
         chosen = ChosenTemplate(fallback, "model.fallback_template", warning)
     else:
         raise UserError(

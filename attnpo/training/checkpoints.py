@@ -174,12 +174,10 @@ class CheckpointFolder(L.Callback):
     def _keep_state_alone(self, new: Path, writes: bool, problem: Exception) -> None:
         words = " ".join(str(problem).split())
         log.warning(
-            "warning: %s has no model folder, as its export failed after the last step (%s: %s); the trained weights "
-            "are in its %s: mend the cause, remove result.json and give resume=auto, which exports last/",
-            self.folder,
-            type(problem).__name__,
-            words,
-            STATE,
+            "warning: %s holds no model: its export failed after the last step (%s: %s); the trained weights are in "
+            "its %s; fix the cause, delete result.json and give the command again with resume=auto, which exports "
+            "last/ unless the weights are sharded",
+            *(self.folder, type(problem).__name__, words, STATE),
         )
         log.debug("exporting to %s failed", self.folder, exc_info=problem)
         for file in new.iterdir() if writes else ():
@@ -337,8 +335,11 @@ class LastCheckpoint(CheckpointFolder):
         """
         state = Path(trainer.ckpt_path or "")
         lacking = self._exported < 0 and not (state.parent / "config.json").is_file()
-        if lacking and state == whole(self.folder) / STATE and not getattr(pl_module, "sharded", False):
-            self.save(trainer, export=True, state=state)
+        if lacking and state == whole(self.folder) / STATE:
+            if getattr(pl_module, "sharded", False):
+                log.warning("no step is left to train: %s gets no model, as its shards cannot be gathered", self.folder)
+            else:
+                self.save(trainer, export=True, state=state)
 
 
 def unsaved(folder: Path, step: int, problem: Exception) -> str:

@@ -5,6 +5,7 @@ training tokens with characters. Lost is what stands on source tokens without a 
 other tokenisation, or cut off by training's length rules. What the source never saw has no weight to lose.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -54,7 +55,7 @@ class Weighted(Protocol):
 
 @dataclass(frozen=True)
 class Arrival:
-    """Coverage of both sides and kept mass of each, means over responses; 0 throughout without a pair."""
+    """Coverage of both sides and kept mass of each, means over responses; NaN throughout without a pair."""
 
     coverage: float
     source_coverage: float
@@ -64,7 +65,9 @@ class Arrival:
     @classmethod
     def of(cls, pairs: Sequence[Weighted]) -> "Arrival":
         """Returns the means over ``pairs``, rounded as a run's result holds them."""
-        count = max(1, len(pairs))
+        count = len(pairs)
+        if not count:
+            return cls(*[math.nan] * 4)
         return cls(
             round(sum(sum(pair.coverage) / 2 for pair in pairs) / count, 5),
             round(sum(sum(pair.source_coverage) / 2 for pair in pairs) / count, 5),
@@ -72,7 +75,7 @@ class Arrival:
         )
 
     def text(self) -> str:
-        """Returns all of it in words."""
+        """Formats coverage and kept mass for a log line."""
         return (
             f"coverage {self.coverage:.4f}, source coverage {self.source_coverage:.4f}, kept mass "
             f"{self.kept_mass_chosen:.3f} (chosen) and {self.kept_mass_rejected:.3f} (rejected)"
@@ -80,6 +83,6 @@ class Arrival:
 
     @property
     def is_low(self) -> bool:
-        """Tells whether more is lost than a run may pass over in silence."""
+        """Tells whether enough weight is lost to warn about."""
         kept = self.kept_mass_chosen, self.kept_mass_rejected
         return min(kept) < KEPT or abs(kept[0] - kept[1]) > SIDES_APART or self.source_coverage < SOURCE

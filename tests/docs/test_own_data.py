@@ -79,7 +79,7 @@ def readme_commands() -> list[list[str]]:
 
 
 def run_command(words: list[str], given: list[str]) -> None:
-    """One of them in this process."""
+    """Runs one README command in this process."""
     name, *rest = words
     if name == "show":
         assert show.entry([*rest, *given]) == 0
@@ -91,7 +91,7 @@ def run_command(words: list[str], given: list[str]) -> None:
 
 
 def judged_texts(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Both rounds of every row as the short wording in a user turn of ``tokenizer``'s template."""
+    """Renders both rounds of every row as the short wording in a user turn of ``tokenizer``'s template."""
     found = set()
     for row in ROWS:
         for a, b in (("chosen", "rejected"), ("rejected", "chosen")):
@@ -153,5 +153,5 @@ def test_the_models_own_template_trains_judges_and_is_exported(
         for record in caplog.records
         if "chat template" in record.getMessage() and record.levelno == logging.WARNING
     ]
-    said = f"{tmp_path / 'model'}: the tokenizer brings no chat template, and model.fallback_template stands in for it"
+    said = f"{tmp_path / 'model'}: the tokenizer has no chat template; model.fallback_template is used instead"
     assert warnings == ([said] if own.chat_template is None else [])

@@ -287,7 +287,7 @@ def test_a_broken_model_is_named(world: World, tmp_path: Path) -> None:
         measure(world, tmp_path, tmp_path / "broken")
 
 
-def test_the_config_asks_for_pairs_and_reference() -> None:
+def test_the_config_takes_pairs_and_reference_from_the_run() -> None:
     node = OmegaConf.load(CONFIG_DIR / "benchmark" / "implicit_reward.yaml")
     assert build(node) == ImplicitReward(UnseenPairs("auto"), "auto")
     node.reference, node.data.path = None, "x.jsonl"

@@ -278,7 +278,7 @@ def test_a_budget_holds_where_replies_carry_no_account(
             grader = grader_of(server, **priced)
             asked = ask_all(calls, grader, ReplyStore(tmp_path), GradingLimits(max_cost=3.5))
             assert asked.stopped == "limits.max_cost=3.5" and len(asked.replies) == len(server.requests) == 3
-            assert "3 of 3 replies came without an account of their tokens" in caplog.text
+            assert "3 of 3 replies had no token counts (usage)" in caplog.text
             cost = asked.cost(grader.price)
             assert cost["dollars"] == cost["estimated_calls"] == 3 and cost["output_tokens"] == 3_000_000
 

@@ -1,5 +1,6 @@
 """An exported folder's own chat template gives the prompt ids of training, whether or not the base's writes BOS."""
 
+import html
 import json
 import logging
 from pathlib import Path
@@ -134,8 +135,8 @@ def test_a_replaced_template_is_told_and_those_by_name_are_exported(
     best = tmp_path / "run" / "best"
     exported = AutoTokenizer.from_pretrained(best).chat_template
     assert exported == {"default": given.read_text() if replaced else own, "tool_use": PLAIN}
-    words = "he chat template that was given (chat_template) replaces the one that the tokenizer brings"
-    card, page = (best / "README.md").read_text(), (tmp_path / "run" / "report.html").read_text()
+    words = "hat_template replaces the tokenizer's own chat template"
+    card, page = (best / "README.md").read_text(), html.unescape((tmp_path / "run" / "report.html").read_text())
     assert [text.count(words) for text in (caplog.text, card, page)] == [int(replaced)] * 3
     origin = "model.chat_template" if replaced else "the tokenizer's own"
     assert f"that of training, {origin}" in caplog.text

@@ -175,7 +175,7 @@ def test_a_run_that_was_saved_when_all_weights_decayed_goes_on_so(
     for name in ("last", "best"):
         earlier(folder / name)
     kill_at(2, "resume=auto")
-    assert "weight decay goes on over all weights" in caplog.text
+    assert "weight decay still applies to all weights" in caplog.text
     assert "optimizer.decay_all" not in read_account(folder / "last")["config"]
     ended = run(world.config(*command, "resume=auto"), folder)
     assert ended.steps == 3 and ended.metrics == unbroken.metrics

@@ -121,6 +121,9 @@ def test_what_fails_after_the_last_step_costs_neither_policy_nor_result(
     assert all(line.startswith("warning: ") for line in found) and all(
         any(one in line for line in found) for one in what
     )
+    if what == tuple(AFTERWARDS):
+        failures = (tmp_path / "run" / "failures.txt").read_text()
+        assert all(one in failures for one in what) and failures.count("Traceback") == len(what)
     state = torch.load(tmp_path / "run" / "last" / "state.ckpt", weights_only=True)
     assert state["global_step"] == 3
     if what == ("its export failed",):  # the way on that the log gives
@@ -128,6 +131,35 @@ def test_what_fails_after_the_last_step_costs_neither_policy_nor_result(
         (tmp_path / "run" / "result.json").unlink()
         run(world.config("trainer.validate_every=1", "resume=auto"), tmp_path / "run")
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "last")
+
+
+@pytest.mark.parametrize("lost", ["score_truth", "measure_drift"])
+def test_a_point_without_what_points_are_compared_by_is_run_again(
+    first: tuple[World, Path, RunResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    def fails(*given: object) -> None:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(f"attnpo.runs.run.{lost}", fails)
+    with pytest.raises(IndexError):
+        run(first[0].config(), tmp_path / "run", point=True)
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
+def test_one_failure_leaves_the_rest_even_where_its_traceback_cannot_be_written(
+    first: tuple[World, Path, RunResult],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(*given: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("attnpo.runs.run.write_samples", fails)
+    monkeypatch.setattr("attnpo.runs.run.FAILURES", "gone/failures.txt")
+    assert run(first[0].config("callbacks.samples=1"), tmp_path / "run") is not None
+    assert any("sampling answers failed after the last step" in line for line in caplog.messages)
+    assert all((tmp_path / "run" / name).is_file() for name in ("result.json", "report.html"))
 
 
 def test_an_export_that_fails_before_the_last_step_ends_the_run(

@@ -131,7 +131,7 @@ def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(caplog: pytest.L
         (
             own,
             PLAIN,
-            ["a model: the chat template that was given (chat_template) replaces the one that the tokenizer brings"],
+            ["a model: chat_template replaces the tokenizer's own chat template"],
         ),
         (own, own, []),
         (own, None, []),
@@ -141,7 +141,7 @@ def test_a_template_in_place_of_the_tokenizers_own_is_warned_of(caplog: pytest.L
     ):
         tokenizer.chat_template = templates
         caplog.clear()
-        assert ChatFormat(tokenizer, asked).chat_template == asked or own
+        assert ChatFormat(tokenizer, asked).chat_template == (asked or own)
         assert [record.getMessage() for record in caplog.records] == words
 
 

@@ -245,7 +245,7 @@ def test_a_fitted_transform_takes_the_weights_that_it_took_before(transform: Wei
             return False
         return True
 
-    assert taken(transform.fit(random_rows(8))) == taken(transform)
+    assert taken(transform.fit(random_rows(8))) == bool(getattr(type(transform), "factors", False))
 
 
 def test_profiles_recover_the_rule_that_made_the_weights() -> None:
