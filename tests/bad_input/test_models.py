@@ -345,7 +345,7 @@ def test_a_padding_token_without_a_row_changes_no_number(
     ],
 )
 def test_a_template_with_a_token_without_a_row_is_refused_at_once(
-    attempts: Attempts, record: Record, damage: Callable[[Path], object], words: str, given: tuple[str, ...]
+    attempts: Attempts, record: Record, damage: Callable[[Path], object], given: tuple[str, ...]
 ) -> None:
     world = attempts.broken_model(damage)
     overrides = [one.replace("FOLDER", str(world.model)) for one in given]

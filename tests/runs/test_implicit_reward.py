@@ -185,6 +185,7 @@ def write_jsonl_of(rows: list[dict[str, Any]], path: Path) -> Path:
 
 def test_what_cannot_be_taken_is_asked_for(world: World, tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"benchmark\.data\.path: required, since the model is no best/ or last/ of a run"
+        UserError,
+        match=r"benchmark\.data\.path: required in a study, and for a model that is no best/ or last/ of a run",
     ):
         main(load("evaluate", ["benchmark=implicit_reward", f"model.path={world.model}", f"output={tmp_path}"]))
