@@ -179,7 +179,10 @@ def _problem(name: str, manager: "TaskManager", error: Exception) -> str:
 
 
 def require_nltk(names: Sequence[str]) -> None:
-    """Raises UserError unless nltk has the tokenizer data ``names``: tasks look for them after the last answer."""
+    """Downloads the tokenizer data ``names`` that nltk lacks, as tasks would only after the last answer.
+
+    UserError for data that cannot be downloaded.
+    """
     if not names:
         return
     import nltk
@@ -188,8 +191,9 @@ def require_nltk(names: Sequence[str]) -> None:
         try:
             nltk.data.find(f"tokenizers/{name}")
         except LookupError as error:
-            raise UserError(
-                f"benchmark.nltk_data: nltk has no {name} here, which the task counts sentences with: python -m "
-                f"nltk.downloader {name}; without a network, copy nltk_data/tokenizers/{name} from a machine with one "
-                "to ~/nltk_data/tokenizers or below a folder that NLTK_DATA names"
-            ) from error
+            if not nltk.download(name, quiet=True):
+                raise UserError(
+                    f"benchmark.nltk_data: nltk has no {name} here, which the task counts sentences with, and cannot "
+                    f"download it: copy nltk_data/tokenizers/{name} from a machine with a network (python -m "
+                    f"nltk.downloader {name}) to ~/nltk_data/tokenizers or below a folder that NLTK_DATA names"
+                ) from error

@@ -237,12 +237,14 @@ def side_by_side(studies: Sequence[StudyFolder]) -> KeyedTable:
 
 
 def column_names(paths: Sequence[Path]) -> list[str]:
-    """The names of folders, with their parents' where they would be the same."""
-    short = [path.resolve().name for path in paths]
-    return [
-        name if short.count(name) == 1 else f"{path.resolve().parent.name}/{name}"
-        for name, path in zip(short, paths, strict=True)
-    ]
+    """Names folders by as many last parts of their paths as tell them apart."""
+    every = [path.resolve().parts for path in paths]
+
+    def name_of(parts: tuple[str, ...]) -> str:
+        alone = (size for size in range(1, len(parts)) if [one[-size:] for one in every].count(parts[-size:]) == 1)
+        return "/".join(parts[-next(alone, len(parts)) :])
+
+    return [name_of(parts) for parts in every]
 
 
 # ------------------------------------------------------------------------------------------------ runs

@@ -1,5 +1,6 @@
 """Reports of finished folders: each study's tables again, studies side by side, runs row by row, a paper's numbers."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +9,6 @@ from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
 from attnpo.display.tables import Cell
 from attnpo.reports.finished import (
-    ANALYSES,
     StudyFolder,
     column_names,
     kind_in,
@@ -27,7 +27,6 @@ METHOD = "method"  # what the paper's tables call the column that names the rows
 SETTING = "setting"
 MODELS = (SETTING, "base_model", "model")  # columns that say whose numbers a printed row holds, the first that is there
 GRADED = "scores of graded answers are no part of a study's folder"
-FIGURES = ("frontier", "layers")  # of every study, or of each of its worlds
 
 
 @dataclass(frozen=True)
@@ -178,14 +177,9 @@ def pictures(study: StudyFolder) -> list[Section]:
 
 
 def figures(folder: Path) -> list[Path]:
-    """The figures that a study draws: its own, those of its worlds, and of analyses that have a result there."""
-    measured = [path.name for path in (folder / ANALYSES).glob("*.json")]
-    return [
-        path
-        for path in sorted(folder.glob("*.png"))
-        if any(path.stem == name or path.stem.startswith(f"{name}-") for name in FIGURES)
-        or any(name.startswith(f"{path.stem}-") for name in measured)
-    ]
+    """Lists the figures that a study drew, as its study.json names them, where they are still there."""
+    names = json.loads((folder / "study.json").read_text(encoding="utf-8")).get("figures", [])
+    return [folder / name for name in names if name.endswith(".png") and (folder / name).is_file()]
 
 
 def title_of(studies: Sequence[StudyFolder], runs: Sequence[Path]) -> str:

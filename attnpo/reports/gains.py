@@ -178,20 +178,28 @@ def analyses_in(folder: Path) -> tuple[dict[tuple[str, int], Measured], list[str
     twice = set()
     for path in sorted((folder / ANALYSES).glob("*.json"), key=lambda path: path.stat().st_mtime):
         named = re.fullmatch(r"[^-]+(?:-(.+))?-seed(\d+)-[0-9a-f]{16}", path.stem)
-        found = (read_record(path) or {}).get("found", {}).get("weights")
-        if named is None or not isinstance(found, dict):
+        measured = None if named is None else _faithfulness_in(path)
+        if named is None or measured is None:
             continue
         place = (named[1] or "", int(named[2]))
         twice |= {place} & out.keys()
-        out[place] = {
-            name if one["layer"] is None else one["layer"]: (
-                score_of(one),
-                math.nan if one["mass"] is None else one["mass"],
-            )
-            for name, one in found.items()
-        }
+        out[place] = measured
     notes = [
         f"{folder.name}: several measures of faithfulness, the newest taken: {f'{world}, ' if world else ''}seed {seed}"
         for world, seed in sorted(twice)
     ]
     return out, notes
+
+
+def _faithfulness_in(path: Path) -> Measured | None:
+    """Reads score and true mass by layer or name; None for a damaged file or another kind of analysis."""
+    try:
+        return {
+            name if one["layer"] is None else one["layer"]: (
+                score_of(one),
+                math.nan if one["mass"] is None else one["mass"],
+            )
+            for name, one in (read_record(path) or {})["found"]["weights"].items()
+        }
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError):
+        return None

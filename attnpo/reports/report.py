@@ -28,6 +28,11 @@ def report(cfg: ReportConfig) -> None:
 
 def _write_report(cfg: ReportConfig, kind: str, folder: Path) -> None:
     given = [Path(name).expanduser() for name in (cfg.what[1:] if kind else cfg.what)]
+    for paths in (given, files(cfg.printed)):
+        places = [path.resolve() for path in paths]
+        if len(set(places)) < len(places):
+            twice = next(path for path, place in zip(paths, places, strict=True) if places.count(place) > 1)
+            raise UserError(f"report: expected each folder and file once, got {twice} more than once")
     if kind == WEIGHTS:
         from attnpo.reports.weight_report import weight_report
 

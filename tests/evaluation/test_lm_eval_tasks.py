@@ -267,7 +267,10 @@ def test_the_module_is_light() -> None:
         ({"tasks": ()}, r"benchmark\.tasks is empty"),
         ({"tasks": ("words", "words")}, "names a task twice"),
         ({"include_path": "nowhere"}, r"benchmark\.include_path=nowhere: no such folder"),
-        ({"nltk_data": ("no_such_data",)}, r"nltk has no no_such_data here.*python -m nltk\.downloader no_such_data"),
+        (
+            {"nltk_data": ("no_such_data",)},
+            r"nltk has no no_such_data here.*cannot download it.*nltk\.downloader no_such",
+        ),
         ({"tasks": ("going_on",), "max_gen_toks": 512}, "up to 512 tokens, and .* has 512 positions"),
         ({"tasks": ("broken",)}, r"broken of lm_eval cannot be made \(|the data of broken"),
         ({"tasks": ("gone",)}, r"data set json of gone of lm_eval is neither in the cache|gone.*cannot be"),
@@ -284,6 +287,15 @@ def test_what_cannot_be_had_is_named(
     asked = LmEvalTasks(**{"tasks": ("words",), "include_path": str(folder), **change})
     with pytest.raises(UserError, match=message):
         measured(asked, stories, tmp_path)
+
+
+def test_data_of_nltk_are_downloaded_as_the_task_would(
+    stories: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("nltk.download", lambda name, **_: asked.append(name) or True)
+    found = measured(LmEvalTasks(("words",), include_path=str(folder), nltk_data=("no_such_data",)), stories, tmp_path)
+    assert asked == ["no_such_data"] and found.scores
 
 
 def test_a_data_set_that_cannot_be_downloaded_is_named_with_what_to_do(stories: Path, tmp_path: Path) -> None:

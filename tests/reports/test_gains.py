@@ -214,6 +214,19 @@ def test_the_newest_of_several_measures_counts_and_is_named(tmp_path: Path) -> N
     assert [case.known[FAITHFUL] for case in harvest.cases.values()] == [0.5]
 
 
+@pytest.mark.parametrize(
+    "found", [["weights"], {"weights": {"layer 1": 0.5}}, {"weights": {"layer 1": {"layer": 1, "share": 0.5}}}]
+)
+def test_another_analysis_with_weights_of_its_own_is_no_measure_of_faithfulness(tmp_path: Path, found: object) -> None:
+    ran = {("u", 0): Ran(0.25), ("a", 0): Ran(0.5)}
+    folder = a_study(tmp_path / "s", {"u": record(UNIFORM), "a": record(ATTENTION)}, ran, worlds=False)
+    an_analysis(folder, "", 0, {1: (0.7, 0.2)})
+    write_record(folder / "analyses" / f"probe-seed0-{1:016x}.json", {"of": "x", "found": found})
+    harvest = Harvest()
+    assert collect(read_study(folder), "s", 1.0, harvest) == []
+    assert [case.known[FAITHFUL] for case in harvest.cases.values()] == [0.7]
+
+
 def test_a_path_that_ends_early_is_no_case(tmp_path: Path) -> None:
     arms = {"u": record(UNIFORM), "a": record(ATTENTION), "b": record(ATTENTION, weights__layer=2)}
     runs = {("u", 0): Ran(0.25), ("u", 1): Ran(0.25, kl=0.5), ("a", 0): Ran(0.5), ("a", 1): Ran(0.5)}

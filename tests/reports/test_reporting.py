@@ -381,14 +381,30 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def test_only_figures_that_the_study_draws_are_shown(tmp_path: Path) -> None:
+    """Those that its study.json names, whatever they show: a later kind of figure needs no list here."""
     study = a_study(tmp_path / "a", {"uniform": 0.5})
-    for name in ("frontier", "frontier-few_pairs", "layers", "probe-few_pairs", "frontiers", "curves", "mine", "prob"):
+    drawn = ["arms-few_pairs", "frontier", "gains", "layers", "probe-few_pairs", "yardstick"]
+    for name in (*drawn, "frontiers", "curves", "mine"):
         (study / f"{name}.png").write_bytes(PNG)
-    (study / "analyses").mkdir()
-    (study / "analyses" / "probe-few_pairs-seed0-0123456789abcdef.json").write_text("{}")
-    assert [path.stem for path in figures(study)] == ["frontier-few_pairs", "frontier", "layers", "probe-few_pairs"]
+    record = {"kl_limit": 2.0, "figures": [f"{name}{end}" for name in (*drawn, "removed") for end in (".png", ".svg")]}
+    (study / "study.json").write_text(json.dumps(record))
+    assert [path.stem for path in figures(study)] == drawn
     _, page = report_on(tmp_path, ["study", str(study)])
-    assert page.count("<figure") == 4
+    assert page.count("<figure") == len(drawn)
+
+
+def test_folders_of_one_name_are_told_apart_and_one_given_twice_is_refused(tmp_path: Path) -> None:
+    one, two = (a_study(tmp_path / place / "runs" / "study", {"uniform": 0.5}) for place in ("here", "there"))
+    folder, _ = report_on(tmp_path / "both", ["study", str(one), str(two)])
+    assert {row["table"] for row in rows_of(folder / "study.csv")} >= {"here/runs/study", "there/runs/study"}
+    (tmp_path / "link").symlink_to(one)
+    for what in (["study", str(one), str(one)], [str(one), str(tmp_path / "link")], ["gains", str(one), f"{one}/."]):
+        with pytest.raises(UserError, match=r"expected each folder and file once, got .* more than once"):
+            report_on(tmp_path, what)
+    printed = tmp_path / "printed.csv"
+    printed.write_text("method,score\nSecond,1.5\n")
+    with pytest.raises(UserError, match=r"printed\.csv more than once"):
+        report_on(tmp_path, [str(one)], f"printed=[{printed},{printed}]")
 
 
 PRINTED = """base_model,setting,method,arm,mt_bench,reward
@@ -627,4 +643,5 @@ def test_the_report_on_a_study_has_exactly_its_tables(world: World, tmp_path: Pa
             shown = format_cell(row.get(name), DIGITS.get(name, 3))
             assert told[name] == shown or float(told[name]) == float(shown)
     assert paper[2:] == ["| Second | attention L2 | 1.5 |"]
-    assert page.count("<figure") == int(truth)
+    drawn = [name for name in json.loads((tmp_path / "out" / "study.json").read_text())["figures"] if "png" in name]
+    assert page.count("<figure") == len(drawn) and len(drawn) >= 2
