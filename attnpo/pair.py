@@ -25,7 +25,7 @@ def main(cfg: "PairConfig") -> int:
 
     path = make_pairs(cfg)
     if path is None:
-        return 1 if world_size() == 1 else 0
+        return 1 if world_size() == 1 and not cfg.dry_run else 0
     sys.stdout.write(f"{path}\n")
     return 0
 

@@ -47,6 +47,11 @@ class PairConfig(Root):
     def __post_init__(self) -> None:
         check_choice("trainer.accelerator", self.trainer.get("accelerator", "auto"), ACCELERATORS)
 
+    @property
+    def dry_run(self) -> bool:
+        """Whether the ranker only says what ranking takes: ``limits.dry_run`` of one that has limits."""
+        return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
+
     def path(self) -> Path:
         """``output``, or a file in a folder named after the answers and the kind of ranker."""
         if self.output is not None:

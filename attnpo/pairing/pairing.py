@@ -31,7 +31,7 @@ DIGEST = "digest"
 
 
 def make_pairs(cfg: PairConfig) -> Path | None:
-    """The file with the pairs that a config asks for; None while scores are missing that a repeated command adds.
+    """The file with the pairs that a config asks for; None after a dry run, or while scores are missing.
 
     In a job of several processes each scores its share of the prompts; the last one writes the pairs.
 
@@ -61,7 +61,8 @@ def _require_own(path: Path) -> None:
 def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
     found = cfg.answers.load()
     key = {"answers": found.fingerprint, "ranker": cfg.ranker.key(found.sets)}
-    have = file.open(key)
+    # A dry run leaves no account of its ranker, which would bind the commands after it.
+    have = {} if cfg.dry_run and not file.sidecar.is_file() else file.open(key)
     wanted = [(one.id, answer.draw) for one in found.sets for answer in one.answers]
     share = found.sets[file.rank :: file.processes]
     lacking = [one for one in share if any((one.id, answer.draw) not in have for answer in one.answers)]
@@ -69,8 +70,10 @@ def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
     done = 0
     if lacking:
         for some in cfg.ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
-            file.append(some)
+            file.append([] if cfg.dry_run else some)
             done += len({row["id"] for row in some})
+    if cfg.dry_run:
+        return None
     rows = file.merge(wanted)
     if rows is not None:
         return _write(cfg, path, found, key, rows)

@@ -14,7 +14,7 @@ import torch
 from attnpo.config_files import read_template
 from attnpo.console import process
 from attnpo.evaluation.pairwise import Contest, PairwiseRules
-from attnpo.grading.base import Grader
+from attnpo.grading.base import Grader, GradingCall
 from attnpo.grading.limits import GradingLimits
 from attnpo.models.spec import DTYPES
 from attnpo.pairing.base import AnswerSet, ScoreRow, scored, unscored
@@ -58,23 +58,26 @@ class JudgeRanker:
 
     def key(self, sets: Sequence[AnswerSet]) -> dict[str, object]:
         """The grader and the wording."""
-        self.grader.check_ready()
+        if not self.limits.dry_run:
+            self.grader.check_ready()
         self.limits.check_price(self.grader)
         return {"kind": "judge", "grader": self.grader.identity(), "pairwise": self.pairwise.versions()}
 
     def scores(self, sets: Sequence[AnswerSet], device: torch.device, folder: Path) -> Iterator[list[ScoreRow]]:
-        """The scores of sets in which every comparison has its verdicts."""
+        """Yields scores of sets whose comparisons all have verdicts; none in a dry run, which says what all take."""
         from attnpo.grading.asking import ask_all
         from attnpo.grading.store import ReplyStore
 
         rank, processes = process()
         own = folder / "grades" if processes == 1 else folder / f"grades-part{rank}"
+        if self.limits.dry_run:
+            ask_all(self._calls(sets), self.grader, ReplyStore(own), self.limits)
+            return
         own.mkdir(exist_ok=True)
         store = ReplyStore(own)
         for start in range(0, len(sets), AT_ONCE):
             some = sets[start : start + AT_ONCE]
-            calls = [call for one in some for call in self.pairwise.calls("pair", 0, contests(one))]
-            found = ask_all(calls, self.grader, store, self.limits)
+            found = ask_all(self._calls(some), self.grader, store, self.limits)
             lacking = {call.item for call in (*found.left, *({} if self.give_up else found.failures))}
             ready = [one for one in some if not any(item.item in lacking for item in contests(one))]
             if found.failures and not self.give_up:
@@ -87,6 +90,9 @@ class JudgeRanker:
             log.info("%d comparisons in both orders%s", len(items), f"; {told}" if told else "")
             chances = dict(zip(verdicts.items, verdicts.values.tolist(), strict=True))
             yield [row for one in ready for row in _by_chances(one, chances)]
+
+    def _calls(self, sets: Sequence[AnswerSet]) -> list[GradingCall]:
+        return [call for one in sets for call in self.pairwise.calls("pair", 0, contests(one))]
 
 
 def contests(found: AnswerSet) -> list[Contest]:

@@ -12,12 +12,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from attnpo.config import check, compose
+from attnpo.config import check, compose, load
 from attnpo.data.base import PairSource
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply
+from attnpo.grading.limits import GradingLimits
 from attnpo.grading.scripted import ScriptedGrader
 from attnpo.models.loading import load_tokenizer
 from attnpo.models.reward_policy import rewards_of
+from attnpo.pair import main
+from attnpo.pairing import rankers
 from attnpo.pairing.answer_sets import EQUAL, REPEATED, AnswerSource
 from attnpo.pairing.base import AnswerSet, Candidate, Ranker, ScoreRow
 from attnpo.pairing.pair_config import PairConfig, PairRules, Take
@@ -158,6 +161,38 @@ def test_calls_that_failed_are_asked_again_or_given_up(answers: str, tmp_path: P
     again = judged(answer)
     assert make_pairs(config(answers, out, again)) == out
     assert len(again.grader.asked) == 4 * 3 < first  # type: ignore[attr-defined]  # those about "sing" alone
+
+
+def test_a_dry_run_says_once_what_all_prompts_take_and_asks_nothing(
+    answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rankers, "AT_ONCE", 1)
+    out = tmp_path / "made" / "pairs.jsonl"
+    ranker = judged(longest)
+    dry = replace(ranker, limits=GradingLimits(dry_run=True))
+    with caplog.at_level(logging.INFO):
+        assert main(config(answers, out, dry)) == 0
+    told = [record.getMessage() for record in caplog.records if "limits.dry_run" in record.getMessage()]
+    assert len(told) == 1 and told[0].startswith("limits.dry_run: 30 grading calls, 0 of them stored, 30 to ask: ")
+    assert "again" not in caplog.text and not ranker.grader.asked  # type: ignore[attr-defined]
+    assert not list(out.parent.glob("*")), "it binds no command to its ranker"
+    other = judged(lambda call: GradingFailure("busy") if "sing" in call.messages[0]["content"] else longest(call))
+    assert main(config(answers, out, replace(other, limits=GradingLimits(max_calls=8)))) == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert main(config(answers, out, replace(other, limits=GradingLimits(dry_run=True)))) == 0
+    assert "limits.dry_run: 24 grading calls, 2 of them stored, 22 to ask: " in caplog.text and not out.exists()
+
+
+def test_a_dry_run_with_a_served_judge_needs_neither_key_nor_server(
+    answers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    words = [f"answers.path={answers}", f"output={tmp_path / 'pairs.jsonl'}", "trainer.accelerator=cpu"]
+    cfg = load("pair", [*words, "grader@ranker.grader=openai", "ranker.limits.dry_run=true"])
+    with caplog.at_level(logging.INFO):
+        assert main(cfg) == 0
+    assert "limits.dry_run: 30 grading calls" in caplog.text and "at most $" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ a reward model
