@@ -86,6 +86,9 @@ class InputTokens:
     def method(self) -> str:
         """How it counts, for readers."""
         counted = "counted by the grader's tokenizer" if self.exact else "estimated from the text"
+        refused = sum(not isinstance(count, int) for count in self._known.values()) if self.exact else 0
+        if refused:
+            counted += f", {refused} calls that its chat template refuses from the text"
         if self.seen < ENOUGH:
             return counted
         ratio = f"{self._actual / self._counted:.2f}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 from attnpo.console import install_line
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.schema import UserError, check_choice, check_least
-from attnpo.text.chat import ChatFormat
+from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
@@ -97,8 +97,11 @@ class OpenAIGrader:
         }
 
     def count_tokens(self, call: GradingCall) -> int | None:
-        """By ``tokenizer``, the chat template's tokens included."""
-        return None if self.tokenizer is None else len(_chat(self.tokenizer).prompt_ids(call.messages))
+        """By ``tokenizer``, the chat template's tokens included; None where that refuses the call, or there is none."""
+        try:
+            return None if self.tokenizer is None else len(_chat(self.tokenizer).prompt_ids(call.messages))
+        except RefusedText:
+            return None
 
     def check_ready(self) -> None:
         """Raises UserError without the client's package, or without a key for OpenAI's service."""

@@ -19,8 +19,10 @@ from attnpo.grading.limits import GradingLimits
 from attnpo.grading.openai_grader import SERVICE, OpenAIGrader
 from attnpo.grading.store import ReplyStore
 from attnpo.schema import UserError, digest
+from attnpo.testbed.tokenizer import build_tokenizer
 from tests.grading.calls import call
 from tests.grading.loopback import Body, Fault, Loopback, Reply
+from tests.runs.worlds import GRAMMAR
 from tests.text.formats import FORMATS, Formats
 
 CALLS = [call(number) for number in range(24)]
@@ -379,6 +381,23 @@ def test_with_the_servers_tokenizer_the_estimate_is_right_before_the_first_call(
     assert abs(before.input_tokens - actual) <= 0.1 * actual
     assert before.input_tokens == actual, "it counts the same"
     assert sum(reply.output_tokens for reply in asked.replies.values()) <= before.most_output_tokens
+
+
+def test_a_prompt_that_the_tokenizers_chat_template_refuses_is_estimated_from_its_text(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(GRAMMAR)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if 'odd' in m.content %}{{ raise_exception('no odd turns') }}{% endif %}"
+        "{{ m.content }} {% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    calls = [call(0, "an odd turn"), call(1), call(2, "a rather odd turn"), call(3)]
+    with Loopback(lambda _: "7") as server:
+        grader = grader_of(server, tokenizer=str(tmp_path / "tokenizer"))
+        before = estimate(calls, grader, ReplyStore(tmp_path))
+        plain = estimate([calls[1], calls[3]], grader, ReplyStore(tmp_path))
+        assert ask_all(calls, grader, ReplyStore(tmp_path)).whole
+    assert before.input_tokens > plain.input_tokens and plain.method == "counted by the grader's tokenizer"
+    assert before.method == "counted by the grader's tokenizer, 2 calls that its chat template refuses from the text"
 
 
 def test_without_a_tokenizer_the_estimate_is_right_from_twenty_replies_on(
