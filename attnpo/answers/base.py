@@ -35,7 +35,7 @@ class Reply:
 
     ``finish_reason``: stop, length, or a server's other word as it came. ``tokens`` of a model on this machine leave
     the end token out, those of a server are its own account (vLLM counts the end token). ``refused``: why there is no
-    answer and cannot be one; the text is empty and the finish reason length then.
+    answer and cannot be one; the text is empty then.
     """
 
     text: str

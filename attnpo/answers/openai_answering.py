@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnpo.answers.base import LENGTH, STOP, Answerer, Asked, Reply
+from attnpo.answers.base import LENGTH, Answerer, Asked, Reply
 from attnpo.console import install_line
+from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
 from attnpo.text.chat import ChatFormat
@@ -20,12 +21,11 @@ from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
     from openai import APIStatusError, OpenAI
-    from openai.types.chat import ChatCompletion
 
 log = logging.getLogger(__name__)
 
-NO_KEY = "none"  # the client wants one, and would else take OPENAI_API_KEY to a server that it is not meant for
 TOO_LONG = "too long for the server"
+NO_COUNT = "no count of their tokens (usage.completion_tokens), which are written as 0"
 # What servers say of a prompt that is too long: OpenAI's code, and the words of vLLM and of those that follow it.
 TOO_LONG_CODE, TOO_LONG_WORDS = "context_length_exceeded", "maximum context length"
 
@@ -180,31 +180,32 @@ class ServedAnswerer:
         A server that has failed ``concurrency`` times in a row is asked no more, one that refuses (key, name of the
         model, parameters) at once.
         """
-        from openai import OpenAI
-
         if not asked:
             return
         bodies = [self.parameters(one, sampling) for one in asked]
         settings = self.settings
         problems: list[str] = []
-        client = OpenAI(
-            base_url=settings.base_url, api_key=self._secret, timeout=settings.timeout, max_retries=settings.retries
-        )
+        notes: list[str] = []
+        client = open_client(settings.base_url, self._secret, settings.timeout, settings.retries, settings.concurrency)
         in_a_row = done = 0
-        for index, reply in in_threads(lambda at: _ask(client, bodies[at]), range(len(bodies)), settings.concurrency):
-            done += 1
-            if isinstance(reply, Reply):
-                in_a_row = 0
-                yield {index: reply}
-            elif isinstance(reply, _Refusal):
-                raise self._refused(client, reply)
+        replies = in_threads(lambda at: _ask(client, bodies[at], notes), range(len(bodies)), settings.concurrency)
+        try:
+            for index, reply in replies:
+                done += 1
+                if isinstance(reply, Reply):
+                    in_a_row = 0
+                    yield {index: reply}
+                elif isinstance(reply, _Refusal):
+                    raise self._refused(client, reply)
+                else:
+                    in_a_row += 1
+                    problems.append(str(reply))
+                    if in_a_row >= settings.concurrency:
+                        break
             else:
-                in_a_row += 1
-                problems.append(str(reply))
-                if in_a_row >= settings.concurrency:
-                    break
-        else:
-            client.close()  # not where this is left early: threads may still be reading
+                client.close()  # not where this is left early: threads may still be reading
+        finally:
+            warn_of(settings.base_url, notes)
         if problems:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
@@ -258,18 +259,19 @@ class _Failure:
 _Outcome = Reply | _Refusal | _Failure
 
 
-def _ask(client: "OpenAI", body: Mapping[str, object]) -> _Outcome:
-    """The reply to one request; the client waits and tries again by itself."""
-    from openai import APIConnectionError, APIStatusError, OpenAIError
+def _ask(client: "OpenAI", body: Mapping[str, object], notes: list[str]) -> _Outcome:
+    """Returns the reply to one request; the client waits and tries again by itself."""
+    from openai import APIStatusError, OpenAIError
 
     try:
-        return _reply(client.chat.completions.create(**body))  # type: ignore[call-overload]
-    except APIConnectionError as problem:
-        return _Failure(f"{problem} {problem.__cause__ or ''}".strip())
+        raw = client.chat.completions.with_raw_response.create(**body)  # type: ignore[call-overload]
+        found = read_completion(raw.http_response)
     except APIStatusError as problem:
         return _of_status(problem)
-    except (OpenAIError, ValueError) as problem:  # ValueError: text that is no JSON
-        return _Failure(f"{type(problem).__name__}: {problem}")
+    except (OpenAIError, ValueError) as problem:
+        return _Failure(describe(problem))
+    notes += ([ESCAPED] * found.escaped) + ([NO_COUNT] * (found.output_tokens is None))
+    return Reply(found.text, found.output_tokens or 0, found.finish_reason, refused=found.missing)
 
 
 def _of_status(problem: "APIStatusError") -> _Outcome:
@@ -279,14 +281,3 @@ def _of_status(problem: "APIStatusError") -> _Outcome:
     if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in text:
         return Reply("", 0, LENGTH, refused=TOO_LONG)
     return _Refusal(problem.status_code, text)
-
-
-def _reply(completion: "ChatCompletion") -> _Outcome:
-    """Takes a completion apart; the client checks no types, so a stranger's answer fails here."""
-    try:
-        choice = completion.choices[0]
-        text, reason, usage = choice.message.content, choice.finish_reason, completion.usage
-        tokens = 0 if usage is None else int(usage.completion_tokens)
-    except (AttributeError, IndexError, TypeError, ValueError) as problem:
-        return _Failure(f"the server's answer is no chat completion ({type(problem).__name__}: {problem})")
-    return Reply(text or "", tokens, str(reason or STOP))

@@ -171,8 +171,10 @@ def _ask_part(calls: deque[GradingCall], grader: Grader, store: ReplyStore, budg
     asking = True
     while calls and asking:  # what did not fit beside calls in flight may fit after them
         asking = False
-        for call, reply in grader.ask(budget.admitted(calls)):
+        for call, found in grader.ask(budget.admitted(calls)):
             asking = True
+            problem = None if isinstance(found, GradingFailure) else found.problem()
+            reply = found if problem is None else GradingFailure(problem)
             if isinstance(reply, GradingFailure):
                 budget.drop(call)
                 tally.note(call, reply)

@@ -1,10 +1,18 @@
 """What graders are asked and what they answer; every grader is a ``Grader``, every question a ``GradingCall``."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol, runtime_checkable
 
+from attnpo.files import shortened
 from attnpo.schema import Message, digest
+
+_KINDS = {
+    **dict.fromkeys(("text", "finish_reason", "model"), str),
+    **dict.fromkeys(("input_tokens", "output_tokens"), int),
+    **{"logprobs": dict | None, "seconds": float | int, "estimated": bool},
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,18 @@ class GradingReply:
     seconds: float = 0.0
     model: str = ""
     estimated: bool = False
+
+    def problem(self) -> str | None:
+        """Names a field whose value cannot be its own, as foreign graders give it; None where all can be used."""
+        for name, kind in _KINDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                return f"a reply whose {name} is {shortened(repr(value))}, which is of another type"
+        for token, value in (self.logprobs or {}).items():
+            number = isinstance(value, float | int) and not isinstance(value, bool)
+            if not number or not (value == -math.inf or abs(value) < 2**53):  # NaN is neither
+                return f"a reply whose log-probability of {token!r} is {shortened(repr(value))}, which is no number"
+        return None
 
 
 @dataclass(frozen=True)

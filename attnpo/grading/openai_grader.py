@@ -1,10 +1,5 @@
-"""Grades with a model served at an OpenAI-compatible address: OpenAI's own service, or a model served elsewhere.
+"""Grades with a model served at an OpenAI-compatible address: OpenAI's own service, or a model served elsewhere."""
 
-Requests, back-off with jitter and ``Retry-After`` are the openai client's. A reply that is no completion (a proxy's
-page, half a text) is made an error of the connection, so that the client repeats it like any other.
-"""
-
-import json
 import logging
 import os
 import time
@@ -16,22 +11,20 @@ from typing import TYPE_CHECKING, cast
 
 from attnpo.console import install_line
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
+from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.schema import UserError, check_choice, check_least
 from attnpo.text.chat import ChatFormat, RefusedText
 from attnpo.threads import in_threads
 
 if TYPE_CHECKING:
-    import httpx2
     import openai
-    from openai.types import CompletionUsage
-    from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
+    from openai.types.chat import ChatCompletionMessageParam
 
 log = logging.getLogger(__name__)
 
 SERVICE = "https://api.openai.com/v1"
 ADDRESS = "OPENAI_BASE_URL"  # the client's own variable for another address
 KEY = "OPENAI_API_KEY"  # the client's own variable for the key, of its own address or of that
-NO_KEY = "none"  # what a server that asks for no key is sent
 LENGTH_KEYS = ("max_tokens", "max_completion_tokens")
 OUT_OF_CREDIT = "insufficient_quota"  # OpenAI's code of a 429 that no waiting mends
 
@@ -42,8 +35,8 @@ class OpenAIGrader:
 
     ``base_url`` None: that of ``OPENAI_BASE_URL``, or OpenAI's service. The key is read from the environment variable
     ``key_variable``; None: from ``OPENAI_API_KEY``, and a ``base_url`` that is given is sent no key. ``concurrency``
-    calls are open at once, each waits ``timeout`` seconds for its reply and is repeated up to ``max_retries`` times,
-    not where the server asks for more than two minutes of patience.
+    calls are open at once, each try ends after ``timeout`` seconds, and up to ``max_retries`` follow the first, not
+    where the server asks for more than two minutes of patience.
     ``tokenizer``: a folder or hub name with the model's tokenizer and chat template, which count input tokens exactly.
     The prices (dollars per million tokens) are those of ``price_model``; another ``model`` has none. ``extra_body``
     goes with every request, ``length_key`` is the name it gives the most output tokens.
@@ -131,12 +124,15 @@ class OpenAIGrader:
                 no log-probabilities where a call needs them.
         """
         self.check_ready()
-        client = self._client()
+        key = os.environ.get(self._key or "") or NO_KEY
+        client = open_client(self.address, key, self.timeout, self.max_retries, self.concurrency)
         retried: list[int] = []
+        notes: list[str] = []
         try:
-            yield from in_threads(lambda call: self._reply(client, call, retried), calls, self.concurrency)
+            yield from in_threads(lambda call: self._reply(client, call, retried, notes), calls, self.concurrency)
             client.close()  # not where this is left early: threads may still be reading
         finally:
+            warn_of(self.address, notes)
             if retried:
                 log.info(
                     "%s: %d of the calls were answered after repeating them, %d times in all",
@@ -145,22 +141,9 @@ class OpenAIGrader:
                     sum(retried),
                 )
 
-    def _client(self) -> "openai.OpenAI":
-        import openai
-        from httpx2 import Limits
-
-        # The client's own pool is smaller than some choices of `concurrency`.
-        limits = Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
-        hooks = {"response": [_refuse_other_than_completions]}
-        return openai.OpenAI(
-            api_key=os.environ.get(self._key or "") or NO_KEY,
-            base_url=self.address,
-            timeout=self.timeout,
-            max_retries=self.max_retries,
-            http_client=openai.DefaultHttpxClient(event_hooks=hooks, limits=limits, timeout=self.timeout),
-        )
-
-    def _reply(self, client: "openai.OpenAI", call: GradingCall, retried: list[int]) -> GradingReply | GradingFailure:
+    def _reply(
+        self, client: "openai.OpenAI", call: GradingCall, retried: list[int], notes: list[str]
+    ) -> GradingReply | GradingFailure:
         """What the endpoint says to one call. UserError for what no other call would fare better with."""
         import openai
 
@@ -174,38 +157,53 @@ class OpenAIGrader:
                 top_p=call.top_p,
                 extra_body={self.length_key: call.max_tokens, **wanted, **self.extra_body},
             )
+            found = read_completion(raw.http_response, logprobs=call.top_logprobs > 0)
         except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
             what = "a request without a key" if self._key is None else f"the key in {self._key}"
             raise UserError(
-                f"{self.address} refuses {what} ({_said(problem)}): expected a key that may use grader.model in the "
+                f"{self.address} refuses {what} ({describe(problem)}): expected a key that may use grader.model in the "
                 f"environment variable {self._key or 'that grader.key_variable=NAME names'}"
             ) from problem
         except openai.NotFoundError as problem:
             raise UserError(
-                f"{self.address} does not serve grader.model={self.model} ({_said(problem)}): see its list at "
+                f"{self.address} does not serve grader.model={self.model} ({describe(problem)}): see its list at "
                 f"{self.address}/models, and that grader.base_url ends as the server wants it (mostly /v1)"
             ) from problem
         except openai.APIStatusError as problem:
             self._check_mendable(problem)
-            return GradingFailure(_said(problem))
-        except (openai.APIError, UnicodeError) as problem:
-            return GradingFailure(_said(problem))
+            return GradingFailure(describe(problem))
+        except (openai.APIError, ValueError) as problem:
+            return GradingFailure(describe(problem))
         if raw.retries_taken:
             retried.append(raw.retries_taken)
-        reply = _read(raw.parse(), time.monotonic() - began)
-        if call.top_logprobs and reply.logprobs is None:
+        if call.top_logprobs and found.logprobs is None:
+            if found.missing is not None:
+                return GradingFailure(found.missing)
             raise UserError(self._without_logprobs("gives none"))
-        return reply
+        if found.missing is not None and found.logprobs is None:
+            notes.append(found.missing)
+        if found.escaped:
+            notes.append(ESCAPED)
+        return GradingReply(
+            text=found.text,
+            finish_reason=found.finish_reason,
+            logprobs=found.logprobs,
+            input_tokens=found.input_tokens or 0,
+            output_tokens=found.output_tokens or 0,
+            seconds=time.monotonic() - began,
+            model=found.model,
+            estimated=found.input_tokens is None or found.output_tokens is None,
+        )
 
     def _check_mendable(self, problem: "openai.APIStatusError") -> None:
         """Raises UserError for a refusal that every call would meet."""
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
                 f"{self.address}: the account{f' of the key in {self._key}' if self._key else ''} is out of credit "
-                f"({_said(problem)}); the replies so far are stored, the same command goes on from there"
+                f"({describe(problem)}); the replies so far are stored, the same command goes on from there"
             ) from problem
         if problem.param in ("logprobs", "top_logprobs"):
-            raise UserError(self._without_logprobs(f"refuses them ({_said(problem)})")) from problem
+            raise UserError(self._without_logprobs(f"refuses them ({describe(problem)})")) from problem
 
     def _without_logprobs(self, what: str) -> str:
         return (
@@ -220,49 +218,3 @@ def _chat(tokenizer: str) -> ChatFormat:
     from attnpo.models.loading import load_tokenizer
 
     return ChatFormat(load_tokenizer(tokenizer))
-
-
-def _refuse_other_than_completions(response: "httpx2.Response") -> None:
-    """Raises an error of the connection for a reply that says it is one and is not."""
-    from httpx2 import DecodingError
-
-    if response.status_code != 200:
-        return
-    try:
-        choice = json.loads(response.read())["choices"][0]
-        complete = isinstance(choice["message"], dict)
-    except (ValueError, KeyError, IndexError, TypeError):
-        complete = False
-    if not complete:
-        raise DecodingError(f"no completion: {response.text[:80]!r}", request=response.request)
-
-
-def _read(completion: "ChatCompletion", seconds: float) -> GradingReply:
-    choice, counts = completion.choices[0], _counts(completion.usage)
-    first = choice.logprobs.content[0] if choice.logprobs and choice.logprobs.content else None
-    likely: dict[str, float] = {}
-    for entry in first.top_logprobs if first is not None else ():
-        likely.setdefault(entry.token, entry.logprob)  # the most likely of those that show as one text
-    return GradingReply(
-        text=choice.message.content or "",
-        finish_reason=choice.finish_reason or "stop",
-        logprobs=likely or None,
-        input_tokens=counts[0] if counts is not None else 0,
-        output_tokens=counts[1] if counts is not None else 0,
-        seconds=seconds,
-        model=completion.model or "",
-        estimated=counts is None,
-    )
-
-
-def _counts(usage: "CompletionUsage | None") -> tuple[int, int] | None:
-    """Returns input and output tokens by a server's account; None unless both are whole numbers of at least 0."""
-    found = getattr(usage, "prompt_tokens", None), getattr(usage, "completion_tokens", None)
-    whole = [count for count in found if isinstance(count, int) and not isinstance(count, bool) and count >= 0]
-    return (whole[0], whole[1]) if len(whole) == 2 else None
-
-
-def _said(problem: Exception) -> str:
-    """Says a problem in one line, with the cause of a broken connection."""
-    cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
-    return " ".join(f"{problem}{cause}".split())[:300]

@@ -36,8 +36,8 @@ class StoredReply:
 class ReplyStore:
     """The replies in ``folder``; of several under one key the last counts.
 
-    Reading takes no lock and makes no file. Raises UserError for a line that cannot be read or was changed, unless it
-    is the last one and was cut off.
+    Reading takes no lock and makes no file. A reply of another type, as endpoints may send it, counts as none. Raises
+    UserError for a line that cannot be read or was changed, unless it is the last one and was cut off.
     """
 
     folder: Path
@@ -111,7 +111,8 @@ def _seal(line: Mapping[str, object]) -> str:
 
 
 def _read(path: Path) -> dict[str, StoredReply]:
-    replies = {}
+    replies: dict[str, StoredReply] = {}
+    unusable: set[str] = set()
     # A line without its end is being written by another process, or was by one that is gone.
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(lines, start=1):
@@ -119,10 +120,17 @@ def _read(path: Path) -> dict[str, StoredReply]:
             line = json.loads(text)
             if line.pop(SEAL) != _seal(line):
                 raise ValueError("changed")
-            replies[line["key"]] = StoredReply(GradingReply(**line["reply"]), digest(line["grader"]))
+            reply = GradingReply(**line["reply"])
+            if reply.problem() is not None:
+                unusable.add(line["key"])
+            else:
+                replies[line["key"]] = StoredReply(reply, digest(line["grader"]))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise UserError(
                 f"{path}, line {number}: expected a reply as it was written, got one that is damaged or was edited: "
                 f"{shortened(text.decode(errors='replace'))}; delete the line, its call is then asked again"
             ) from problem
+    unusable -= replies.keys()
+    if unusable:
+        log.warning("%s: %d replies are of another type than replies can be: they are asked again", path, len(unusable))
     return replies

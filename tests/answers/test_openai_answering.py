@@ -145,7 +145,94 @@ def test_lengths_and_reasons_are_the_servers(tmp_path: Path) -> None:
     assert found.greedy == {"cut", "odd", "none"}
 
 
+# ------------------------------------------------------------------------------------------------ what is no text
+
+NULL = {"content": None}
+WITHOUT_TEXT = {
+    "refusal": (Reply("", message={**NULL, "refusal": "I cannot."}), "the server's model refused"),
+    "tool calls": (
+        Reply("", "tool_calls", message={**NULL, "tool_calls": [{"id": "1"}]}),
+        "tool calls in place of a text",
+    ),
+    "a function call": (Reply("", message={**NULL, "function_call": {"name": "f"}}), "tool calls in place of a text"),
+    "spent tokens": (Reply("", "length", message=NULL), "no text, finish reason length"),
+    "spent tokens, empty": (Reply("", "length"), "no text, finish reason length"),
+    "filter": (Reply("", "content_filter", message=NULL), "no text, finish reason content_filter"),
+    "null": (Reply("", message=NULL), "no text, finish reason stop"),
+    "no parts": (Reply("", message={"content": []}), "no text, finish reason stop"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TEXT)
+def test_an_answer_without_a_text_is_counted_by_its_reason(
+    name: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reply, reason = WITHOUT_TEXT[name]
+    given = iter([reply, *[Reply("fine")] * 7])
+    with Loopback(lambda _: next(given)) as server:
+        assert main(config(world, server, tmp_path, "answering.concurrency=1")) == 0
+        assert main(config(world, server, tmp_path)) == 0
+        assert len(server.requests) == 8, "it is asked once"
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["answer"] for row in rows] == ["", *["fine"] * 7] and rows[0]["refused"] == reason
+    assert json.loads((tmp_path / "answers.json").read_text(encoding="utf-8"))["refused"] == {reason: 1}
+    assert f"empty answers, {reason}: 1" in caplog.text
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+    with Loopback(lambda _: Reply("", message={"content": parts})) as server:
+        assert answers(served(server), asked("a")) == ["one, two"]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply("", message={"content": 7}),
+        Reply("", message={"content": 0}),
+        Reply("", message={"content": False}),
+        Reply("", message={"content": {"text": "a"}}),
+        Reply("", message={"content": ["a"]}),
+        Reply("", message={"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}),
+        Reply("a", choice={"finish_reason": {"stop": 1}}),
+    ],
+    ids=["number", "zero", "false", "object", "list of texts", "list with an image", "finish reason"],
+)
+def test_an_answer_of_another_type_is_a_failed_call(reply: Reply, world: World, tmp_path: Path) -> None:
+    given = iter([Reply("fine"), reply, *[Reply("fine")] * 7])
+    with Loopback(lambda _: next(given)) as server:
+        with pytest.raises(UserError, match=r"did not answer 1 of 8 .*: expected a text, got .*give the command again"):
+            main(config(world, server, tmp_path, "answering.concurrency=2"))
+        assert len(server.requests) == 8, "it is not repeated, as another answer would be paid for too"
+        assert main(config(world, server, tmp_path)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["answer"] for row in rows] == ["fine"] * 8
+
+
+def test_lone_surrogates_are_escaped_and_counted(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Loopback(lambda _: Reply("half \ud83d", "stop\udc00")) as server:
+        assert main(config(world, server, tmp_path)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {(row["answer"], row["finish_reason"]) for row in rows} == {("half \\ud83d", "stop\\udc00")}
+    assert "8 replies: lone surrogates" in caplog.text
+
+
+@pytest.mark.parametrize("usage", [None, [], {"completion_tokens": "5"}, {"completion_tokens": -5}], ids=str)
+def test_tokens_that_a_server_does_not_count_are_said(usage: object, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("fine", usage=usage)) as server:
+        ((reply,),) = [found.values() for found in served(server).answer(asked("a"), SAMPLING)]
+    assert (reply.text, reply.tokens) == ("fine", 0) and "1 replies: no count of their tokens" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------ a server that fails
+
+
+@pytest.mark.parametrize("what", ["drip", "drip headers"])
+def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again(what: str) -> None:
+    with Loopback(echo, [Fault(what=what, seconds=3.0)]) as server:
+        assert answers(served(server, timeout=1.0), asked("a")) and len(server.requests) > 1
 
 
 def test_faults_that_pass_are_tried_again() -> None:

@@ -24,6 +24,7 @@ from attnpo.schema import digest
 
 Body = dict[str, Any]
 MODEL = "loop-back-model"
+DROP = 0.05  # seconds between two bytes of a server that drips
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,18 @@ class Reply:
     """What the server says: ``logprobs`` of the first token's texts, None for an endpoint that gives none.
 
     ``model``: the model it says it is, None the one asked for. ``output_tokens``: those it counts, None its own count.
-    ``usage``: its account of the tokens in place of a true one.
+    ``usage``: its account of the tokens in place of a true one. ``choice`` and ``message``: what else stands there, in
+    place of its own where that has the name.
     """
 
     text: str
     finish_reason: str = "stop"
     logprobs: Mapping[str, float] | None = None
-    model: str | None = None
+    model: object = None
     output_tokens: int | None = None
     usage: object = ...
+    choice: Mapping[str, object] = field(default_factory=dict)
+    message: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,8 @@ class Fault:
 
     ``code`` and ``param`` stand in the JSON of the error. ``what``: drop (the connection is closed without an answer),
     garbage (200, but no JSON), cut (half of the JSON), odd (JSON of another form), slow (a whole answer, ``seconds``
-    late; any fault may be late).
+    late; any fault may be late), drip (a whole answer behind blanks that come one by one for ``seconds``), drip headers
+    (the same within its headers).
     """
 
     status: int = 200
@@ -158,9 +163,10 @@ class Loopback:
             "choices": [
                 {
                     "index": 0,
-                    "message": {"role": "assistant", "content": text, "refusal": None},
+                    "message": {"role": "assistant", "content": text, "refusal": None, **reply.message},
                     "finish_reason": "length" if cut else reply.finish_reason,
                     "logprobs": content,
+                    **reply.choice,
                 }
             ],
             "usage": {"prompt_tokens": before, "completion_tokens": after, "total_tokens": before + after}
@@ -231,7 +237,7 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, request: Request) -> bool:
             fault = request.fault or Fault()
-            time.sleep(fault.seconds)
+            time.sleep(0 if fault.what.startswith("drip") else fault.seconds)
             loopback._close()  # before the client can know and ask again
             if fault.what == "drop":
                 self.close_connection = True
@@ -241,7 +247,7 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
                 return False
             text = json.dumps(loopback._completion(request.body))
             texts = {"garbage": "<html>gateway</html>", "cut": text[: len(text) // 2], "odd": '{"choices": "none"}'}
-            self._send(200, texts.get(fault.what, text))
+            self._send(200, texts.get(fault.what, text), fault=fault)
             return fault.what not in texts
 
         def _refused(self) -> bool:
@@ -256,14 +262,27 @@ def _handler(loopback: Loopback) -> type[BaseHTTPRequestHandler]:
             error = {"message": message, "type": "injected", "param": fault.param, "code": fault.code}
             self._send(status, json.dumps({"error": error}), headers)
 
-        def _send(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
-            content = text.encode()
+        def _send(
+            self, status: int, text: str, headers: Mapping[str, str] | None = None, fault: Fault = Fault()
+        ) -> None:
+            drops = int(fault.seconds / DROP)
+            blanks = b" " * drops * (fault.what == "drip")
+            content = blanks + text.encode()
             self.send_response(status)
             kind = "application/json"
             sent = {"Content-Type": kind, "Content-Length": str(len(content)), "Connection": "close", **(headers or {})}
             for name, value in sent.items():
                 self.send_header(name, value)
+            if fault.what == "drip headers":
+                self.flush_headers()
+                self._write_slowly(b"X-Drip: " + b"." * drops + b"\r\n")
             self.end_headers()
-            self.wfile.write(content)
+            self._write_slowly(blanks)
+            self.wfile.write(content[len(blanks) :])
+
+        def _write_slowly(self, content: bytes) -> None:
+            for drop in content:
+                self.wfile.write(bytes([drop]))
+                time.sleep(DROP)
 
     return Handler

@@ -2,10 +2,12 @@
 
 import configparser
 import json
+import math
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -98,6 +100,15 @@ def test_slow_answers_are_waited_for_and_too_slow_ones_repeated(tmp_path: Path) 
     assert asked.whole and len(server.requests) >= 2
 
 
+@pytest.mark.parametrize("what", ["drip", "drip headers"])
+def test_a_server_that_drips_is_given_up_at_the_deadline_and_asked_again(what: str, tmp_path: Path) -> None:
+    drips = Fault(what=what, seconds=2.0)
+    with Loopback(echo, [drips, None, drips]) as server:
+        assert ask(server, tmp_path, CALLS[:1], timeout=0.5).whole and len(server.requests) == 2
+        stays = ask(server, tmp_path, CALLS[1:2], timeout=0.5, max_retries=0)
+    assert "no whole reply within 0.5 s" in stays.failures[CALLS[1]]
+
+
 def test_retry_after_is_honoured(tmp_path: Path) -> None:
     with Loopback(echo, [Fault(429, retry_after=0.6)]) as server:
         assert ask(server, tmp_path, CALLS[:1]).whole
@@ -142,6 +153,90 @@ def test_text_that_is_no_unicode_costs_its_call(tmp_path: Path) -> None:
     with Loopback(echo) as server:
         asked = ask(server, tmp_path, calls)
     assert list(asked.replies) == calls[1:] and list(asked.failures) == calls[:1]
+
+
+# ------------------------------------------------------------------------------------------------ other types
+
+PART = {"type": "text", "text": "one, "}
+OTHER_TYPES = {
+    "number": Reply("", message={"content": 7}),
+    "zero": Reply("", message={"content": 0}),
+    "boolean": Reply("", message={"content": True}),
+    "object": Reply("", message={"content": PART}),
+    "list of texts": Reply("", message={"content": ["7"]}),
+    "list with an image": Reply("", message={"content": [PART, {"type": "image_url", "image_url": {"url": "u"}}]}),
+    "text part without a text": Reply("", message={"content": [{"type": "text", "text": 7}]}),
+    "finish reason": Reply("7", choice={"finish_reason": ["stop"]}),
+    "model": Reply("7", model=["mine"]),
+}
+
+
+def check_failure(reply: Reply, folder: Path, asked: GradingCall, problem: str) -> None:
+    """The first call fails in each command that gets ``reply``; nothing of it is stored, and another reply mends it."""
+    with Loopback(
+        lambda body: reply if body["messages"] == list(asked.messages) else Reply("m", logprobs={"m": -1})
+    ) as s:
+        for _ in range(2):
+            found = ask(s, folder, [asked, replace(CALLS[1], top_logprobs=asked.top_logprobs)], concurrency=1)
+            assert list(found.failures) == [asked] and problem in found.failures[asked]
+            assert [call.item for call in found.replies] == ["q1"] and len(ReplyStore(folder)) == 1
+        assert len(s.requests) == 3, "it is not repeated, as another reply would be paid for too"
+    with Loopback(lambda _: Reply("m", logprobs={"m": -1})) as server:
+        assert ask(server, folder, [asked]).whole
+
+
+@pytest.mark.parametrize("name", OTHER_TYPES)
+def test_a_reply_of_another_type_is_a_failure_of_its_call(name: str, tmp_path: Path) -> None:
+    check_failure(OTHER_TYPES[name], tmp_path, CALLS[0], "expected a text, got ")
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        ["m"],
+        {"content": 7},
+        {"content": [{"top_logprobs": 7}]},
+        {"content": [{"top_logprobs": [{"token": 7, "logprob": -1}]}]},
+        {"content": [{"top_logprobs": [{"token": "m"}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": "-1"}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": None}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": math.nan}]}]},
+    ],
+    ids=str,
+)
+def test_log_probabilities_of_another_type_are_a_failure_of_their_call(logprobs: object, tmp_path: Path) -> None:
+    reply = Reply("m", choice={"logprobs": logprobs})
+    check_failure(reply, tmp_path, call(0, max_tokens=1, top_logprobs=5), "log")
+
+
+def test_a_call_without_a_text_has_no_log_probabilities_either(tmp_path: Path) -> None:
+    reply = Reply("", message={"content": None}, choice={"finish_reason": "content_filter"})
+    check_failure(reply, tmp_path, call(0, top_logprobs=5), "no text, finish reason content_filter")
+
+
+def test_replies_without_a_text_are_counted_by_their_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replies = [
+        Reply("", message={"content": None, "refusal": "I cannot grade this."}),
+        Reply("", message={"content": None}, choice={"finish_reason": "length"}),
+        Reply("", message={"content": [PART, {"type": "text", "text": "two"}]}),
+        Reply("", message={"content": None, "refusal": "no"}),
+    ]
+    given = iter(replies)
+    with Loopback(lambda _: next(given)) as server:
+        asked = ask(server, tmp_path, CALLS[:4], concurrency=1)
+    assert [(reply.text, reply.finish_reason) for reply in asked.replies.values()] == [
+        *(("", "stop"), ("", "length"), ("one, two", "stop"), ("", "stop")),
+    ]
+    assert "2 replies: the server's model refused" in caplog.text
+    assert "1 replies: no text, finish reason length" in caplog.text
+
+
+def test_lone_surrogates_are_escaped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Loopback(lambda _: Reply("7 \ud83d", model="mine\udfff", finish_reason="\ud800")) as server:
+        asked = ask(server, tmp_path, CALLS[:2], model="mine")
+    for reply in asked.replies.values():
+        assert (reply.text, reply.model, reply.finish_reason) == ("7 \\ud83d", "mine\\udfff", "\\ud800")
+    assert "2 replies: lone surrogates" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ what ends it

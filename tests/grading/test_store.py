@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from attnpo.grading.asking import ask_all
 from attnpo.grading.base import GradingCall, GradingReply
+from attnpo.grading.scripted import ScriptedGrader
 from attnpo.grading.store import GRADES, ReplyStore
 from attnpo.schema import Message, UserError, digest
 from tests.grading.calls import call
@@ -55,6 +57,40 @@ def test_another_grader_has_other_replies(tmp_path: Path) -> None:
     store, other = write(tmp_path, call(1)), {**GRADER, "name": "b"}
     assert store.reply(call(1), other) is None and store.replies(other) == []
     assert store.replies(dict(reversed(GRADER.items()))) == [REPLY]
+
+
+UNUSABLE: dict[str, object] = {
+    **{"text": ["7"], "finish_reason": 7, "model": ["m"], "input_tokens": "5", "output_tokens": None, "seconds": "1"},
+    "logprobs": {"7": None},
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_stored_reply_of_another_type_is_asked_again(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier versions sealed what an endpoint sent."""
+    grader = ScriptedGrader(lambda _: "8", name="a")
+    reply = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
+    write(tmp_path, call(1), reply=reply)
+    write(tmp_path, call(2))
+    assert ReplyStore(tmp_path).reply(call(1), GRADER) is None and len(ReplyStore(tmp_path)) == 1
+    assert f"{GRADES}: 1 replies are of another type" in caplog.text
+    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
+    assert asked.whole and grader.asked == [call(1)] and asked.replies[call(1)].text == "8"
+    assert asked.cost(grader.price)["calls"] == 2 and asked.models == {"m": 1}
+    caplog.clear()
+    assert ask_all([call(1), call(2)], grader, ReplyStore(tmp_path)).whole
+    assert len(grader.asked) == 1 and not caplog.records
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_grader_of_ones_own_that_replies_in_another_type_fails_that_call(name: str, tmp_path: Path) -> None:
+    wrong = replace(REPLY, **{name: UNUSABLE[name]})  # type: ignore[arg-type]
+    grader = ScriptedGrader(lambda asked: wrong if asked == call(1) else REPLY, name="a")
+    asked = ask_all([call(1), call(2)], grader, ReplyStore(tmp_path))
+    assert list(asked.failures) == [call(1)] and "a reply whose" in asked.failures[call(1)]
+    assert len(ReplyStore(tmp_path)) == len((tmp_path / GRADES).read_text().splitlines()) == 1
 
 
 def test_of_two_replies_the_last_counts(tmp_path: Path) -> None:
