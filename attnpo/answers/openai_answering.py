@@ -28,6 +28,7 @@ TOO_LONG = "too long for the server"
 NO_COUNT = "no count of their tokens (usage.completion_tokens), which are written as 0"
 # What servers say of a prompt that is too long: OpenAI's code, and the words of vLLM and of those that follow it.
 TOO_LONG_CODE, TOO_LONG_WORDS = "context_length_exceeded", "maximum context length"
+FILTERED = "content_filter"  # Azure's code for a prompt that it does not pass on
 
 
 @dataclass(frozen=True)
@@ -275,9 +276,11 @@ def _ask(client: "OpenAI", body: Mapping[str, object], notes: list[str]) -> _Out
 
 
 def _of_status(problem: "APIStatusError") -> _Outcome:
-    text = problem.message
+    text = describe(problem)
     if problem.status_code in (408, 409, 429) or problem.status_code >= 500:
         return _Failure(text)
     if problem.code == TOO_LONG_CODE or TOO_LONG_WORDS in text:
         return Reply("", 0, LENGTH, refused=TOO_LONG)
+    if problem.code == FILTERED:
+        return Reply("", 0, FILTERED, refused="filtered by the server")
     return _Refusal(problem.status_code, text)

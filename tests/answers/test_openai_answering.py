@@ -278,13 +278,21 @@ def test_a_server_that_is_gone_is_not_asked_for_everything() -> None:
         list(nobody.answer(asked("a"), SAMPLING))
 
 
-def test_a_prompt_too_long_for_the_server_is_an_empty_answer(tmp_path: Path) -> None:
-    message = "This model's maximum context length is 8 tokens. However, you requested 48 tokens."
-    with Loopback(echo, faults=[Fault(400, message=message)]) as server:
+@pytest.mark.parametrize(
+    ("message", "code", "ended", "reason"),
+    [
+        ("This model's maximum context length is 8 tokens, you requested 48.", None, "length", TOO_LONG),
+        ("The response was filtered.", "content_filter", "content_filter", "filtered by the server"),
+    ],
+)
+def test_a_prompt_that_the_server_does_not_take_is_an_empty_answer(
+    tmp_path: Path, message: str, code: str | None, ended: str, reason: str
+) -> None:
+    with Loopback(echo, faults=[Fault(400, message=message, code=code)]) as server:
         questions = [Question("a", ("first",)), Question("b", ("second",))]
         found = answer_questions(questions, SAMPLING, served(server, concurrency=1), tmp_path)
         assert found is not None and found.answers["a"].turns == ("",) and found.answers["b"].turns[0]
-        assert found.answers["a"].finish_reasons == ("length",) and found.statistics.refused == {TOO_LONG: 1}
+        assert found.answers["a"].finish_reasons == (ended,) and found.statistics.refused == {reason: 1}
         assert answer_questions(questions, SAMPLING, served(server), tmp_path) == found
         assert len(server.requests) == 2
 
