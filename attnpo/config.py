@@ -26,7 +26,7 @@ from attnpo.component_fields import as_values
 from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
 from attnpo.components import MISSING as MISSING
 from attnpo.errors import UserError
-from attnpo.files import Json
+from attnpo.files import Json, flat
 from attnpo.kept_configs import choices_and_values, keep_parsed, kept, put
 from attnpo.refused_overrides import hydra_text, nearest_option, refuse_moved, unknown_key
 
@@ -218,6 +218,26 @@ class Root:
         """The plain values of the node ``key``."""
         node = self.values[key]
         return dict(node) if isinstance(node, dict) else {}
+
+    def require_unread(self, said: str, *paths: Path) -> None:
+        """Raises UserError where the key ``said`` names a file to write that this configuration reads.
+
+        That is any file a value names, and in a folder named by a ``path`` the files of its splits.
+        """
+        each = ((key, one) for key, of in flat(self.values) for one in (of if isinstance(of, list) else [of]))
+        texts = [(key, text) for key, text in each if isinstance(text, str) and text and key != said]
+        names = {text for _, text in texts}
+        for key, text in texts:
+            place = Path(os.path.expanduser(text))
+            folders = [place, place / "data"] if key.rpartition(".")[2] == "path" else []
+            for path in paths:
+                split = path.name.partition(".")[0] in names and any(_is_same(path.parent, one) for one in folders)
+                if split or (_is_same(path, place) and not path.is_dir()):
+                    raise UserError(f"{said}={path}: this command reads it ({key}={text}); give another file to write")
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _changed(node: Any, names: Sequence[str], value: object) -> Any:

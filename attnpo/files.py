@@ -1,6 +1,6 @@
 """Files on disk: written whole or not at all, measured, and sealed with digests that tell when one has changed since.
 
-Light: imports the standard library alone.
+Light: imports the standard library alone, and the error that a user can mend.
 """
 
 import hashlib
@@ -12,6 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnpo.errors import UserError
+
 if TYPE_CHECKING:
     Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 else:  # the tests' type checker (beartype) fails on an alias that refers to itself
@@ -21,6 +23,7 @@ else:  # the tests' type checker (beartype) fails on an alias that refers to its
 SEAL = "digests.json"
 WRITING = ".writing-"
 RECORD = "digest"
+MARK = ".meta.json"
 # The umask can only be read by setting it, which two threads must not do at once: read at import, with one thread.
 _UMASK = os.umask(0)
 os.umask(_UMASK)
@@ -151,6 +154,59 @@ def read_record(path: Path) -> dict[str, Any] | None:
         return content if content.pop(RECORD) == _of_all(content) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def digest(value: object) -> str:
+    """Hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal_row(row: Mapping[str, object], of: str = "") -> dict[str, object]:
+    """Returns a row with a digest of the rest of it, and of what it is ``of``, which ``take_seal`` compares."""
+    return {**row, RECORD: digest({**row, RECORD: of} if of else dict(row))[:16]}
+
+
+def take_seal(row: object, of: str = "") -> bool:
+    """Takes the digest out of a row that was read; returns whether the rest is as it was sealed."""
+    return isinstance(row, dict) and row.pop(RECORD, None) == seal_row(row, of)[RECORD]
+
+
+# --------------------------------------------------------------------------------------------- files users name
+
+
+def require_own(said: str, path: Path, mark: Path, written: Sequence[str], maker: str) -> None:
+    """Raises UserError where ``maker`` would replace a file that it did not write, or that was changed since.
+
+    ``written``: the digests of what it wrote, as the file ``mark`` has them; none where that is no mark of its own.
+    """
+    strange = [file for file in (path, mark) if os.path.lexists(file) and not written]
+    if strange or (os.path.lexists(path) and not (path.is_file() and file_digest(path) in written)):
+        what = f"{strange[0]} is no file that {maker} wrote" if strange else f"it was changed since {maker} wrote it"
+        raise UserError(f"{said}: {what}; move it away, or give another file")
+
+
+def require_marked(said: str, path: Path, maker: str) -> None:
+    """Raises UserError where ``path`` holds a file that ``write_marked`` did not write for ``maker``."""
+    mark = path.with_name(f"{path.name}{MARK}")
+    stored = read_record(mark) or {}
+    require_own(said, path, mark, stored["written"] if stored.get("made_by") == maker else (), maker)
+
+
+def write_marked(
+    said: str, path: Path, content: bytes | str, maker: str, facts: Mapping[str, object] | None = None
+) -> None:
+    """Writes a file that the user named, and before it FILE.meta.json: ``facts``, and by what its maker knows it again.
+
+    Raises:
+        UserError: another file is in its place.
+    """
+    require_marked(said, path, maker)
+    content = content.encode() if isinstance(content, str) else content
+    # Stopped between the two, the mark is that of the old file as well.
+    written = [*([file_digest(path)] if path.is_file() else []), hashlib.sha256(content).hexdigest()]
+    write_record(path.with_name(f"{path.name}{MARK}"), {**(facts or {}), "made_by": maker, "written": written})
+    write_whole(path, content)
 
 
 def mend_lines(path: Path) -> bool:

@@ -6,8 +6,6 @@ Axis names used throughout: ``pairs`` P, ``rows`` 2P (all chosen rows first, the
 positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` training tokens of one response.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from attnpo.errors import UserError as UserError
 from attnpo.files import Json as Json
+from attnpo.files import digest as digest
 from attnpo.judging import TraceLength
 
 _T = TypeVar("_T")
@@ -90,12 +89,6 @@ def asked_by(prompt: Sequence[Message]) -> list[list[str]]:
     """What tells one prompt from another, for digests: role and content of each turn, its calls and tools if any."""
     more = [[turn[name] for name in ("tool_calls", "tools") if turn.get(name)] for turn in prompt]
     return [[turn["role"], turn["content"], *rest] for turn, rest in zip(prompt, more, strict=True)]
-
-
-def digest(value: object) -> str:
-    """Hexadecimal SHA-256 of a JSON-serialisable value; key order does not matter, list order does."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --------------------------------------------------------------------------------------------- preference data

@@ -73,7 +73,7 @@ def _families(words: Sequence[str]) -> int:
     from attnpo.command_line import run_entry
     from attnpo.components import did_you_mean
     from attnpo.conformance.families import Ways, matching, verify_families
-    from attnpo.conformance.family_table import FAILED, append, recorded, share, summary, write_page
+    from attnpo.conformance.family_table import FAILED, append, recorded, require_page, share, summary, write_page
     from attnpo.machine import commit, versions
     from attnpo.schema import UserError
 
@@ -89,6 +89,8 @@ def _families(words: Sequence[str]) -> int:
     )
     places = {key: Path(given[key]).expanduser() for key in given if key != "only"}
     records, table = places.get("records"), places.get("table")
+    if table is not None:
+        require_page(table)
     names = matching([name for name in given.get("only", "").split(",") if name])
     done = {} if records is None else {name: one for name, one in recorded(records).items() if name in names}
     left = [name for name in names if name not in done]

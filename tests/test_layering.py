@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config_files": {"config", "schema"},
     "hub": set(),
     "errors": set(),
-    "files": set(),
+    "files": {"errors"},
     "live": {"console"},
     "locks": {"console", "errors", "files"},
     "threads": set(),

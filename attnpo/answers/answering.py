@@ -111,6 +111,7 @@ def answer_prompts(cfg: AnswerConfig) -> Path:
             "times: set a temperature above 0"
         )
     file = AnswerFile(output_path(cfg), *process())
+    cfg.require_unread("output", file.path, file.sidecar)
     with locked(file.path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         return _answer(cfg, file)
 

@@ -1,7 +1,8 @@
 """A file of rows: JSON lines that a stopped command leaves whole and a repeated one continues.
 
 A file beside it, of the same name but for its ending .json, says what the rows are of and what became of them. Each
-process of a job appends to a part of its own; whoever finds all rows there merges.
+process of a job appends to a part of its own; whoever finds all rows there merges. Every row has a digest of itself and
+of what the rows are of, which is compared when it is read; the file beside finished rows has one of them all.
 """
 
 import json
@@ -11,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TypedDict, TypeVar
 
-from attnpo.files import differences, mend_lines, shortened, write_whole
-from attnpo.schema import UserError
+from attnpo.files import differences, file_digest, mend_lines, seal_row, shortened, take_seal, write_whole
+from attnpo.schema import UserError, digest
 
 log = logging.getLogger(__name__)
 
 
 SUFFIX = ".jsonl"
 KEY = "key"
+DIGEST = "digest"
 
 Name = tuple[str, int]
 
@@ -37,7 +39,7 @@ SomeRow = TypeVar("SomeRow", bound=Row)
 class RowFile(Generic[SomeRow]):
     """The rows at ``path``, and this process's part of them: the file itself when there is only one process.
 
-    A kind of rows says what they are (``noun``), what they must hold (``value``), and what the file beside them says
+    A kind of rows says what they are (``noun``), what they hold (``value``), and what the file beside them says
     (``origin``).
 
     ``instead`` is what names another place, for messages.
@@ -73,7 +75,9 @@ class RowFile(Generic[SomeRow]):
 
     def _files(self) -> list[Path]:
         # The whole file first: it is renamed into place before the parts it was merged from go.
-        return [file for file in (self.path, *sorted(self.path.parent.glob(self._part("*").name))) if file.is_file()]
+        return [
+            file for file in (self.path, *sorted(self.path.parent.glob(self._part("[0-9]*").name))) if file.is_file()
+        ]
 
     # ------------------------------------------------------------------------------------------ reading
 
@@ -84,15 +88,16 @@ class RowFile(Generic[SomeRow]):
 
         Raises:
             UserError: the rows there have another key (the first part that differs is named) or none, or a line
-                that is not the last one cannot be read.
+                that is not the last one is damaged or was edited.
         """
         files = self._files()
         stored = read_account(self.sidecar)
         before = stored.get(KEY)
-        if files and not isinstance(before, Mapping):
+        if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
+            there = files[0] if files else self.sidecar
             raise UserError(
-                f"{files[0]} has no {self.sidecar.name} beside it that says which model and sampling its answers are "
-                f"from: move it away, or give another {self.instead}"
+                f"{self.path} has no {self.sidecar.name} beside it that says {self.origin}: move {there} away, or give "
+                f"another {self.instead}"
             )
         if isinstance(before, Mapping):
             for name, was, now in differences(before, key):
@@ -105,22 +110,47 @@ class RowFile(Generic[SomeRow]):
             self.account(key, {})
         if mend_lines(self.part):
             log.info("%s: its last line was cut off; what it held is computed again", self.part)
-        return {(row["id"], row["draw"]): row for file in files for row in self._rows(file)}
+        rows = {(row["id"], row["draw"]): row for file in files for row in self._rows(file)}
+        if not self._is_as_finished(stored):
+            log.warning(
+                "%s has lines more, less or in another order than when it was finished: each is as it was written, and "
+                "%s that lack are made again",
+                *(self.path, self.noun),
+            )
+        return rows
+
+    def require_finished(self) -> None:
+        """Raises UserError where the rows are not those that the file beside them was written for."""
+        self._rows(self.path)
+        if not self._is_as_finished(read_account(self.sidecar)):
+            raise UserError(
+                f"{self.path} has lines more, less or in another order than {self.sidecar.name} says: give the command "
+                "that wrote it again"
+            )
+
+    def _is_as_finished(self, account: Mapping[str, object]) -> bool:
+        return DIGEST not in account or not self.path.is_file() or account[DIGEST] == file_digest(self.path)
 
     def _rows(self, file: Path) -> list[SomeRow]:
-        rows = []
+        rows: list[SomeRow] = []
+        asked: set[str] = set()
+        of = self._of()
         # A line without its end is still being written, by another process or by one that was stopped.
         lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
-                row: SomeRow = json.loads(line)
-                _ = [row[key] for key in ("id", "draw", self.value)]  # type: ignore[literal-required]
+                row = json.loads(line)
+                # Under one name a later row counts where it answers another prompt: its earlier turns came anew.
+                if not take_seal(row, of) or (name := digest([row["id"], row["draw"], row.get("prompt")])) in asked:
+                    raise ValueError("changed")
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
-                    f"{file}, line {number}: expected a row of {self.noun}, got "
-                    f"{shortened(line.decode(errors='replace'))}; delete the line, its {self.value} is then computed "
-                    "again"
+                    f"{file}, line {number}: expected a row of {self.noun} as it was written, once, got one that was "
+                    f"edited, is damaged, repeated or without a digest: {shortened(line.decode(errors='replace'))}; "
+                    f"delete the line, its {self.value} is then made again; in a file of an earlier version, where no "
+                    "line has a digest, move the file away"
                 ) from error
+            asked.add(name)
             rows.append(row)
         return rows
 
@@ -129,7 +159,7 @@ class RowFile(Generic[SomeRow]):
     def append(self, rows: Iterable[SomeRow]) -> None:
         """Adds rows to this process's part and waits until they are handed to the system."""
         with self.part.open("a", encoding="utf-8") as file:
-            file.writelines(_line(row) for row in rows)
+            file.write(self._lines(rows))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
         """The rows of ``order``, or None while some are missing.
@@ -142,7 +172,7 @@ class RowFile(Generic[SomeRow]):
         if any(name not in rows for name in order):
             return None
         asked = [rows.pop(name) for name in order]
-        write_whole(self.path, "".join(_line(row) for row in [*asked, *rows.values()]))
+        write_whole(self.path, self._lines([*asked, *rows.values()]))
         for part in set(files) - {self.path}:
             part.unlink(missing_ok=True)
         if rows:
@@ -150,12 +180,17 @@ class RowFile(Generic[SomeRow]):
         return asked
 
     def account(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
-        """Writes ``key`` and what became of the prompts beside the file."""
-        write_whole(self.sidecar, json.dumps({KEY: key, **facts}, indent=1, ensure_ascii=False) + "\n")
+        """Writes ``key`` and, once all rows are there, what became of the prompts beside the file."""
+        finished = {DIGEST: file_digest(self.path)} if facts else {}
+        stored = read_account(self.sidecar).get(KEY, key)  # the same, as the rows' digests have it
+        write_whole(self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n")
 
+    def _lines(self, rows: Iterable[SomeRow]) -> str:
+        of = self._of()
+        return "".join(json.dumps(seal_row(row, of), ensure_ascii=False) + "\n" for row in rows)
 
-def _line(row: Row) -> str:
-    return json.dumps(row, ensure_ascii=False) + "\n"
+    def _of(self) -> str:
+        return digest(read_account(self.sidecar)[KEY])
 
 
 def read_account(file: Path) -> dict[str, object]:

@@ -130,6 +130,8 @@ def _words(error: Exception) -> str:
 @contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
     if keep is not None:
+        if keep.exists() and any(keep.iterdir()) and not (keep / PAIRS).is_dir():
+            raise UserError(f"families: keep={keep} holds other files, which models would replace: name a new folder")
         write_pairs(keep / PAIRS)
         yield keep
         return

@@ -130,8 +130,18 @@ def recorded(file: Path) -> dict[str, Family]:
     return {one.name: one for one in found}
 
 
+def require_page(file: Path) -> None:
+    """Raises UserError for a file that is no such page, which its heading tells."""
+    heading = PAGE.partition("\n")[0]
+    if file.exists() and not (file.is_file() and file.read_bytes().startswith(heading.encode())):
+        raise UserError(
+            f"families: table={file} is a file without the heading {heading!r}: move it away, or name another"
+        )
+
+
 def write_page(file: Path, done: Sequence[Family], versions: Mapping[str, str], command: str) -> None:
-    """Writes the outcomes as a Markdown page."""
+    """Writes the outcomes as a Markdown page. UserError where another file is in its place."""
+    require_page(file)
     said = ", ".join(f"{name} {version}" for name, version in versions.items())
     page = PAGE.format(command=command, versions=said, summary=f"{summary(done)}. {share(done)}", commits=commits(done))
     rows = []

@@ -10,6 +10,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from attnpo.schema import UserError
+
 VOCABULARY = 512
 SPECIAL = ["<pad>", "<s>", "</s>", "<other>"]  # ids 0 to 3, as families.yaml has them in the configs
 TEMPLATE = (
@@ -39,10 +41,15 @@ def pairs() -> list[dict[str, str]]:
 
 
 def write_pairs(folder: Path) -> Path:
-    """``folder`` with the pairs as train.jsonl and test.jsonl."""
+    """``folder`` with the pairs as train.jsonl and test.jsonl. UserError where other rows are in their place."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", pairs()), ("test", pairs()[:2])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        file, text = folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+        if file.exists() and file.read_bytes() != text.encode():
+            raise UserError(
+                f"families: {file} is another file, which would be replaced: move it away, or name a new folder"
+            )
+        file.write_text(text, encoding="utf-8")
     return folder
 
 

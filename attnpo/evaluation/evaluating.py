@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 UNANSWERED = "calls without a reply"
 EMPTY = "empty answers"
+PAGES = ("evaluation.md", "report.html")
 LEFT_OUT = "questions left out by limits.max_items"
 
 
@@ -76,6 +77,9 @@ def evaluate(cfg: EvaluateConfig) -> int:
 def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
     """The result, computed unless the folder has it; None after a dry run, and where calls are left without a reply."""
     before = read_result(folder)
+    there = [name for name in PAGES if (folder / name).exists()]
+    if before is None and len(there) == 1:  # an evaluation leaves both, after its result
+        raise UserError(f"output={folder}: {there[0]} there is of no evaluation; move it away, or give another folder")
     benchmark = cfg.benchmark
     if isinstance(benchmark, Benchmark):
         result = _grade(cfg, benchmark, folder, before)
@@ -85,8 +89,8 @@ def measured(cfg: EvaluateConfig, folder: Path) -> EvaluationResult | None:
         result.write(folder)
         sections = result_sections(result)
         title = f"{result.label} on {result.benchmark}"
-        write_whole(folder / "evaluation.md", markdown(sections, title))
-        write_whole(folder / "report.html", report_page(title, sections))
+        for name, text in zip(PAGES, (markdown(sections, title), report_page(title, sections)), strict=True):
+            write_whole(folder / name, text)
     return result
 
 

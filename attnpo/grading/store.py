@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from attnpo.files import mend_lines, shortened
+from attnpo.files import mend_lines, seal_row, shortened, take_seal
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.locks import locked
 from attnpo.schema import UserError, digest
@@ -21,7 +21,6 @@ from attnpo.schema import UserError, digest
 log = logging.getLogger(__name__)
 
 GRADES = "grades.jsonl"
-SEAL = "digest"
 
 
 @dataclass(frozen=True)
@@ -101,13 +100,9 @@ class ReplyStore:
             "reply": asdict(reply),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        self._file.write(json.dumps({**line, SEAL: _seal(line)}) + "\n")
+        self._file.write(json.dumps(seal_row(line)) + "\n")
         self._file.flush()
         self._replies[key] = StoredReply(reply, digest(dict(grader)))
-
-
-def _seal(line: Mapping[str, object]) -> str:
-    return digest(dict(line))[:16]
 
 
 def _read(path: Path) -> dict[str, StoredReply]:
@@ -118,7 +113,7 @@ def _read(path: Path) -> dict[str, StoredReply]:
     for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)
-            if line.pop(SEAL) != _seal(line):
+            if not take_seal(line):
                 raise ValueError("changed")
             reply = GradingReply(**line["reply"])
             if reply.problem() is not None:

@@ -11,13 +11,14 @@ from rich.console import Console
 from attnpo.data.base import PairSet, row_range
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import EncodedSet, Tally, encode_pairs
+from attnpo.files import require_marked
 from attnpo.inspection.bad_batch import bad_pairs
 from attnpo.inspection.show_config import ShowConfig, TypedPair
 from attnpo.inspection.shown import ShownPair
 from attnpo.inspection.terminal import print_pairs
 from attnpo.inspection.token_numbers import Scores
 from attnpo.inspection.views import asked_views, shown
-from attnpo.inspection.writing import json_lines, write_pairs
+from attnpo.inspection.writing import MAKER, json_lines, write_pairs
 from attnpo.machine import device_of
 from attnpo.models.loading import load_model
 from attnpo.models.scored import ScoredLM
@@ -39,8 +40,10 @@ log = logging.getLogger(__name__)
 
 def show(cfg: ShowConfig) -> None:
     """Prints the pairs that ``cfg`` asks for, or writes them to its file."""
-    pairs = bad_pairs(cfg) if cfg.bad_batch is not None else weighed_pairs(cfg)
     file = cfg.out_file()
+    if file is not None:
+        require_marked(f"out={file}", file, MAKER)
+    pairs = bad_pairs(cfg) if cfg.bad_batch is not None else weighed_pairs(cfg)
     if cfg.out == "-":
         sys.stdout.writelines(json_lines(pairs))
     elif file is None:
@@ -111,6 +114,8 @@ def _subject(cfg: ShowConfig) -> _Subject:
     if cfg.prompt is not None and cfg.chosen is not None and cfg.rejected is not None:
         typed = TypedPair(cfg.prompt, cfg.chosen, cfg.rejected)
     run: RunConfig = cfg if cfg.run is None else saved_config(Path(cfg.run), f"run={cfg.run}")
+    if (file := cfg.out_file()) is not None:
+        run.require_unread("out", file)
     if "data.path" in open_paths(run) and run.prepare is None:
         if typed is None:
             raise UserError(

@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 from pathlib import Path
 
-from attnpo.files import write_whole
+from attnpo.display.heatmap import heatmap_html
+from attnpo.files import write_marked
 from attnpo.inspection.shown import ShownPair
-from attnpo.inspection.weighed_pair import frame_of, write_page
+from attnpo.inspection.weighed_pair import frame_of
+
+MAKER = "attnpo.show"
 
 
 def json_lines(pairs: Sequence[ShownPair]) -> Iterator[str]:
@@ -23,17 +25,14 @@ def json_lines(pairs: Sequence[ShownPair]) -> Iterator[str]:
 
 
 def write_pairs(pairs: Sequence[ShownPair], path: Path) -> None:
-    """Writes ``pairs`` to ``path`` in the format of its ending, whole or not at all."""
+    """Writes ``pairs`` to ``path`` in the format of its ending, whole or not at all. UserError for a file not ours."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    content: str | bytes
     if path.suffix == ".html":
-        write_page([pair.heat for pair in pairs if pair.heat is not None], path)
+        content = heatmap_html([pair.heat for pair in pairs if pair.heat is not None])
     elif path.suffix == ".jsonl":
-        write_whole(path, "".join(json_lines(pairs)))
+        content = "".join(json_lines(pairs))
     else:
         frame = frame_of([row for pair in pairs for row in pair.rows()])
-        if path.suffix == ".csv":
-            write_whole(path, frame.to_csv(index=False))
-        else:
-            buffer = BytesIO()
-            frame.to_parquet(buffer, index=False)
-            write_whole(path, buffer.getvalue())
+        content = frame.to_csv(index=False) if path.suffix == ".csv" else frame.to_parquet(None, index=False)
+    write_marked(f"out={path}", path, content, MAKER)

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnpo.answers.answer_file import AnswerFile
 from attnpo.answers.base import LENGTH
-from attnpo.answers.row_file import KEY, SUFFIX, read_account
+from attnpo.answers.row_file import DIGEST, KEY, SUFFIX, read_account
 from attnpo.data.adapters import RowProblem, require_columns
 from attnpo.data.base import row_range
 from attnpo.data.prompts import Prompt, PromptColumns, prompt_of
@@ -67,8 +68,8 @@ class AnswerSource:
         """The answers by prompt.
 
         Raises:
-            UserError: nothing can be read, ``attnpo.generate`` has not finished the file, a column is missing, two
-                prompts have one id, or no prompt has two answers.
+            UserError: nothing can be read, ``attnpo.generate`` has not finished the file or it was changed since, a
+                column is missing, two prompts have one id, or no prompt has two answers.
         """
         origin = self._origin()
         try:
@@ -90,6 +91,15 @@ class AnswerSource:
         if isinstance(origin, Mapping) and "answers" not in account:
             raise UserError(
                 f"answers.path={self.path}: attnpo.generate has not finished it; give its command again, then this one"
+            )
+        if isinstance(origin, Mapping) and DIGEST in account:
+            try:
+                AnswerFile(path).require_finished()
+            except UserError as problem:
+                raise UserError(f"{problem}. Where that is on purpose, copy it to a name of your own") from problem
+        elif isinstance(origin, Mapping):
+            log.warning(
+                "answers.path=%s: an earlier version wrote it without digests, so it is taken as it is", self.path
             )
         return origin if isinstance(origin, Mapping) else {}
 

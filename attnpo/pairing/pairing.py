@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from attnpo.answers.row_file import KEY, SUFFIX, read_account
+from attnpo.answers.row_file import DIGEST, KEY, SUFFIX, read_account
 from attnpo.console import process
-from attnpo.files import differences, file_digest, write_whole
+from attnpo.files import differences, file_digest, require_own, write_whole
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
 from attnpo.pairing.answer_sets import AnswerSets
@@ -27,7 +27,6 @@ TIES = "ties"
 NARROW = "pairs with a gap below pairs.min_gap"
 UNPAIRED = "prompts without a pair, since their scores are equal or too near"
 UNRANKED = "prompts left unranked"
-DIGEST = "digest"
 
 
 def make_pairs(cfg: PairConfig) -> Path | None:
@@ -42,20 +41,13 @@ def make_pairs(cfg: PairConfig) -> Path | None:
     path = cfg.path()
     if path.suffix != SUFFIX:
         raise UserError(f"output={path}: expected a file name that ends in {SUFFIX}")
-    _require_own(path)
+    account = path.with_suffix(".json")
+    written = [str(read_account(account)[DIGEST])] if DIGEST in read_account(account) else []
+    require_own(f"output={path}", path, account, written, "attnpo.pair")
     file = ScoreFile(path.with_name(f"{path.stem}.scores{SUFFIX}"), *process())
+    cfg.require_unread("output", path, account, file.path, file.sidecar)
     with locked(path.parent, file=file.part.name, instead="output=FILE.jsonl"):
         return _make(cfg, path, file)
-
-
-def _require_own(path: Path) -> None:
-    """Refuses to replace a file that this command did not write, or that was changed since."""
-    if not path.is_file():
-        return
-    stored = read_account(path.with_suffix(".json")).get(DIGEST)
-    if stored != file_digest(path):
-        what = "was changed since attnpo.pair wrote it" if stored else "is no file that attnpo.pair wrote"
-        raise UserError(f"output={path}: it {what}; move it away, or give another output=FILE.jsonl")
 
 
 def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
@@ -70,12 +62,14 @@ def _make(cfg: PairConfig, path: Path, file: ScoreFile) -> Path | None:
     done = 0
     if lacking:
         for some in cfg.ranker.scores(lacking, device_of(cfg.trainer.get("accelerator", "auto")), path.parent):
-            file.append([] if cfg.dry_run else some)
+            if not cfg.dry_run:
+                file.append([row for row in some if (row["id"], row["draw"]) not in have])
             done += len({row["id"] for row in some})
     if cfg.dry_run:
         return None
     rows = file.merge(wanted)
     if rows is not None:
+        file.account(key, {"scores": len(rows)})
         return _write(cfg, path, found, key, rows)
     if done < len(lacking):
         log.warning(

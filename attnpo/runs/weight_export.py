@@ -1,7 +1,7 @@
 """A run's token weights as a data set for other trainers: token ids and weights of every training pair, in one file.
 
-Parquet holds what the numbers were made with in its schema's metadata (key "attnpo", JSON); JSONL in ``FILE.meta.json``
-beside it. The columns are explained in docs/python_api.md.
+``FILE.meta.json`` beside it holds what the numbers were made with, and so do the metadata of a Parquet file's schema
+(key "attnpo", JSON). The columns are explained in docs/python_api.md.
 """
 
 import json
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from attnpo.config import load
 from attnpo.console import world_size
 from attnpo.data.collate import TrainingExample
-from attnpo.files import write_whole
+from attnpo.files import require_marked, write_marked
 from attnpo.runs.folders import saved_config
 from attnpo.runs.inputs import Inputs, make_inputs
 from attnpo.runs.run_config import RunConfig
@@ -30,6 +30,7 @@ FORMAT = 1
 PARQUET, JSONL = ".parquet", ".jsonl"
 ROWS = 1000  # pairs per row group
 META = "attnpo"
+MAKER = "attnpo.weigh"
 SHARES = ("coverage", "source_coverage", "kept_mass")
 
 _IDS, _WEIGHTS = pa.list_(pa.int32()), pa.list_(pa.float32())
@@ -55,8 +56,8 @@ def export_weights(
 ) -> Path:
     """Writes the token weights of a configuration, or of a finished run, to ``path`` (.parquet or .jsonl); returns it.
 
-    Weights come from the store; what it lacks is computed first, as by ``attnpo.weigh``. A file that is there is
-    replaced once the new one is whole.
+    Weights come from the store; what it lacks is computed first, as by ``attnpo.weigh``. An earlier export that is
+    there is replaced once the new one is whole; any other file is refused.
 
     Args:
         path: the file; its folder is made.
@@ -65,8 +66,9 @@ def export_weights(
         split: "train" or "val".
 
     Raises:
-        UserError: another suffix; weights that are computed in training alone; a pair whose responses keep different
-            parts of the prompt (``lengths.keep=end``); and whatever stops ``attnpo.weigh``.
+        UserError: another suffix; a file that is no export, was changed since, or is read here; weights that are
+            computed in training alone; a pair whose responses keep different parts of the prompt
+            (``lengths.keep=end``); and whatever stops ``attnpo.weigh``.
     """
     if run is not None and overrides:
         raise UserError("export_weights: expected overrides or run=FOLDER, got both; leave one out")
@@ -85,17 +87,15 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
         raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
     inputs = make_inputs(cfg)
     rows, meta = list(rows_of(inputs, split)), about(inputs, split)
-    if path.suffix == PARQUET:
-        write_whole(path, _parquet(rows, meta))
-    else:
-        write_whole(path.with_name(f"{path.name}.meta.json"), json.dumps(meta, indent=1) + "\n")
-        write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
+    write_marked(f"export={path}", path, content, MAKER, meta)
     log.info("%d pairs with token weights in %s", len(rows), path)
     return path
 
 
 def check_export(cfg: RunConfig, path: Path) -> None:
-    """Raises UserError for what can be told before any model runs: the file's name, the weights, the processes."""
+    """Raises UserError for what can be told before any model runs: the file, the weights, the processes."""
     if path.suffix not in (PARQUET, JSONL) or path.is_dir():
         raise UserError(f"export={path}: expected a file that ends in {PARQUET} or {JSONL}; give such a name")
     if isinstance(cfg.weights, OnlineSource):
@@ -108,6 +108,9 @@ def check_export(cfg: RunConfig, path: Path) -> None:
             f"export={path}: one file is written by one process, and this job has {world_size()}; fill the store "
             "first, then give the same command with export= to a single process"
         )
+    place = path.expanduser()
+    cfg.require_unread("export", place)
+    require_marked(f"export={path}", place, MAKER)
 
 
 def rows_of(inputs: Inputs, split: str) -> Iterator[dict[str, object]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attnpo.answers.answer_config import AnswerConfig
-from attnpo.answers.answer_file import AnswerFile
+from attnpo.answers.answer_file import AnswerFile, AnswerRow
 from attnpo.answers.answering import REFUSED, answer_prompts, output_path
 from attnpo.config import check, compose, load, typed
 from attnpo.generate import main
@@ -93,7 +93,7 @@ def test_a_row_per_prompt_in_their_order_and_an_account(
     rows = rows_of(out)
     assert [row["id"] for row in rows] == [f"u{n}" for n in range(7)]
     assert [row["prompt"][-1]["content"] for row in rows] == ASKED
-    assert all(set(row) == {"id", "draw", "prompt", "answer", "finish_reason", "tokens"} for row in rows)
+    assert all(set(row) == {"id", "draw", "prompt", "answer", "finish_reason", "tokens", "digest"} for row in rows)
     for row in rows:
         assert (row["tokens"] == 6) == (row["finish_reason"] == "length")
         assert row["tokens"] <= 6 and row["draw"] == 0
@@ -351,10 +351,18 @@ def test_keys_that_moved_are_told(name: str) -> None:
 def test_a_file_without_its_account_or_with_a_broken_row_is_not_touched(tmp_path: Path) -> None:
     file = AnswerFile(tmp_path / "answers.jsonl")
     file.path.write_text('{"id": "a", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"answers.jsonl has no answers.json beside it"):
+    with pytest.raises(UserError, match=r"answers.jsonl has no answers.json beside it that says which model"):
         file.open({"sampling": 1})
     file.account({"sampling": 1}, {})
-    assert list(file.open({"sampling": 1})) == [("a", 0)]
-    file.path.write_text('{"id": "a"}\n{"id": "b", "draw": 0, "answer": ""}\n', encoding="utf-8")
-    with pytest.raises(UserError, match="line 1: expected a row of answers"):
+    with pytest.raises(UserError, match=r"line 1: .* in a file of an earlier version, where no line has"):
         file.open({"sampling": 1})
+    file.path.unlink()
+    row = AnswerRow(id="a", draw=0, prompt=[], answer="", finish_reason="stop", tokens=0)
+    file.append([row])
+    assert file.open({"sampling": 1}) == {("a", 0): row}
+    file.sidecar.write_text('{"of": "somebody"}\n', encoding="utf-8")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"has no answers.json beside it"):
+            file.open({"sampling": 1})
+        file.path.unlink(missing_ok=True)
+    assert file.sidecar.read_text(encoding="utf-8") == '{"of": "somebody"}\n', "not replaced, though no row is there"

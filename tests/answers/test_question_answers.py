@@ -14,6 +14,7 @@ from attnpo.answers.base import Answerer
 from attnpo.answers.hf_answering import HFAnswering
 from attnpo.answers.question_answers import RoundAnswers, answer_questions, round_path
 from attnpo.answers.questions import Question
+from attnpo.files import digest, seal_row, take_seal
 from attnpo.models.generate import HFGenerator
 from attnpo.models.loading import load_model
 from attnpo.models.spec import ModelSpec
@@ -178,8 +179,10 @@ def test_processes_share_the_questions(world: World, tmp_path: Path, monkeypatch
 def test_an_answer_given_anew_takes_the_later_turns_with_it(world: World, tmp_path: Path) -> None:
     unbroken = answered(world, tmp_path)
     path = round_path(tmp_path, 0)
+    of = digest(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["key"])
     rows = rows_of(path)
-    rows[0]["answer"] = "another first answer"
+    assert take_seal(rows[0], of)
+    rows[0] = seal_row({**rows[0], "answer": "another first answer"}, of)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     with batches() as made:
         found = answered(world, tmp_path)

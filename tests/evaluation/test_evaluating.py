@@ -149,6 +149,26 @@ def test_a_repeated_command_asks_nothing_and_a_lost_result_comes_from_the_store(
     assert result_of(tmp_path).rounds == (5.0, 6.0, 7.0)
 
 
+def test_answers_that_were_edited_are_not_graded(tmp_path: Path) -> None:
+    evaluate(config(tmp_path, mark))
+    path = tmp_path / "answers-round0.jsonl"
+    rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join([rows[0], rows[1].replace("answer to", "a better answer to"), *rows[2:]]), encoding="utf-8")
+    with pytest.raises(UserError, match=r"answers-round0\.jsonl, line 2: .* delete the line"):
+        evaluate(config(tmp_path, mark))
+    path.write_text("".join([rows[0], *rows[2:]]), encoding="utf-8")
+    assert evaluate(config(tmp_path, mark)) == 0
+    assert path.read_text(encoding="utf-8") == "".join(rows)
+
+
+@pytest.mark.parametrize("name", ["report.html", "evaluation.md"])
+def test_a_page_of_something_else_is_not_replaced(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match=f"{name} there is of no evaluation"):
+        evaluate(config(tmp_path, mark))
+    assert (tmp_path / name).read_text(encoding="utf-8") == "mine"
+
+
 def test_second_grades_move_no_figure(tmp_path: Path) -> None:
     evaluate(config(tmp_path / "once", mark, grading=GradingRules(rounds=3, again=0.0)))
     evaluate(config(tmp_path / "twice", mark, grading=GradingRules(rounds=3, again=1.0)))
