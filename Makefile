@@ -96,7 +96,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt torch && \
 		$(BIN)/python -m pip install -qq --no-compile -c constraints.txt -e '.[dev,notebooks,eval]' && \
 		$(call compiled,$(VENV),$(USED)) && \
-		echo "set up in $$(( $$(date +%s) - start )) s" && touch $@
+		echo "set up in $$(( $$(date +%s) - start )) s; to type commands yourself: . $(BIN)/activate" && touch $@
 
 # What has other versions than ours or is no dependency stays out of the project's own environment: $(1) is a folder with
 # the same torch and what pip is told by $(2), in which $(3) is imported. The folder ignores itself, for git and for ruff.

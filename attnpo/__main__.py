@@ -5,6 +5,7 @@ A command runs as ``python -m attnpo.COMMAND`` does, so exit statuses, signals a
 
 import os
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -71,14 +72,14 @@ def _refusal(words: Sequence[str]) -> str:
     from attnpo.components import did_you_mean
 
     if "=" in words[0]:
-        return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {words[0]}`"
+        return f"{words[0]}: expected a command before it, as in `python -m attnpo.fit {shlex.quote(words[0])}`"
     names = list(present())
     return f"{words[0]}: no such command{did_you_mean(words[0], names)}\ncommands: {', '.join(names)}"
 
 
 def script() -> int:
     """What the command ``attnpo`` of an installation runs."""
-    os.environ[CALLED] = "attnpo"
+    os.environ[CALLED] = sys.argv[0]
     return main(sys.argv[1:])
 
 

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -36,7 +37,7 @@ WITHOUT_BARS = {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "WANDB_SILENT": "true",
 }
-CALLED = "ATTNPO_CALLED_AS"  # "attnpo" where the installed command of that name was typed, inherited by its processes
+CALLED = "ATTNPO_CALLED_AS"  # the installed command `attnpo` where that was typed, inherited by its processes
 _log = logging.getLogger(__name__)
 
 
@@ -84,11 +85,40 @@ def leads() -> bool:
 # --------------------------------------------------------------------------------------------- what is said
 
 
+# Programs of this environment at the head of a command; a path before the name says already which one is meant.
+_PROGRAM = re.compile(r"(?<![\w./-])(?:python(?= -[mc] )|torchrun(?= -)|pip(?= install )|wandb(?= login))")
+_FRONT = re.compile(r"(?<![\w./-])python -m attnpo(?:\.|\b)")
+_EXTRA = re.compile(r"pip install 'attnpo\[(\w+)\]'")
+
+
 def as_called(text: str) -> str:
-    """``text`` with its commands as the user types them: ``attnpo fit`` where ``attnpo`` was called by that name."""
-    if os.environ.get(CALLED) != "attnpo":
-        return text
-    return text.replace("python -m attnpo.", "attnpo ").replace("python -m attnpo", "attnpo")
+    """Returns ``text`` with commands that a shell here can run: each program by name if that finds it, else by path.
+
+    ``python -m attnpo.fit`` becomes ``attnpo fit`` where that was typed, else ``.venv/bin/python -m attnpo.fit`` in a
+    shell in which the environment of this process is not active.
+    """
+    text = _EXTRA.sub(lambda found: install_line(found[1]), text)
+    if called := os.environ.get(CALLED):
+        text = _FRONT.sub(lambda found: _shortest(called) + " " * found[0].endswith("."), text)
+    return _PROGRAM.sub(lambda found: _program(found[0]), text)
+
+
+def _program(name: str) -> str:
+    """Returns how a shell here calls a program of this environment; the bare name where the environment lacks it."""
+    path = sys.executable if name == "python" else os.path.join(os.path.dirname(sys.executable), name)
+    return _shortest(path) if os.path.isfile(path) else name
+
+
+def _shortest(path: str) -> str:
+    """Returns the shortest text by which a shell in this folder starts the program at ``path``."""
+    name = os.path.basename(path)
+    found = shutil.which(name)
+    with suppress(OSError):  # the folder may be gone
+        if found is not None and os.path.samefile(os.path.dirname(found), os.path.dirname(path)):
+            return name
+        short = os.path.relpath(path)
+        path = path if short.startswith("..") or os.sep not in short else short
+    return shlex.quote(path)
 
 
 class _Lines(logging.Formatter):
@@ -99,8 +129,8 @@ class _Lines(logging.Formatter):
 
 
 def command_text(name: str, *arguments: str) -> str:
-    """A command of this package as a shell takes it: ``attnpo fit ...`` where it was called so, else as a module."""
-    return as_called(shlex.join(["python", "-m", f"attnpo.{name}", *arguments]))
+    """Returns a command of this package as a shell here takes it (``as_called``)."""
+    return as_called(f"python -m attnpo.{name}") + "".join(f" {shlex.quote(word)}" for word in arguments)
 
 
 def override(key: str, text: str) -> str:
@@ -399,7 +429,10 @@ def missing_package(error: BaseException) -> str | None:
 def install_line(extra: str) -> str:
     """The command that installs what an extra brings, from the checkout or into an installation from a wheel."""
     checkout = Path(__file__).resolve().parents[1]
-    return f"pip install -e '.[{extra}]'" if (checkout / "setup.cfg").is_file() else f"pip install 'attnpo[{extra}]'"
+    if not (checkout / "setup.cfg").is_file():
+        return f"pip install 'attnpo[{extra}]'"
+    place = "." if checkout == Path.cwd() else checkout
+    return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
 
 
 def _installed(package: str) -> bool:

@@ -1,6 +1,7 @@
 """``python -m attnpo.verify PATH...``: golden records recomputed through the objects that training builds."""
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from shutil import get_terminal_size
@@ -104,7 +105,7 @@ def _families(words: Sequence[str]) -> int:
     ordered = [done[name] for name in names]
     sys.stdout.write(f"{summary(ordered)}. {share(ordered)}\n")
     if table is not None:
-        write_page(table, ordered, versions(), f"python -m attnpo.verify families {' '.join(words)}")
+        write_page(table, ordered, versions(), shlex.join(["python", "-m", "attnpo.verify", "families", *words]))
     return 1 if any(one.status == FAILED for one in ordered) else 0
 
 

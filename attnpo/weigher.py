@@ -359,7 +359,7 @@ def _source(source: WeightSource | str, layer: int | str, sink_tokens: int) -> W
     if isinstance(source, OnlineSource) or not source.requires <= {"judge"}:
         needs = "a training step" if isinstance(source, OnlineSource) else " and ".join(sorted(source.requires))
         raise UserError(
-            f"source {name} needs {needs}, which a Weigher has not: use it in a run (python -m attnpo.weigh), or give "
+            f"source {name} needs {needs}, which a Weigher has not: use it in a run (attnpo.weigh), or give "
             f"one of {', '.join(SOURCES)}"
         )
     if layer != "last" or sink_tokens != 1:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 # What a checked module imports first, jaxtyping's hook compiles anew and keeps under a name of its own, libraries too.
@@ -26,6 +27,8 @@ os.environ.setdefault("ATTNPO_ALLOW_TARGETS", "tests")  # components that tests 
 # W&B's reports about itself go through threads that try the network; its service may start late on a busy machine.
 os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 os.environ.setdefault("WANDB__SERVICE_WAIT", "300")
+# Commands are printed as a shell with this environment active runs them; tests/docs/test_bare_shell.py has none active.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]

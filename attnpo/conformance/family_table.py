@@ -17,6 +17,7 @@ PAGE = """\
 One tiny random model of every type, and of some variants, through the loader, the numbers and the commands:
 
 ```bash
+. .venv/bin/activate
 {command}
 ```
 

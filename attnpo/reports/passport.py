@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from attnpo.analysis.passport import (
     won,
 )
 from attnpo.analysis.weight_stats import effective_number
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, prepare_examples
 from attnpo.display.output import print_sections, terminal
 from attnpo.display.page import report_page
@@ -151,9 +150,7 @@ def write_passport(cfg: PassportConfig) -> Path:
     """
     if world_size() > 1:
         raise UserError(f"the passport was started with {world_size()} processes; it works alone: start it as one")
-    log.info(
-        "%s", shlex.join(["python", "-m", "attnpo.evaluate", "benchmark=judge", *map(str, cfg.composed.overrides)])
-    )
+    log.info("%s", command_text("evaluate", "benchmark=judge", *cfg.composed.arguments()))
     folder = cfg.folder()
     make_folder(folder)
     with locked(folder, float(cfg.lock_timeout)):

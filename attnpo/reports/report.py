@@ -1,10 +1,9 @@
 """``attnpo.report``: writes the report that a command asks for."""
 
 import logging
-import shlex
 from pathlib import Path
 
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.locks import locked
 from attnpo.reports.output import check_free, report_folder
 from attnpo.reports.report_config import GAINS, RANKS, SCORES, WEIGHTS, ReportConfig, files, kind_of, mark_of
@@ -18,8 +17,7 @@ def report(cfg: ReportConfig) -> None:
     if world_size() > 1:
         raise UserError(f"report was started with {world_size()} processes; it works alone: start it without torchrun")
     kind = kind_of(cfg.what)
-    given = [*cfg.what, *cfg.composed.overrides]
-    log.info("%s", shlex.join(["python", "-m", "attnpo.report", *map(str, given)]))
+    log.info("%s", command_text("report", *cfg.what, *cfg.composed.arguments()))
     folder = report_folder(cfg, kind)
     with locked(folder, float(cfg.lock_timeout)):
         check_free(folder, mark_of(cfg))

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
 from attnpo.machine import device_of
@@ -129,8 +129,8 @@ def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     if known is None and world_size() > 1:
         raise UserError(
             f"weights.layer=auto is not found yet and this job has {world_size()} processes, which would all look for "
-            "it: start python -m attnpo.weigh with the same overrides in one process until it logs the layer, or set a "
-            "number"
+            f"it: start {command_text('weigh', *context.cfg.composed.arguments())} in one process until it logs the "
+            "layer, or set a number"
         )
     if known is None:
         known = _score(context, train, sample, judge, rules)

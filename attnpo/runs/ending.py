@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from attnpo.config import load
 from attnpo.console import command_text, override
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
+from attnpo.schema import UserError
 
 PLACES = ("name", "resume")
 
 
 def ending(cfg: RunConfig, folder: Path, result: RunResult) -> Iterator[str]:
-    """What came out of a finished run, then three commands, each on a line of its own."""
+    """What came out of a finished run, then up to three commands, each on a line of its own."""
     yield f"came out: {outcome_text(result)}"
     yield f"page and all numbers: {folder}"
     yield "next, each as it can be pasted:"
@@ -40,34 +43,34 @@ def outcome_text(result: RunResult) -> str:
 
 
 def next_commands(cfg: RunConfig, folder: Path) -> list[str]:
-    """The run as a table, another seed of it, and the same run with other weights to compare it with.
+    """Returns commands for the run as a table, another seed of it, and its like with other weights to compare it with.
 
-    Leaves out the last for a reward model, whose weights can only be uniform.
+    An objective that cannot have those weights gives way to DPO or TwDPO. Leaves out what ``fit`` would refuse, as the
+    weights of a reward model, which can only be uniform.
     """
     uniform = cfg.composed.choices.get("weights") == "uniform"
-    other = "weights=attention" if uniform else "weights=uniform"
-    return [
-        command_text("report", str(folder)),
-        command_text("fit", *_fresh(cfg, "seed", f"seed={cfg.seed + 1}")),
-        *([] if cfg.model.reward else [command_text("fit", *_fresh(cfg, "weights", other))]),
-    ]
+    other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
+    twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
+    found = [_fresh(cfg, f"seed={cfg.seed + 1}"), next(filter(None, (_fresh(cfg, *twin) for twin in twins)), None)]
+    return [command_text("report", str(folder)), *(command_text("fit", *words) for words in found if words)]
 
 
-def _fresh(cfg: RunConfig, replaced: str, given: str) -> list[str]:
-    """The run's overrides with one replaced, and without those that name its folder, for a run of its own."""
-    kept = [item for item in cfg.composed.overrides if _key(item) not in PLACES and _key(item) != replaced]
-    kept = [item for item in kept if not _key(item).startswith(f"{replaced}.")]
-    folder = cfg.composed.config_dir
-    return [*kept, given, *([] if folder is None else ["--config-dir", str(folder)])]
+def _fresh(cfg: RunConfig, *given: str) -> list[str] | None:
+    """Returns what ``fit`` is given for this run with other choices, in a folder of its own; None where it refuses."""
+    replaced = {*PLACES, *map(_key, given)}
+    words = [*(item for item in cfg.composed.overrides if _key(item).partition(".")[0] not in replaced), *given]
+    try:
+        again: RunConfig = load("fit", words, cfg.composed.config_dir)
+    except UserError:
+        return None
+    return again.composed.arguments()
 
 
 def again(cfg: RunConfig, folder: Path) -> list[str]:
     """What ``fit`` is given to go on with the run in ``folder``."""
     name = folder.relative_to(cfg.output).as_posix()
     kept = [item for item in cfg.composed.overrides if _key(item) not in PLACES]
-    given = cfg.composed.config_dir
-    rest = [] if given is None else ["--config-dir", str(given)]
-    return [*kept, override("name", name), "resume=auto", *rest]
+    return replace(cfg.composed, overrides=(*kept, override("name", name), "resume=auto")).arguments()
 
 
 def _key(item: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.live import phase
@@ -55,8 +55,8 @@ def fill_reference(
     log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
-            "reference log-probs are missing in the store and this job has several processes; fill the store first "
-            "with the same overrides: python -m attnpo.weigh ... reference=cached"
+            "reference log-probs are missing in the store and this job has several processes; fill the store first: "
+            + command_text("weigh", *context.cfg.composed.arguments())
         )
     pad_id = context.chat.rows.pad_id
     if lacking:

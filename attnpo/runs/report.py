@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -368,8 +369,7 @@ def command(composed: Composition) -> list[str]:
         for override in composed.overrides
         if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
     ]
-    given = composed.config_dir
-    return ["python", "-m", "attnpo.fit", *kept, *([] if given is None else ["--config-dir", str(given)])]
+    return ["python", "-m", "attnpo.fit", *replace(composed, overrides=tuple(kept)).arguments()]
 
 
 def settings_of(node: Mapping[str, object]) -> dict[str, object]:

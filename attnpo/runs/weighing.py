@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from attnpo.console import world_size
+from attnpo.console import command_text, world_size
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.live import phase
 from attnpo.machine import device_of
@@ -235,8 +235,8 @@ def weigh(
     def tools() -> Tools:
         if shard is None and world_size() > 1:
             raise UserError(
-                f"weights are missing in the store and this job has {world_size()} processes; fill the store first "
-                "with the same overrides: python -m attnpo.weigh ... (or torchrun -m attnpo.weigh ...)"
+                f"weights are missing in the store and this job has {world_size()} processes; fill the store first, "
+                f"in one process or several: {command_text('weigh', *context.cfg.composed.arguments())}"
             )
         log.info("%s", method.work(rows_in_words(layers)))
         if method.trace is not None:

@@ -1,12 +1,16 @@
 """The last words of a study: what came out, a tie said as a tie, and what to do next as commands that can be pasted."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from attnpo.config import load
 from attnpo.console import command_text
+from attnpo.schema import UserError
 from attnpo.studies.arms import key_of
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.frontier import difference
+from attnpo.studies.plan import plan_study
 from attnpo.studies.selection import all_seeds, best_by_arm, by_arm, difference_text, gather, has_truth, verdict
 from attnpo.studies.study import Outcome
 
@@ -14,7 +18,7 @@ GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": 
 
 
 def ending(cfg: FitConfig, outcome: Outcome) -> Iterator[str]:
-    """What came out of a study, then three commands, each on a line of its own."""
+    """What came out of a study, then up to three commands, each on a line of its own."""
     yield "came out:"
     for world in outcome.worlds:
         for text in came_out(outcome, world):
@@ -66,18 +70,22 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
 
 
 def next_commands(cfg: FitConfig, outcome: Outcome) -> list[str]:
-    """The study as a table, the same with more seeds, and another study on the same setting."""
+    """Returns commands for the study as a table, more seeds of it, and another study on its setting, if ``fit`` can."""
     seeds = len(all_seeds(outcome))
     more = 5 if seeds < 5 else seeds + 5
     other = "controls" if outcome.study.name != "controls" else "layer_sweep"
-    folder = cfg.composed.config_dir
-    rest = [] if folder is None else ["--config-dir", str(folder)]
     places = ("experiment", "name", "seeds", "study", "grid", "grids")
     kept = [item for item in cfg.composed.overrides if key_of(item).partition(".")[0] not in places]
-    return [
-        command_text("report", str(outcome.folder)),
-        command_text(
-            "fit", *[item for item in cfg.composed.overrides if key_of(item) != "seeds"], f"seeds={more}", *rest
-        ),
-        command_text("fit", f"experiment={other}", *kept, "seeds=1", *rest),
-    ]
+    longer = [*(item for item in cfg.composed.overrides if key_of(item) != "seeds"), f"seeds={more}"]
+    found = [_planned(words, cfg.composed.config_dir) for words in (longer, [f"experiment={other}", *kept, "seeds=1"])]
+    return [command_text("report", str(outcome.folder)), *(command_text("fit", *words) for words in found if words)]
+
+
+def _planned(words: Sequence[str], config_dir: Path | None) -> list[str] | None:
+    """Returns what ``fit`` is given for the study of ``words``; None where it refuses to plan that."""
+    try:
+        cfg: FitConfig = load("fit", words, config_dir)
+        plan_study(cfg)
+    except UserError:
+        return None
+    return cfg.composed.arguments()

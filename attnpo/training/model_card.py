@@ -229,7 +229,8 @@ def _validation(metrics: Mapping[str, float], overlap: str | None) -> str:
 def _made(facts: Facts) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
     command = facts.get("command")
-    return "\n\n".join([versions, *([f"```\n{shlex.join(command)}\n```"] if command else [])]).strip()
+    made = f"In an environment with these:\n```\n{shlex.join(command)}\n```" if command else ""
+    return f"{versions}\n\n{made}".strip()
 
 
 # ------------------------------------------------------------------------------------------------ text

@@ -19,7 +19,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 # What a line begins with that a reader is to type. In a fence that says it is a shell's, lines begin with nothing else.
 PROGRAMS = ("python", "torchrun", "srun", "sbatch", "make", "pip", "vllm", "wandb", "attnpo", "export", "git", "cd")
 SHELLS = ("bash", "sh", "shell", "console")
-BEGINS = re.compile(rf"(?:\$ |! ?|%)?(?:\S*/bin/)?(?:{'|'.join(PROGRAMS)})(?:3(?:\.\d+)?)?(?= +\S|$)")
+BEGINS = re.compile(rf"(?:\$ |! ?|%)?(?:\S*/bin/)?(?:{'|'.join(PROGRAMS)})(?:3(?:\.\d+)?)?(?= +\S|$)|\. \S")
 # Words after a command are about it where they are no argument: two blanks before them, no `=` or `-` in the next word.
 ABOUT = re.compile(r" {2,}(?! )(?![-'+~\\]|\S*=).*| +# .*")
 FENCE = re.compile(r"^(```+)(\w*)[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)

@@ -72,6 +72,7 @@ OTHERS: dict[str, tuple[str, Callable[[list[str]], bool]]] = {
     "vllm": ("GPU: a server of another project", lambda words: words[1] == "serve"),
     "git": ("network: another project's files", lambda words: words[1] == "clone"),
     "export": ("sets variables", lambda words: all("=" in word for word in words[1:])),
+    ".": ("activates the environment of `make setup`", lambda words: words[1:] == [".venv/bin/activate"]),
     "cd": ("goes to a folder", lambda words: len(words) == 2),
     "venv": ("network: an environment of its own", lambda words: True),
     "nltk.downloader": ("network: data of lm_eval", lambda words: True),
@@ -137,7 +138,7 @@ def reason(command: Command) -> str | None:
 
 def program(words: list[str]) -> str:
     """The name of the other program that a command starts."""
-    name = Path(words[0]).name
+    name = Path(words[0]).name or words[0]
     if re.fullmatch(r"python[\d.]*", name) and "-m" in words:
         return words[words.index("-m") + 1]
     return name

@@ -15,6 +15,7 @@ from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
 from attnpo.studies.report import finish_study
 from attnpo.studies.runner import run_study
+from tests.docs.test_own_data import write_model
 from tests.reports.test_gains import Ran, a_study, record
 from tests.reports.test_reporting import STUDY, TRUTH
 from tests.reports.test_reporting import a_run as bare_run
@@ -175,19 +176,17 @@ def test_the_page_runs(world: World, study: Path, tmp_path: Path, monkeypatch: p
     blocks = [part.partition("```")[0] for part in PAGE.read_text(encoding="utf-8").split("```python\n")[1:]]
     mine = [block for block in blocks if "DPOTrainer" not in block and "attnpo.train(" not in block]
     assert len(blocks) - len(mine) == 3 and len(mine) == 5
+    write_model("llama", tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    words = ["judge=testbed", "model.chat_template=null", f"store={world.store}", "trainer.threads=1"]
+    monkeypatch.setenv("ATTNPO_CACHE", str(tmp_path / "cache"))
     names: dict[str, object] = {
         "RUN": str(point_of(study)),
         "STUDY": study,
-        "MODEL": world.model,
+        "MODEL": str(tmp_path / "model"),
         "PAIRS": world.data,
-        "WORDS": words,
-        "JUDGE": {"template": "judge/testbed.txt", "max_length": 512, "max_response_length": 200, "device": "cpu"},
     }
     for block in mine:
-        fitted = block.replace('{PAIRS}"]', '{PAIRS}", *WORDS]').replace('layer="last"', 'layer="last", **JUDGE')
-        exec(compile(fitted, "page", "exec"), names)
+        exec(compile(block, "page", "exec"), names)
     assert "<!DOCTYPE html>" in (tmp_path / "weights.html").read_text(encoding="utf-8")
     assert len((tmp_path / "weights.jsonl").read_text(encoding="utf-8").splitlines()) > VAL
     assert (tmp_path / "weights.parquet").is_file()
