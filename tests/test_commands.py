@@ -15,7 +15,7 @@ import pytest
 from attnpo import __main__ as front
 from attnpo.config import CONFIG_DIR, groups
 from attnpo.config_help import Arguments, described
-from attnpo.console import CALLED, as_called, install_line
+from attnpo.console import CALLED, as_called, command_text, install_line
 from attnpo.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,6 +70,47 @@ def test_commands_are_written_as_they_are_called(monkeypatch: pytest.MonkeyPatch
     assert as_called(text) == text
     monkeypatch.setenv(CALLED, "attnpo")
     assert as_called(text) == "first `attnpo weigh x=1`, then attnpo fit or attnpo; torchrun -m attnpo.weigh"
+
+
+@pytest.mark.parametrize(
+    ("place", "active", "shown"),
+    [
+        ("work/.venv/bin", False, ".venv/bin/"),
+        ("work/my env/bin", False, "'my env/bin/{}'"),
+        ("elsewhere/bin", False, "{tmp}/elsewhere/bin/"),
+        ("work/.venv/bin", True, ""),
+        ("elsewhere/bin", True, ""),
+    ],
+)
+def test_a_program_is_named_as_a_shell_finds_it(
+    place: str, active: bool, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, short where it lies below the working directory; by its name where that is this very program."""
+    for folder in (place, "another"):  # a python of another environment comes first where this one is not active
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("python", "torchrun", "pip", "attnpo"):
+            (tmp_path / folder / name).write_text("#!/bin/sh\n")
+            (tmp_path / folder / name).chmod(0o755)
+    (tmp_path / "work").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / place / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / (place if active else "another")))
+    monkeypatch.delenv(CALLED, raising=False)
+
+    def path(name: str) -> str:
+        whole = shown if "{}" in shown else f"{shown}{{}}"
+        return whole.replace("{tmp}", str(tmp_path)).format(name)
+
+    text = "python -m attnpo.fit a=1; torchrun -m attnpo.weigh; pip install openai; wandb login; start it with python"
+    made = as_called(text)
+    assert made == (
+        f"{path('python')} -m attnpo.fit a=1; {path('torchrun')} -m attnpo.weigh; {path('pip')} install openai; "
+        "wandb login; start it with python"
+    )
+    assert as_called(made) == made
+    assert command_text("fit", "a=b c") == f"{path('python')} -m attnpo.fit 'a=b c'"
+    monkeypatch.setenv(CALLED, str(tmp_path / place / "attnpo"))
+    assert command_text("fit", "a=1") == f"{path('attnpo')} fit a=1"
 
 
 def test_both_ways_of_calling_give_the_same() -> None:
@@ -149,6 +190,10 @@ def test_help_shows_the_groups_that_a_command_reads(name: str) -> None:
 
 
 def test_an_extra_is_installed_from_where_the_package_came(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(ROOT)
     assert install_line("lora") == "pip install -e '.[lora]'"
+    assert as_called("set it, or pip install 'attnpo[lora]'").endswith("pip install -e '.[lora]'")
+    monkeypatch.chdir(tmp_path)
+    assert install_line("lora") == f"pip install -e '{ROOT}[lora]'"
     monkeypatch.setattr("attnpo.console.__file__", str(tmp_path / "attnpo" / "console.py"))
     assert install_line("lora") == "pip install 'attnpo[lora]'"

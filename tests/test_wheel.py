@@ -17,9 +17,10 @@ SDIST = "from setuptools import build_meta; build_meta.build_sdist('dist')"
 
 
 def done(*command: str | Path, cwd: Path, status: int = 0) -> subprocess.CompletedProcess[str]:
-    """A finished process that knows of no checkout."""
+    """A finished process that knows of no checkout; its environment is active."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env["PATH"] = f"{Path(command[0]).parent}{os.pathsep}{env['PATH']}"
     finished = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False
     )

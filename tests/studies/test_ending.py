@@ -11,12 +11,14 @@ import pytest
 from rich.console import Console
 
 from attnpo import console
-from attnpo.config import load
+from attnpo.config import groups, load
 from attnpo.console import command_text, override
 from attnpo.display.output import print_sections
 from attnpo.display.page import Section
 from attnpo.runs.ending import again, next_commands
+from attnpo.schema import UserError
 from attnpo.studies import ending
+from attnpo.studies.plan import plan_study
 from attnpo.studies.study import Arm, Outcome, Point
 from attnpo.studies.tables import short_table
 from tests.studies.test_tables import LOW, STUDY, make_outcome, result, typed
@@ -116,6 +118,65 @@ def test_the_commands_of_a_run_compose(tmp_path: Path) -> None:
     assert load("fit", twin).composed.choices["weights"] == "uniform"
     back = load("fit", again(cfg, tmp_path / "my run"))
     assert (back.name, back.resume, back.output) == ("my run", "auto", str(tmp_path))
+
+
+SMOKE = ("setting=real_smoke", "experiment=none", "model.path=MODEL", "data.path=PAIRS", "data.val_share=0.1")
+NO_ANSWERS = ("model=reward", "callbacks.samples=0", "objective.sft_coef=0", "objective.beta=1", "reference=live")
+
+
+@pytest.mark.parametrize("objective", groups()["objective"])
+def test_a_run_suggests_only_what_fit_takes(objective: str, tmp_path: Path) -> None:
+    """After every objective, with weights of every kind, and after reward models."""
+    tried = [(f"weights={name}",) for name in ("uniform", "attention", "gradient")]
+    accepted = 0
+    for words in [*tried, *([("weights=uniform", *NO_ANSWERS)] if objective == "cpo" else [])]:
+        try:
+            cfg = load("fit", [*SMOKE, f"objective={objective}", *words])
+        except UserError:
+            continue
+        accepted += 1
+        report, seed, *twin = (shlex.split(text)[2:] for text in next_commands(cfg, tmp_path))
+        assert (report, seed[0]) == (["attnpo.report", str(tmp_path)], "attnpo.fit")
+        assert load("fit", seed[1:]).seed == cfg.seed + 1
+        assert len(twin) == (not cfg.model.reward)
+        for _, *given in twin:
+            other = load("fit", given)
+            assert {other.composed.choices["weights"], cfg.composed.choices["weights"]} >= {"uniform"}
+            assert other.weights != cfg.weights
+    assert accepted
+
+
+def test_dpo_and_factors_get_a_twin_of_another_objective(tmp_path: Path) -> None:
+    for words, twin in (
+        (("objective=dpo", "weights=uniform"), ["weights=attention", "objective=twdpo"]),
+        (("objective=otpo", "weights=transport"), ["weights=uniform", "objective=dpo"]),
+        (("objective=tidpo", "objective.alpha=0.5", "weights=gradient"), ["weights=uniform", "objective=dpo"]),
+    ):
+        printed = next_commands(load("fit", [*SMOKE, *words]), tmp_path)
+        assert shlex.split(printed[2])[3:] == [*SMOKE, *twin]
+
+
+OWN = """# @package study
+defaults: [_base, _self_]
+name: small
+arms: {one: [objective=twdpo], other: [objective=ipo]}
+control: one
+grid: ${grid}
+"""
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_study_suggests_only_what_fit_takes(refused: bool, tmp_path: Path) -> None:
+    """``weights=uniform`` is the user's choice in this study, and of no effect in ``controls``, which refuses it."""
+    (tmp_path / "own options" / "experiment").mkdir(parents=True)
+    (tmp_path / "own options" / "experiment" / "small.yaml").write_text(OWN)
+    given = ["experiment=small", *(["weights=uniform"] if refused else [])]
+    cfg = load("fit", given, tmp_path / "own options")
+    printed = [shlex.split(text)[3:] for text in ending.next_commands(cfg, compared(0.25))]
+    assert len(printed) == (2 if refused else 3)
+    for *words, flag, folder in printed[1:]:
+        assert (flag, folder) == ("--config-dir", str(tmp_path / "own options"))
+        plan_study(load("fit", words, Path(folder)))
 
 
 def test_commands_are_spelled_as_they_were_called(monkeypatch: pytest.MonkeyPatch) -> None:
