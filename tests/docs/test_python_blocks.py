@@ -6,6 +6,7 @@ of docs/own_things.md and own_weights.md in their tests, of docs/objectives.md a
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -30,20 +31,10 @@ YOURS = {"MODEL", "PAIRS", "RUN", "STUDY"}
 
 def undefined(code: str) -> set[str]:
     """Returns the names of F821, undefined names, that ruff finds in ``code``."""
-    command = [
-        sys.executable,
-        "-m",
-        "ruff",
-        "check",
-        "--isolated",
-        "--select=F821,E999",
-        "--output-format=concise",
-        "-",
-    ]
-    found = subprocess.run(command, input=code, capture_output=True, text=True, check=False).stdout
-    lines = [line for line in found.splitlines() if line.startswith("-:")]
-    assert all("F821" in line for line in lines), found
-    return {line.split("`")[1] for line in lines}
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F821", "--output-format=json", "-"]
+    found = json.loads(subprocess.run(command, input=code, capture_output=True, text=True, check=False).stdout)
+    assert [one["message"] for one in found if one["code"] != "F821"] == []  # what cannot be parsed
+    return {one["message"].split("`")[1] for one in found}
 
 
 @pytest.mark.parametrize("page", BLOCKS)
