@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -245,13 +246,26 @@ def hear_signals() -> None:
 
     Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
     again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
-    until training. A process that another command of this kind started (Lightning's further ranks) also ends when that
-    one is gone.
+    until training. A rank also ends when the process that started it is gone.
     """
-    starter, os.environ[STARTER] = os.environ.get(STARTER), str(os.getpid())
-    if starter == str(os.getppid()):
-        threading.Thread(target=_outlast, args=(os.getppid(),), name="ends with the first rank", daemon=True).start()
+    parent = _starter()
+    os.environ[STARTER] = str(os.getpid())
+    if parent is not None:
+        threading.Thread(target=_outlast, args=(parent,), name="ends with its launcher", daemon=True).start()
     _listen()
+
+
+def _starter() -> int | None:
+    """Finds the process that this rank must not outlive; None for a process that is no rank.
+
+    It is torchrun's agent, SLURM's step daemon, or the first rank, where Lightning starts the others.
+    """
+    parent, starter = os.getppid(), os.environ.get(STARTER)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return parent
+    if starter is not None and ("LOCAL_RANK" in os.environ or starter == str(parent)):
+        return int(starter)
+    return parent if "SLURM_STEP_ID" in os.environ and world_size() > 1 else None
 
 
 def _listen() -> None:
@@ -262,9 +276,20 @@ def _listen() -> None:
 
 def _outlast(parent: int) -> None:
     """Ends this process when ``parent`` is no longer its parent."""
-    while os.getppid() == parent:
-        time.sleep(1)
+    if not _is_agent_gone():
+        while os.getppid() == parent:
+            time.sleep(1)
     os._exit(1)
+
+
+def _is_agent_gone() -> bool:
+    """Returns whether torchrun's agent was killed before this rank knew its number: nobody listens at its address."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else a rank is to listen there
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
+        except OSError as problem:
+            return isinstance(problem, ConnectionRefusedError)
+    return False
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.console import launched, local_rank
+from attnpo.console import launched, local_rank, process
 from attnpo.schema import UserError
 from attnpo.training.settings import TrainerSettings
 from attnpo.version import VERSION
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 EVERY = ("auto", "-1")
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")  # by which a launcher names a rank
 
 
 def planned_processes(settings: TrainerSettings) -> int:
@@ -57,13 +58,16 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
     Raises:
         UserError: trainer.devices or trainer.num_nodes, where they are given, contradict the launcher; SLURM's
             variables say that there are several processes and srun has not started them; there are too few GPUs, or
-            (without a launcher) none, or other nodes that nothing was started on.
+            (without a launcher) none, or other nodes that nothing was started on; variables make this process a rank
+            and no launcher stands behind them.
     """
     started = launched()
+    total, nodes = started or (wanted_processes(settings), None)
+    nodes = nodes or settings.num_nodes
+    _require_place(total, nodes)
     if started is None:
         _require_possible(settings)
         return settings
-    total, nodes = started[0], started[1] or settings.num_nodes
     each, rest = divmod(total, nodes)
     name = launcher()[0]
     if by_slurm() and "SLURM_STEP_ID" not in os.environ:
@@ -91,6 +95,26 @@ def as_launched(settings: TrainerSettings) -> TrainerSettings:
             "start as many processes as there are GPUs, or set trainer.accelerator=cpu"
         )
     return replace(settings, devices=str(each) if given is None else settings.devices, num_nodes=nodes)
+
+
+def _require_place(total: int, nodes: int) -> None:
+    """Refuses variables of a rank without a launcher: it would wait for the others for ever, or write no result."""
+    given = [f"{name}={os.environ[name]}" for name in PLACE if name in os.environ]
+    if not given or "TORCHELASTIC_RUN_ID" in os.environ or by_slurm():
+        return
+    needed = ["LOCAL_RANK"] if launched() is not None else []
+    needed += ["MASTER_ADDR", "MASTER_PORT"] if needed or nodes > 1 or "LOCAL_RANK" in os.environ else []
+    lacking = [name for name in needed if total > 1 and name not in os.environ]
+    node = int(os.environ.get("NODE_RANK", os.environ.get("GROUP_RANK", "0")))
+    place = node * (total // nodes) + local_rank()
+    if lacking or place >= total or ("RANK" in os.environ and process()[0] != place):
+        why = f"{', '.join(lacking)} not set" if lacking else f"NODE_RANK and LOCAL_RANK make it rank {place}"
+        raise UserError(
+            f"the environment ({', '.join(given)}) makes this process one of {total} on {nodes} "
+            f"node{'s' * (nodes > 1)}, and no launcher stands behind it ({why}): training would wait for the others "
+            "for ever. Start it with torchrun or srun, or alone with "
+            f"`env {' '.join(f'-u {name}' for name in PLACE if name in os.environ)}` before the command"
+        )
 
 
 def _require_possible(settings: TrainerSettings) -> None:

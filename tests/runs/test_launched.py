@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from attnpo.training.metrics_file import read_metrics
 from attnpo.training.settings import TrainerSettings
 from attnpo.training.trainer import make_trainer, quiet_lightning
 from tests.runs.worlds import World, build_world
-from tests.training.processes import ROOT, of_srun, of_torchrun
+from tests.training.processes import ROOT, free_port, of_srun, of_torchrun
 
+MEETING = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
 KNOWN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "TORCHELASTIC_RUN_ID", STAMP),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NNODES", "SLURM_STEP_NUM_NODES"),
@@ -71,9 +73,9 @@ def trainer_of(settings: TrainerSettings, folder: Path) -> L.Trainer:
         (of_torchrun(0, 2, 2), {"devices": "-1"}, "2", 1, 2),
         (of_srun(0, 2, 1), {}, "2", 1, 2),
         (of_srun(7, 8, 2), {"devices": "4"}, "4", 2, 8),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, {"devices": "2"}, "2", 1, 2),  # Lightning's own second process
-        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1"}, {"num_nodes": 2}, "2", 2, 4),
-        ({"NODE_RANK": "0"}, {"devices": "3", "num_nodes": 2}, "3", 2, 6),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "1", **MEETING}, {"devices": "2"}, "2", 1, 2),  # Lightning's own
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", **MEETING}, {"num_nodes": 2}, "2", 2, 4),
+        ({"NODE_RANK": "0", **MEETING}, {"devices": "3", "num_nodes": 2}, "3", 2, 6),
         ({}, {}, "auto", 1, 1),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {"devices": "3"}, "3", 1, 3),  # Lightning starts the others
     ],
@@ -122,6 +124,40 @@ def test_a_trainer_that_contradicts_the_launcher_is_refused(
     status = run_entry(main, "fit", [*overrides, "trainer.accelerator=cpu", *given], "", "")
     error = capsys.readouterr().err.splitlines()[-1]
     assert status == 2 and re.search(words, error), error
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "why"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, [], "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"),
+        ({"WORLD_SIZE": "2", **MEETING}, [], "LOCAL_RANK not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, [], "MASTER_ADDR, MASTER_PORT not set"),
+        ({"LOCAL_RANK": "1"}, ["trainer.devices='2'"], "MASTER_ADDR, MASTER_PORT not set"),
+        ({"NODE_RANK": "1"}, ["trainer.num_nodes=2"], "MASTER_ADDR, MASTER_PORT not set"),
+        ({"NODE_RANK": "1"}, [], "make it rank 1"),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, [], "make it rank 0"),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", **MEETING}, [], "make it rank 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **MEETING}, [], "make it rank 2"),
+    ],
+)
+def test_a_rank_without_a_launcher_is_refused(
+    variables: dict[str, str],
+    given: list[str],
+    why: str,
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It waited for the others for ever, or trained in silence and wrote no result."""
+    place(monkeypatch, variables)
+    (tmp_path / "file").touch()  # for a folder, so that it goes no further where it is not refused
+    given = [*world.overrides("experiment=none", "name=x", f"output={tmp_path / 'file'}"), *given]
+    status = run_entry(main, "fit", given, "", "")
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert status == 2 and "no launcher stands behind it" in error and why in error, error
+    unset = " ".join(f"-u {name}" for name in variables if name not in MEETING)
+    assert f"`env {unset}` before the command" in error
 
 
 @pytest.mark.parametrize(
@@ -197,6 +233,78 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 # ------------------------------------------------------------------------------------------------ real processes
+RANK = """
+import sys, time
+from attnpo.console import hear_signals
+sys.stdin.read()
+hear_signals()
+time.sleep(600)
+"""
+LAUNCHER = """
+import os, subprocess, sys, time
+os.environ.update(**eval(sys.argv[2]))
+print(subprocess.Popen([sys.executable, "-c", sys.argv[1]]).pid, flush=True)
+time.sleep(600)
+"""
+PATIENCE = 20  # seconds in which a rank ends whose launcher was killed
+LIGHTNING = "{'ATTNPO_STARTED_BY': str(os.getpid()), 'LOCAL_RANK': '1', 'WORLD_SIZE': '2'}"
+AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+
+
+@contextmanager
+def ended_at_last(*pids: int) -> Iterator[None]:
+    """A context after which none of these processes runs."""
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "early"),
+    [("torchrun", False), ("srun", False), ("Lightning", False), ("torchrun", True), ("Lightning", True)],
+)
+def test_a_rank_ends_with_its_launcher(launcher: str, early: bool) -> None:
+    """Killed while the rank runs, or ``early``, before the rank watches it."""
+    torchrun = {**of_torchrun(1), **(AGENT if early else {}), "MASTER_PORT": str(free_port())}
+    variables = {"torchrun": str(torchrun), "srun": str(of_srun(1)), "Lightning": LIGHTNING}[launcher]
+    command = [sys.executable, "-c", LAUNCHER, RANK, variables]
+    job = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert job.stdin is not None and job.stdout is not None
+    with ended_at_last(job.pid, int(job.stdout.readline())):
+        if not early:
+            job.stdin.close()
+            time.sleep(1)
+        job.kill()
+        job.wait()
+        job.stdin = job.stdin if early else None
+        job.communicate(timeout=PATIENCE)  # until the rank, which has this output too, is gone
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_torchrun_end(world: World, tmp_path: Path) -> None:
+    """They trained on for hours, and held the machine and the run's folder."""
+    given = world.overrides("experiment=none", "weights=uniform", "callbacks=none", "name=x", f"output={tmp_path}")
+    command = torchrun_command("fit", [*given, "trainer.max_epochs=-1", "trainer.max_steps=1000000"])
+    environment, said = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, tmp_path / "said.txt"
+    with said.open("w") as output:
+        job = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    with ended_at_last(job.pid):
+        while "before the first step" not in said.read_text() and job.poll() is None:
+            time.sleep(0.1)
+        ranks = [int(pid) for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        with ended_at_last(*ranks):
+            assert len(ranks) == 2, said.read_text()[-4000:]
+            job.kill()
+            job.wait()
+            deadline = time.monotonic() + PATIENCE
+            while (left := [pid for pid in ranks if Path(f"/proc/{pid}").exists()]) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            assert left == []
+
+
 STEPS = 12
 PAIRS = 4  # of a step
 

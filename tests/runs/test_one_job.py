@@ -23,6 +23,7 @@ from attnpo.report import main as report
 from attnpo.schema import UserError
 from tests import warm
 from tests.runs.worlds import World, build_world
+from tests.training.processes import of_torchrun
 
 PLAIN = ("experiment=none", "name=x", "callbacks=none", "weights=uniform", "trainer.validate_every=1")
 STUDY = """
@@ -142,10 +143,9 @@ def test_the_other_processes_of_a_job_come_in(world: World, tmp_path: Path, monk
     """They get as far as their leader does; here to the end of a run that is over."""
     cfg = world.config(*PLAIN, f"output={tmp_path}", "trainer.max_steps=1", "resume=auto")
     assert fit.main(cfg) == 0
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+    for name, value in {**of_torchrun(1), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     with locked(tmp_path / "x"):
-        monkeypatch.setenv("RANK", "1")
         assert fit.main(cfg) == 0
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(UserError, match="is in use by process"):

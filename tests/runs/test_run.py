@@ -347,6 +347,7 @@ def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(UserError, match=r"reference log-probs are missing .* attnpo\.weigh .*reference=cached"):
         run(world.config("weights=uniform", "reference=cached", *QUICK), tmp_path / "run")
 
