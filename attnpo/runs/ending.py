@@ -39,6 +39,8 @@ def outcome_text(result: RunResult) -> str:
             "of the validation pairs"
         )
         text += f" ({result.overlap_warning})" if result.overlap_warning else ""
+    if result.training_warning is not None:
+        return f"{text}. WARNING: {result.training_warning}"
     return f"{text}. One run, nothing to compare it with"
 
 

@@ -178,8 +178,8 @@ def plan_lines(inputs: Inputs) -> Iterator[str]:
 def log_inputs(inputs: Inputs) -> None:
     """Logs what the run stands on: counts, lengths, coverage, the judge, the steps, row 0 as it is trained.
 
-    UserError, when all of it is said, for a split with rows of which no pair is left, and for a budget of tokens that
-    its longest pair does not keep.
+    UserError, when all of it is said, for a split with rows of which no pair is left or none has a weight, and for a
+    budget of tokens that its longest pair does not keep.
     """
     statistics = example_statistics(inputs)
     for split in SPLITS:
@@ -247,6 +247,12 @@ def _require_examples(inputs: Inputs, split: str) -> None:
         raise UserError(
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
+        )
+    if made.examples and not any(example.pair_weight for example in made.examples):
+        nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
+        raise UserError(
+            f"{split}: all {len(made.examples)} pairs have the weight 0 (their pair weight, or all token weights of "
+            f"both responses), so nothing would be {nothing}: choose other weights or data"
         )
     pairs, processes = len(made.examples), planned_processes(inputs.context.cfg.trainer)
     if 0 < pairs < processes:

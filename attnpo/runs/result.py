@@ -9,6 +9,10 @@ from typing import Any
 from attnpo.files import Json, flat
 
 REWARDS = "rewards"
+# A model is destroyed where its largest weight grew by more, or where the mean log-probability of chosen answers fell
+# below so many times what it was and by so many nats for each of their tokens.
+GROWTH, UNLIKELY, LOST_NATS = 1e3, 3.0, 2.0
+LESS = "no improvement whatever its other numbers; give a smaller optimizer.lr"
 OVERLAP = "trained_on"  # of the account of validation pairs
 
 
@@ -78,10 +82,36 @@ class RunResult:
         return None if warning is None else str(warning)
 
     @property
+    def is_destroyed(self) -> bool:
+        """Returns whether training left no usable model: weights blown up, or chosen answers that became unlikely."""
+        return self.metrics.get("moved/growth", 1.0) > GROWTH or self._unlikely
+
+    @property
+    def _unlikely(self) -> bool:
+        first, last = (self.metrics.get(f"{name}val/logps/chosen", math.nan) for name in ("first/", ""))
+        return last < UNLIKELY * first and first - last > LOST_NATS * self.input("val", "tokens.chosen.p50")
+
+    @property
+    def training_warning(self) -> str | None:
+        """Returns that training moved no weight, or destroyed the model; None where neither is so."""
+        moved = self.metrics
+        if moved.get("moved/grad_norm") == 0:
+            return "no step had a gradient, so nothing was learned: look at the weights and the objective"
+        if moved.get("moved/weights") == 0:
+            return "training moved no weight: the policy is the base as it was; give a larger optimizer.lr"
+        if self._unlikely:
+            first, last = moved["first/val/logps/chosen"], moved["val/logps/chosen"]
+            return f"the model is destroyed: log-prob of chosen answers {last:.0f}, {first:.0f} before; {LESS}"
+        if self.is_destroyed:
+            return f"the model is destroyed: weights {moved['moved/growth']:.0e} times larger; {LESS}"
+        return None
+
+    @property
     def warnings(self) -> list[str]:
-        """Returns warnings that belong beside every figure: leaked pairs, the judge's verdicts, lost weights."""
+        """Returns warnings that belong beside every figure: failed training, leaked pairs, the judge, lost weights."""
         lost = [f"{name}: {part['warning']}" for name in ("train", "val") if "warning" in (part := self.split(name))]
-        return [text for text in (self.overlap_warning, self.judge_warning, *lost) if text is not None]
+        found = (self.training_warning, self.overlap_warning, self.judge_warning, *lost)
+        return [text for text in found if text is not None]
 
     def to_json(self) -> dict[str, object]:
         """The content of ``result.json``."""

@@ -153,6 +153,8 @@ def _finish(
     result = RunResult(
         cfg.seed, trained.steps, seconds, trained.metrics, statistics, versions(), truth, drift, merges_of(folder)
     )
+    if result.training_warning is not None:
+        log.warning("warning: %s", result.training_warning)
     (folder / f"{RESULT}.part").write_text(json.dumps(result.to_json(), indent=1) + "\n", encoding="utf-8")
     if point:
         with spare(folder, "keeping examples for the study's page"):

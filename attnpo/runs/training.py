@@ -40,6 +40,7 @@ from attnpo.runs.report import make_exporter
 from attnpo.runs.resume import contents_of
 from attnpo.runs.settings import require_parts
 from attnpo.schema import SIDES
+from attnpo.training.callbacks import Movement
 from attnpo.training.gather import SameEverywhere, WholePolicy
 from attnpo.training.module import PreferenceModule, RowMaker
 from attnpo.training.reference_cache import KeptReference
@@ -217,12 +218,13 @@ def _fit(
         if resume is None:
             with phase("validation before the first step"):
                 trainer.validate(module, data, verbose=False)
-            past.first = first = _metrics(trainer)
-            log.info("before the first step: val/loss %.6f", first.get("val/loss", float("nan")))
+            past.first = _metrics(trainer)
+            log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
         training_began()
         trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
-    metrics = {**earlier, **_metrics(trainer), **{f"first/{name}": value for name, value in past.first.items()}}
+    first = {f"first/{name}": value for name, value in past.first.items()}
+    metrics = {**earlier, **_metrics(trainer), **_one(trainer, Movement).metrics, **first}
     return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
 
 

@@ -11,7 +11,16 @@ from attnpo.studies.arms import key_of
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.frontier import difference
 from attnpo.studies.plan import plan_study
-from attnpo.studies.selection import all_seeds, best_by_arm, by_arm, difference_text, gather, has_truth, verdict
+from attnpo.studies.selection import (
+    all_seeds,
+    best_by_arm,
+    by_arm,
+    difference_text,
+    gather,
+    has_truth,
+    training_warnings,
+    verdict,
+)
 from attnpo.studies.study import Outcome
 
 GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": "a tie with"}
@@ -34,6 +43,7 @@ def came_out(outcome: Outcome, world: str) -> Iterator[str]:
     if not best:
         yield "no arm has results"
         return
+    yield from training_warnings(best)
     if not has_truth(gather(outcome.points)):
         shares = {name: point.metric("val/rewards/accuracies") for name, point in best.items()}
         said = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares.items() if not math.isnan(share))

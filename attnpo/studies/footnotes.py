@@ -16,6 +16,7 @@ from attnpo.studies.selection import (
     has_truth,
     label_of,
     lacking_seeds,
+    training_warnings,
 )
 from attnpo.studies.study import Arm, Grid, Outcome, Point, last_line, short
 from attnpo.weights.arrival import KEPT_MASS
@@ -45,6 +46,7 @@ def warnings(outcome: Outcome) -> list[str]:
     if len(names) > 1 and not any(_controls(outcome, point.arm) for point, _ in outcome.points):
         out.append(NO_CONTROL)
     out += [f"WARNING: {line}" for line in unregistered(outcome)]
+    out += [line for world in outcome.worlds for line in training_warnings(best_by_arm(outcome, world))]
     return [*out, *outcome.warnings, *_overlaps(outcome), *_poor_judges(outcome), *_lost_weights(outcome)]
 
 

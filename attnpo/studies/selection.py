@@ -1,7 +1,7 @@
 """Results of a study by arm and grid point, and which point stands for an arm: chosen on validation data alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -54,6 +54,11 @@ class PointResults:
     def input(self, name: str) -> float:
         """The mean over seeds of a statistic of the training examples; NaN where it is missing."""
         return float(np.mean([result.input("train", name) for result in self.results]))
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Returns whether training destroyed the model of a seed."""
+        return any(result.is_destroyed for result in self.results)
 
     @property
     def steps(self) -> float:
@@ -125,9 +130,11 @@ def best_point(points: Sequence[PointResults], kl_limit: float) -> PointResults:
     """The point that stands for an arm, chosen on validation data alone.
 
     With a known truth: the highest validation reward among points with validation KL up to ``kl_limit`` (if none, the
-    one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses.
+    one with the smallest KL). Otherwise the highest validation accuracy of the rewards. What is not finite loses, and
+    so does a model that training destroyed, unless all are.
     """
     whole = complete(points)
+    whole = [point for point in whole if not point.is_destroyed] or whole
     if not has_truth(whole):
         return max(whole, key=lambda point: _or_worst(point.metric("val/rewards/accuracies"), -math.inf))
     found = best_within(whole, kl_limit)
@@ -161,6 +168,13 @@ def best_by_arm(outcome: Outcome, world: str) -> dict[str, PointResults]:
     """The best point of every arm of a world that has results, in the study's order."""
     found = by_arm(outcome, world).items()
     return {name: best_point(points, outcome.study.kl_limit) for name, points in found if points}
+
+
+def training_warnings(best: Mapping[str, PointResults]) -> Iterator[str]:
+    """Warns of arms whose chosen point moved no weight or destroyed the model in a seed."""
+    for name, point in best.items():
+        for text in dict.fromkeys(result.training_warning for result in point.results if result.training_warning):
+            yield f"WARNING: {name}: {text}"
 
 
 def seeds_mark(have: int, outcome: Outcome) -> str:

@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.distributed.tensor import DTensor
 
 from attnpo.live import WRITTEN_EVERY, Row, display, is_noted, note, on_terminal
 from attnpo.schema import PreferenceBatch
+from attnpo.training.gather import from_all_ranks
 from attnpo.training.nonfinite import check_validation, check_weights
 from attnpo.training.signals import step_ended
 
@@ -145,3 +148,59 @@ class FinalValidation(L.Callback):
         """Raises ``UserError`` when the first or the last validation is not finite."""
         if trainer.state.fn == "validate" or trainer.should_stop:
             check_validation(trainer)
+
+
+class Movement(L.Callback):
+    """What this session's steps did to the trained weights.
+
+    ``metrics`` after the last step: ``moved/weights`` is 1 where their sum is another than before and 0 where it is the
+    same, ``moved/growth`` the largest magnitude over that before, ``moved/grad_norm`` the largest gradient norm.
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+        self._before: tuple[float, float] | None = None
+        self._pull = torch.zeros(())
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Notes the weights, which are those of the resumed state by now."""
+        self._before = self._read(pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: PreferenceBatch,
+        batch_idx: int,
+    ) -> None:
+        """Notes the step's gradient norm, without waiting for the device."""
+        if "train/grad_norm" in trainer.callback_metrics:
+            self._pull = torch.maximum(self._pull, trainer.callback_metrics["train/grad_norm"].to(self._pull.device))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compares the weights with those before (a collective: every rank takes part)."""
+        if self._before is None:
+            return
+        ranks = from_all_ranks((self._before, self._read(pl_module)), trainer.world_size)
+        largest = [max(peak for _, peak in sides) for sides in zip(*ranks, strict=True)]
+        self.metrics = {
+            "moved/weights": float(any(before[0] != after[0] for before, after in ranks)),
+            "moved/growth": largest[1] / max(largest[0], 1e-30),
+            "moved/grad_norm": float(self._pull),
+        }
+
+    def _read(self, pl_module: L.LightningModule) -> tuple[float, float]:
+        """Returns the sum of this process's trained weights and their largest magnitude; makes no copy.
+
+        A weight of 0 that a vanishing step leaves at 1e-30 does not change the sum, in float64.
+        """
+        trained = [value.detach() for value in pl_module.parameters() if value.requires_grad]
+        shards = [value.to_local() if isinstance(value, DTensor) else value for value in trained]
+        held = [value for value in shards if value.numel()]  # a process may have no part of a short one
+        if not held:
+            return 0.0, 0.0
+        peaks = [torch.linalg.vector_norm(value, float("inf")).float() for value in held]
+        return float(torch.stack([value.sum(dtype=torch.float64) for value in held]).sum()), float(
+            torch.stack(peaks).max()
+        )

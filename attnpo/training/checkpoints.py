@@ -263,6 +263,9 @@ class BestCheckpoint(CheckpointFolder):
 
     def _compare(self, trainer: L.Trainer, metrics: Mapping[str, Tensor | float], state: Path | None = None) -> None:
         value = float(metrics[self.monitor])
+        if float(metrics.get("val/weights/void", 0.0)) == 1:  # a mean over pairs of weight 0 measures nothing
+            log.warning("warning: every validation pair has the weight 0 after this step: %s is not saved", self.folder)
+            return
         if trainer.strategy.reduce_boolean_decision(self._better(value)):
             self.save(trainer, export=True, metrics=metrics, state=state, **{self.monitor: value})
             self.best = value

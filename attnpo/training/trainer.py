@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 
-from attnpo.training.callbacks import FinalValidation, Progress, StepValidation
+from attnpo.training.callbacks import FinalValidation, Movement, Progress, StepValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint, StraightIO
 from attnpo.training.export import Exporter
 from attnpo.training.resume_state import Continuation
@@ -39,11 +39,11 @@ def make_callbacks(
     exporter: Exporter,
     account: Mapping[str, object] | None = None,
 ) -> list[Callback]:
-    """Callbacks for the validation at the end, signals, exact resume, checkpoint folders and progress.
+    """Callbacks for the validation at the end, signals, exact resume, moved weights, checkpoint folders and progress.
 
     ``account`` is kept in the checkpoint folders: what a later session must agree with.
     """
-    callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption()]
+    callbacks: list[Callback] = [FinalValidation(), Continuation(), Interruption(), Movement()]
     if settings.checkpoints:
         # last/ first: a best/ that could not be saved after it is saved on resume.
         callbacks.append(LastCheckpoint(folder / "last", exporter, settings.save_every, account))
