@@ -151,7 +151,7 @@ class FinalValidation(L.Callback):
 
 
 class Movement(L.Callback):
-    """What this session's steps did to the trained weights.
+    """What training did to the trained weights; a resumed run goes on from what the state noted.
 
     ``metrics`` after the last step: ``moved/weights`` is 1 where their sum is another than before and 0 where it is the
     same, ``moved/growth`` the largest magnitude over that before, ``moved/grad_norm`` the largest gradient norm.
@@ -162,9 +162,18 @@ class Movement(L.Callback):
         self._before: tuple[float, float] | None = None
         self._pull = torch.zeros(())
 
+    def state_dict(self) -> dict[str, object]:
+        """Returns the weights' numbers before training, and the largest gradient norm so far."""
+        return {"before": self._before, "pull": float(self._pull)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes up what ``state_dict`` returned."""
+        self._before, self._pull = state_dict["before"], torch.tensor(state_dict["pull"])
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Notes the weights, which are those of the resumed state by now."""
-        self._before = self._read(pl_module)
+        """Notes the weights (a collective: every rank takes part)."""
+        found = self._read(trainer, pl_module)
+        self._before = self._before or found
 
     def on_train_batch_end(
         self,
@@ -175,32 +184,37 @@ class Movement(L.Callback):
         batch_idx: int,
     ) -> None:
         """Notes the step's gradient norm, without waiting for the device."""
-        if "train/grad_norm" in trainer.callback_metrics:
-            self._pull = torch.maximum(self._pull, trainer.callback_metrics["train/grad_norm"].to(self._pull.device))
+        norm = trainer.callback_metrics.get("train/grad_norm")
+        if norm is not None:
+            self._pull = torch.maximum(self._pull.to(norm.device), norm)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Compares the weights with those before (a collective: every rank takes part)."""
-        if self._before is None:
-            return
-        ranks = from_all_ranks((self._before, self._read(pl_module)), trainer.world_size)
-        largest = [max(peak for _, peak in sides) for sides in zip(*ranks, strict=True)]
+        total, peak = self._read(trainer, pl_module)
+        before = self._before or (total, peak)
         self.metrics = {
-            "moved/weights": float(any(before[0] != after[0] for before, after in ranks)),
-            "moved/growth": largest[1] / max(largest[0], 1e-30),
+            "moved/weights": float(total != before[0]),
+            "moved/growth": peak / max(before[1], 1e-30),
             "moved/grad_norm": float(self._pull),
         }
 
-    def _read(self, pl_module: L.LightningModule) -> tuple[float, float]:
-        """Returns the sum of this process's trained weights and their largest magnitude; makes no copy.
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Compares them where no step was left, so that training never started."""
+        if not self.metrics:
+            self.on_train_end(trainer, pl_module)
+
+    def _read(self, trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[float, float]:
+        """Returns the sum of the trained weights, a mean over ranks, and their largest magnitude; makes no copy.
 
         A weight of 0 that a vanishing step leaves at 1e-30 does not change the sum, in float64.
         """
         trained = [value.detach() for value in pl_module.parameters() if value.requires_grad]
         shards = [value.to_local() if isinstance(value, DTensor) else value for value in trained]
         held = [value for value in shards if value.numel()]  # a process may have no part of a short one
-        if not held:
-            return 0.0, 0.0
-        peaks = [torch.linalg.vector_norm(value, float("inf")).float() for value in held]
-        return float(torch.stack([value.sum(dtype=torch.float64) for value in held]).sum()), float(
-            torch.stack(peaks).max()
-        )
+        here = 0.0, 0.0
+        if held:
+            peaks = [torch.linalg.vector_norm(value, float("inf")).float() for value in held]
+            sums = [value.sum(dtype=torch.float64) for value in held]
+            here = float(torch.stack(sums).sum()), float(torch.stack(peaks).max())
+        totals, largest = zip(*from_all_ranks(here, trainer.world_size), strict=True)
+        return sum(totals) / len(totals), max(largest)

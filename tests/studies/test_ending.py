@@ -18,6 +18,7 @@ from attnpo.display.page import Section
 from attnpo.runs.ending import again, next_commands
 from attnpo.schema import UserError
 from attnpo.studies import ending
+from attnpo.studies.footnotes import warnings
 from attnpo.studies.plan import plan_study
 from attnpo.studies.study import Arm, Outcome, Point
 from attnpo.studies.tables import short_table
@@ -92,6 +93,24 @@ def at_kl(kl: float, rewards: list[float]) -> dict[str, Any]:
     made = result(test=rewards)
     made["truth"]["scores"]["test"]["kl"] = kl
     return made
+
+
+def test_a_destroyed_model_is_not_chosen_and_an_idle_one_is_named() -> None:
+    """By its accuracy alone the destroyed one would stand for the arm; truth None: nothing else is known."""
+    arm, idle = Arm("attention", ("weights=attention",)), Arm("uniform", ("weights=uniform",))
+    made = {(arm, LOW): {}, (arm, ("lr=1",)): {"moved/growth": 1e30}, (idle, LOW): {"moved/weights": 0.0}}
+    points = []
+    for place, ((of, values), found) in enumerate(made.items()):
+        answer = {**result(accuracy=0.6 + 0.1 * (place == 1)), "truth": None}
+        answer["metrics"] |= found
+        points.append((Point(of, values, 0), answer))
+    study = replace(STUDY, arms={"uniform": [], "attention": []})
+    said = list(ending.came_out(Outcome(study, [arm, idle], typed(points), [], {}, Path("out"), 1.0), ""))
+    assert any("attention 60.0 %" in line for line in said), said
+    assert [line for line in said if "WARNING" in line and "uniform: training moved no weight" in line], said
+    lost = Outcome(study, [arm, idle], typed(points[1:]), [], {}, Path("out"), 1.0)
+    assert any("WARNING: attention: the model is destroyed" in line for line in ending.came_out(lost, ""))
+    assert any("WARNING: attention: the model is destroyed" in line for line in warnings(lost))
 
 
 def test_one_seed_is_said_to_be_one() -> None:
