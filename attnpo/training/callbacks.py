@@ -162,13 +162,15 @@ class Movement(L.Callback):
         self._before: tuple[float, float] | None = None
         self._pull = torch.zeros(())
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, float]:
         """Returns the weights' numbers before training, and the largest gradient norm so far."""
-        return {"before": self._before, "pull": float(self._pull)}
+        if self._before is None:
+            return {}
+        return {"total": self._before[0], "peak": self._before[1], "pull": float(self._pull)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Takes up what ``state_dict`` returned."""
-        self._before, self._pull = state_dict["before"], torch.tensor(state_dict["pull"])
+        self._before, self._pull = (state_dict["total"], state_dict["peak"]), torch.tensor(state_dict["pull"])
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Notes the weights (a collective: every rank takes part)."""
