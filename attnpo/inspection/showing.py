@@ -27,7 +27,7 @@ from attnpo.runs.folders import POLICIES, saved_config
 from attnpo.runs.inputs import inputs_on
 from attnpo.runs.models import autocast, load_start
 from attnpo.runs.run_config import RunConfig
-from attnpo.runs.settings import wants_auto
+from attnpo.runs.settings import WARN, wants_auto
 from attnpo.runs.weighing import weigh
 from attnpo.schema import PreferencePair, UserError
 from attnpo.training.scoring import score_examples
@@ -123,7 +123,7 @@ def _subject(cfg: ShowConfig) -> _Subject:
                 "bad_batch=FILE, or data.path=PAIRS with model.path=MODEL; see --help"
             )
         run = run.with_component("data", typed)
-    context = make_context(run)
+    context = make_context(run.with_value("judge.low_label_mass", WARN))  # nothing is paid for
     transforms = context.cfg.transforms
     if wants_auto(context.cfg.weights) or any(transform.needs_fit for transform in transforms.values()):
         if isinstance(context.cfg.data, TypedPair):

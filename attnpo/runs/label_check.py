@@ -1,7 +1,7 @@
 """Whether the verdict position is the verdict's: measured before a judge pass is paid for, said once, and stored."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 FOLDER = "label_mass"
 PAIRS = 16
 """Pairs whose two prompts are measured. The mean has a standard error of 0.125 at worst: masses of 0 and 1 alone."""
+NOT_MEASURED = "judge: the store has weights of all pairs, but no sound measurement of the judge's labels on these"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,22 @@ class LabelCheck:
             return None
         texts = tuple((str(text), int(count)) for text, count in record["written"])
         return LabelMass(float(record["share"]), int(record["prompts"]), texts)
+
+    def recall(self, load: Callable[[], Tools], pairs: Sequence[PreferencePair]) -> None:
+        """Holds weights that are all stored against the measurement of them, which the store may lack.
+
+        It does where the record is damaged or was not copied along, or other pairs were first. With stop ``load`` then
+        gives the judge to measure again; with warn a line says that nothing is known.
+        """
+        shown = self._find_shown(pairs)
+        mass = self._read_stored(shown)
+        if mass is not None:
+            self.hold(mass)
+        elif shown and not self._stops:
+            log.info("%s, and judge.low_label_mass=warn does not measure anew", NOT_MEASURED)
+        elif shown:
+            log.info("%s: loading the judge to measure (judge.low_label_mass=warn goes on without)", NOT_MEASURED)
+            self.before(load(), pairs)
 
     def before(self, tools: Tools, pairs: Sequence[PreferencePair]) -> None:
         """Measures on the first of ``pairs`` that can be shown, unless that is stored, and says what came out.

@@ -232,12 +232,19 @@ def weigh(
     table = context.store.table(WEIGHTS, key)
     lacking = _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, method.rounds, len(layers))
 
-    def tools() -> Tools:
+    def refuse_many(lacks: str) -> None:
         if shard is None and world_size() > 1:
             raise UserError(
-                f"weights are missing in the store and this job has {world_size()} processes; fill the store first, "
-                f"in one process or several: {command_text('weigh', *context.cfg.composed.arguments())}"
+                f"{lacks} missing in the store and this job has {world_size()} processes; fill the store first, in one "
+                f"process or several: {command_text('weigh', *context.cfg.composed.arguments())}"
             )
+
+    def tools_again() -> Tools:
+        refuse_many("the measurement of the judge's labels is")
+        return method.tools()
+
+    def tools() -> Tools:
+        refuse_many("weights are")
         log.info("%s", method.work(rows_in_words(layers)))
         if method.trace is not None:
             most = method.trace.max_new_tokens
@@ -259,9 +266,9 @@ def weigh(
         )
     if report.computed:
         log.info("weights: %d pairs computed in %.1f s", report.computed, report.seconds)
+    if method.labels is not None and not report.computed:
+        method.labels.recall(tools_again, wanted)
     label_mass = None if method.labels is None else method.labels.known(wanted)
-    if method.labels is not None and label_mass is not None and not report.computed:
-        method.labels.hold(label_mass)
     _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)
     return Weighed(
         source,

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from attnpo import fit, weigh
+from attnpo import fit, show, weigh
 from attnpo.command_line import run_entry
 from attnpo.judging import JudgeReading
 from attnpo.runs.judges import RunJudge
@@ -139,6 +139,73 @@ def test_stop_holds_for_weights_that_another_run_stored(
     capsys.readouterr()
     assert weighs(world, "judge.low_label_mass=stop") == 2
     assert LOW in capsys.readouterr().err
+
+
+def forget(record: Path) -> None:
+    record.unlink()
+
+
+def damage(record: Path) -> None:
+    record.write_text(record.read_text().replace("0.", "0.9", 1))
+
+
+def cut(record: Path) -> None:
+    record.write_bytes(record.read_bytes()[:20])
+
+
+@pytest.mark.parametrize("harm", [forget, damage, cut])
+def test_stop_measures_again_where_the_record_is_lost(
+    harm: Callable[[Path], None],
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    judge = scripted(monkeypatch, 0.25)
+    assert weighs(world) == 0
+    (record,) = world.store.glob("label_mass/*.json")
+    harm(record)
+    judge.asked.clear()
+    capsys.readouterr()
+    assert weighs(world, "judge.low_label_mass=stop") == 2
+    assert LOW in capsys.readouterr().err
+    assert judge.asked == [(PROMPTS, (), True)], "the labels alone are read again, not the weights"
+    assert weighs(world, "judge.low_label_mass=stop") == 2
+    assert len(judge.asked) == 1, "the record is mended"
+    harm(record)
+    caplog.clear()
+    assert weighs(world) == 0
+    assert len(judge.asked) == 1, "a warning is not worth loading the judge"
+    assert "no sound measurement of the judge's labels" in caplog.text, "and it is said that there is none"
+
+
+def test_showing_a_stored_pair_loads_no_judge_to_measure(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = scripted(monkeypatch, 0.25)
+    assert weighs(world) == 0
+    judge.asked.clear()
+    words = [word for word in world.overrides() if not word.startswith(("callbacks.", "batch."))]
+    assert show.entry([*words, "rows=1", "judge.low_label_mass=stop"]) == 0
+    assert judge.asked == [] and "no sound measurement of the judge's labels" in caplog.text
+
+
+def test_many_processes_refuse_weights_without_their_measurement(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = scripted(monkeypatch, 0.75)
+    assert weighs(world) == 0
+    (record,) = world.store.glob("label_mass/*.json")
+    record.unlink()
+    monkeypatch.setattr("attnpo.runs.weighing.world_size", lambda: 2)
+    words = world.overrides("experiment=none", f"output={tmp_path}", "name=run", "trainer.max_steps=1")
+    words += ["callbacks.checkpoints=false", "callbacks.samples=0", "judge.low_label_mass=stop"]
+    capsys.readouterr()
+    judge.asked.clear()
+    assert run_entry(fit.main, "fit", words, "", "") == 2
+    told = capsys.readouterr().err
+    assert "the measurement of the judge's labels is missing" in told and "python -m attnpo.weigh" in told
+    assert judge.asked == []
 
 
 def test_two_sets_share_a_measurement_only_where_the_measured_pairs_are_the_same(
