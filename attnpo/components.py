@@ -24,8 +24,9 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from types import NoneType, UnionType
+from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -129,23 +130,45 @@ def _locate(dotted: str) -> object:
     return target
 
 
+def _home(target: object) -> str | None:
+    """Names the module that code is of, wherever else it is imported; None for what is no code."""
+    while isinstance(target, partial):
+        target = target.func
+    if isinstance(target, ModuleType):
+        return target.__name__
+    if not callable(target):
+        return None
+    own: str | None = getattr(target, "__module__", None)  # a builtin's methods have none
+    return own or type(getattr(target, "__self__", target)).__module__
+
+
 def located(dotted: str, what: str) -> tuple[object, str]:
     """What an import path names, and an empty text; or None, and why it may not or cannot be imported.
 
-    The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names. ``what``
-    is expected there, in a word ("class").
+    The rule for every name of code in a configuration: attnpo, and packages that ATTNPO_ALLOW_TARGETS names, for the
+    path and for the module that what it leads to is of. ``what`` is expected there, in a word ("class").
     """
     if not _may_import(dotted):
-        return None, (
-            f"expected a {what} of attnpo, got {dotted}; a configuration is code that is run: set the environment "
-            f"variable {ALLOW}={dotted.partition('.')[0]} only if you trust that package"
-        )
+        return None, _refused(what, dotted, dotted)
     try:
-        return _locate(dotted), ""
+        target = _locate(dotted)
     except Exception as error:  # noqa: BLE001  whatever a module does on import is told with the key
         known = isinstance(error, ImportError | AttributeError | ValueError)
         words = missing_package(error) or (str(error) if known else f"{type(error).__name__}: {error}")
         return None, f"cannot import {dotted}: {words}"
+    home = _home(target)
+    return (
+        (target, "")
+        if home is None or _may_import(home)
+        else (None, _refused(what, f"{dotted}, which is of {home}", home))
+    )
+
+
+def _refused(what: str, got: str, module: str) -> str:
+    return (
+        f"expected a {what} of attnpo, got {got}; a configuration is code that is run: set the environment variable "
+        f"{ALLOW}={module.partition('.')[0]} only if you trust that package"
+    )
 
 
 def _parameters(target: type) -> dict[str, bool]:

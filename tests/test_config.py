@@ -13,6 +13,7 @@ from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
+from unittest.mock import ANY
 
 import pytest
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -20,6 +21,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo import command_line, component_fields, config, kept_configs
+from attnpo.components import located
 from attnpo.reports.report_config import ReportConfig
 from attnpo.runs import settings
 from attnpo.schema import UserError
@@ -446,7 +448,7 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
         (
             "objective",
             "attnpo.config.os.system",
-            "expected a PreferenceObjective, got attnpo.config.os.system, which is no",
+            "expected a class of attnpo, got attnpo.config.os.system, which is of posix;",
         ),
         (
             "weights",
@@ -464,6 +466,55 @@ def test_targets_of_other_packages_are_not_imported(target: str, monkeypatch: py
 def test_only_a_component_of_the_role_is_made(key: str, target: str, message: str) -> None:
     with pytest.raises(UserError, match=rf"(?m)^ *{key}\._target_: {re.escape(message)}"):
         config.check(fit_with("setting=real_smoke", f"~{key}", f"+{key}={{_target_:{target}}}"), complete=False)
+
+
+def test_what_an_allowed_module_imports_is_not_allowed_with_it(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = """
+import os, foreign_parts
+from functools import cache, partial, wraps
+from foreign_parts import Mine, function
+from pathlib import Path
+half = partial(function, limit=1)
+whole = partial(half, limit=2)
+cached = cache(function)
+words = "a b"
+method = Mine.__call__
+unbound = Path.unlink
+bound = Path("x").unlink
+def own(tokens): return [1.0] * len(tokens.ids)
+@cache
+def kept(tokens): return own(tokens)
+quarter = partial(own)
+class Rules:
+    @classmethod
+    def one(cls, tokens): return own(tokens)
+"""
+    (tmp_path / "my_parts.py").write_text(code, encoding="utf-8")
+    monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_parts")
+    try:
+        for name, home in {
+            **dict.fromkeys(("function", "half", "whole", "cached", "method", "Mine"), "foreign_parts"),
+            **{"foreign_parts": "foreign_parts", "foreign_parts.function": "foreign_parts"},
+            **{"os": "os", "os.remove": "posix", "unbound": "pathlib", "bound": "pathlib", "Path": "pathlib"},
+            **{"words.split": "builtins", "words.__add__": "builtins", "wraps": "functools"},
+        }.items():
+            assert located(f"my_parts.{name}", "function") == (None, ANY), name
+            _, why = located(f"my_parts.{name}", "function")
+            assert f"got my_parts.{name}, which is of {home};" in why and f"ATTNPO_ALLOW_TARGETS={home} only" in why
+        for name in ("own", "kept", "quarter", "Rules", "Rules.one", "words"):
+            assert located(f"my_parts.{name}", "function")[1] == "", name
+        cfg = fit_with("~objective", "+objective={_target_:my_parts.Mine}")
+        with pytest.raises(UserError, match=r"objective\._target_: .* my_parts\.Mine, which is of foreign_parts;"):
+            config.check(cfg, complete=False)
+        asked = ["weights=formula", "weights.function=my_parts.function"]
+        with pytest.raises(UserError, match=r"weights\.function: .* my_parts\.function, which is of foreign_parts;"):
+            config.check(fit_with("setting=real_smoke", *asked), complete=False)
+        monkeypatch.setenv("ATTNPO_ALLOW_TARGETS", "my_parts,foreign_parts")
+        config.check(cfg, complete=False)
+    finally:
+        sys.modules.pop("my_parts", None)
 
 
 def test_a_package_that_the_environment_names_may_be_used(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
