@@ -33,6 +33,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import missing_package
+from attnpo.credentials import is_masked, noting_reads, remember
 from attnpo.errors import UserError
 
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
@@ -202,7 +203,10 @@ def resolve(node: object, path: str, problems: list[str], origins: dict[str, str
         if origins is not None and origin is not None:
             origins[join(path, key)] = origin[1]
         try:
-            item = MISSING if OmegaConf.is_missing(node, key) else node[key]
+            with noting_reads() as reads:
+                item = MISSING if OmegaConf.is_missing(node, key) else node[key]
+            if reads and isinstance(item, str):
+                remember(join(path, key), item, str(node._get_node(key)))
         except InterpolationToMissingValueError:
             item = MISSING
         except OmegaConfBaseException as error:
@@ -269,6 +273,11 @@ class Reader:
             if self.complete:
                 return self.refuse(required(path))
             return MISSING if hint is str else ABSENT  # text can stand for itself until the value is known
+        if isinstance(value, str) and is_masked(value, path) and not path.startswith("composed."):
+            return self.refuse(
+                f"{path}: expected the credentials that were left out where it was saved, got {value!r}: put them "
+                "there again, best as ${oc.env:VARIABLE}, which is saved as it stands"
+            )
         origin = get_origin(hint)
         container = origin or hint
         if inspect.isclass(hint) and hint in _ACCEPTED:

@@ -21,10 +21,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from attnpo.component_fields import as_values
 from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
 from attnpo.components import MISSING as MISSING
+from attnpo.credentials import digests, note_read, savable
 from attnpo.errors import UserError
 from attnpo.files import Json, flat
 from attnpo.kept_configs import choices_and_values, keep_parsed, kept, put
@@ -46,7 +48,17 @@ def cache_root() -> Path:
     return Path(os.environ.get("ATTNPO_CACHE") or Path.home() / ".cache" / "attnpo").expanduser()
 
 
+def _read_variable(*given: str) -> str | None:
+    """Does what ``oc.env`` does by itself, and notes it."""
+    note_read(given[0])
+    try:
+        return oc.env(*given)
+    except KeyError as unset:
+        raise KeyError(f"environment variable {given[0]} not found: set it") from unset
+
+
 def _register_resolvers() -> None:
+    OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
     OmegaConf.register_new_resolver("cache_root", lambda: str(cache_root()), replace=True)
     OmegaConf.register_new_resolver("runs_root", lambda: str(RUNS_ROOT), replace=True)
     OmegaConf.register_new_resolver("if_set", lambda key, then, other: other if key is None else then, replace=True)
@@ -179,11 +191,15 @@ def report_problems(problems: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Composition:
-    """What a configuration was composed of: overrides, the user's own folder, the option chosen of every group."""
+    """What a configuration was composed of: overrides, the user's own folder, the option chosen of every group.
+
+    ``environment``: of a saved one, digests of the texts that were read from the environment, by key.
+    """
 
     overrides: tuple[str, ...] = ()
     config_dir: Path | None = None
     choices: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def arguments(self) -> list[str]:
         """What a command is given to compose this again."""
@@ -349,5 +365,8 @@ def plain(cfg: DictConfig) -> dict[str, Json]:
 
 
 def as_yaml(values: Mapping[str, Json]) -> str:
-    """Plain values as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
+    """A configuration's plain values as YAML without secrets, which reads as the same."""
+    saved = savable(values)
+    if isinstance(made := saved.get("composed"), dict):
+        made["environment"] = digests(values)
+    return OmegaConf.to_yaml(OmegaConf.create(saved))

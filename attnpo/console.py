@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+from attnpo.credentials import mask
 from attnpo.errors import UserError
 
 FORMAT = "%(asctime)s %(message)s"
@@ -122,16 +123,17 @@ def _shortest(path: str) -> str:
     return shlex.quote(path)
 
 
-class _Lines(logging.Formatter):
-    """Log lines whose commands can be pasted."""
+class Lines(logging.Formatter):
+    """Log lines whose commands can be pasted, without credentials."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return as_called(super().format(record))
+        """Returns the line of a record."""
+        return mask(as_called(super().format(record)))
 
 
 def command_text(name: str, *arguments: str) -> str:
-    """Returns a command of this package as a shell here takes it (``as_called``)."""
-    return as_called(f"python -m attnpo.{name}") + "".join(f" {shlex.quote(word)}" for word in arguments)
+    """Returns a command of this package as a shell here takes it (``as_called``), without credentials."""
+    return as_called(f"python -m attnpo.{name}") + "".join(f" {shlex.quote(mask(word))}" for word in arguments)
 
 
 def override(key: str, text: str) -> str:
@@ -173,7 +175,7 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
     _once.said.clear()
     handler = logging.StreamHandler()
     handler.addFilter(_once)
-    handler.setFormatter(_Lines(FORMAT, CLOCK))
+    handler.setFormatter(Lines(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("attnpo").setLevel(logging.INFO if leads() else logging.ERROR)
     wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
@@ -396,7 +398,7 @@ def guarded(command: Callable[[], int]) -> int:
         ending = ending_of(error)
         if ending is None:
             raise
-        status, line = ending[0], as_called(ending[1])
+        status, line = ending[0], mask(as_called(ending[1]))
         if leads():
             sys.stderr.write(f"{line}\n")
         elif status == 2:  # the first process may have had no trouble

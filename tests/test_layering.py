@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "attnpo"
 
 ENTRY_POINTS = {"fit", "weigh", "generate", "pair", "evaluate", "show", "report", "verify"}
-TEXT = {"files", "judging", "schema", "text"}
+TEXT = {"credentials", "files", "judging", "schema", "text"}
 WEIGHTS = TEXT | {"weights"}
 DATA = WEIGHTS | {"data"}
 TRAINING = DATA | {"objectives", "models", "training"}
@@ -20,6 +20,7 @@ EDGE = {
         "config",
         "config_files",
         "console",
+        "credentials",
         "errors",
         "live",
         "locks",
@@ -41,10 +42,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "losses": {"models", "objectives", "schema"},
     "schema": {"errors", "files", "judging"},
     "judging": set(),
-    "console": {"errors"},
-    "components": {"console", "errors", "files"},
+    "console": {"credentials", "errors"},
+    "credentials": {"files"},
+    "components": {"console", "credentials", "errors", "files"},
     "component_fields": {"components", "files"},
-    "config": {"component_fields", "components", "errors", "files", "kept_configs", "refused_overrides"},
+    "config": {"component_fields", "components", "credentials", "errors", "files", "kept_configs", "refused_overrides"},
     "kept_configs": set(),
     "refused_overrides": {"components", "errors"},
     "config_help": {"console", "errors"},
@@ -88,6 +90,7 @@ LIGHT_FILES = ENTRY_POINTS | {
     *(
         "__init__",
         "__main__",
+        "credentials",
         "errors",
         "files",
         "hub",

@@ -12,6 +12,7 @@ import torch
 
 from attnpo.answers.base import LENGTH, Answerer, Asked, Reply
 from attnpo.console import install_line
+from attnpo.credentials import shown
 from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
@@ -210,7 +211,7 @@ class ServedAnswerer:
         if problems:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
-                f"the server at answering.base_url={settings.base_url} did not answer {len(problems)} of {done} "
+                f"the server at answering.base_url={shown(settings.base_url)} did not answer {len(problems)} of {done} "
                 f"conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command again"
             )
 
@@ -231,8 +232,8 @@ class ServedAnswerer:
         elif self.settings.extensions:
             help_ = "a server that does not know top_k and stop_token_ids needs answering.extensions=false"
         return UserError(
-            f"the server at answering.base_url={self.settings.base_url} refused a request for the model {self.name!r} "
-            f"with status {refusal.status}: {refusal.text}; {help_}"
+            f"the server at answering.base_url={shown(self.settings.base_url)} refused a request for the model "
+            f"{self.name!r} with status {refusal.status}: {refusal.text}; {help_}"
         )
 
 

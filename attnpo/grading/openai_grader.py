@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from attnpo.console import install_line
+from attnpo.credentials import shown
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.schema import UserError, check_choice, check_least
@@ -76,6 +77,11 @@ class OpenAIGrader:
         return (self.base_url or os.environ.get(ADDRESS) or SERVICE).rstrip("/")
 
     @property
+    def _place(self) -> str:
+        """The address for readers."""
+        return str(shown(self.address))
+
+    @property
     def _key(self) -> str | None:
         """Name of the environment variable with the key; None for a server that is sent none."""
         return self.key_variable or (KEY if self.base_url is None or self.address == SERVICE else None)
@@ -136,7 +142,7 @@ class OpenAIGrader:
             if retried:
                 log.info(
                     "%s: %d of the calls were answered after repeating them, %d times in all",
-                    self.address,
+                    self._place,
                     len(retried),
                     sum(retried),
                 )
@@ -161,13 +167,13 @@ class OpenAIGrader:
         except (openai.AuthenticationError, openai.PermissionDeniedError) as problem:
             what = "a request without a key" if self._key is None else f"the key in {self._key}"
             raise UserError(
-                f"{self.address} refuses {what} ({describe(problem)}): expected a key that may use grader.model in the "
+                f"{self._place} refuses {what} ({describe(problem)}): expected a key that may use grader.model in the "
                 f"environment variable {self._key or 'that grader.key_variable=NAME names'}"
             ) from problem
         except openai.NotFoundError as problem:
             raise UserError(
-                f"{self.address} does not serve grader.model={self.model} ({describe(problem)}): see its list at "
-                f"{self.address}/models, and that grader.base_url ends as the server wants it (mostly /v1)"
+                f"{self._place} does not serve grader.model={self.model} ({describe(problem)}): see its list at "
+                f"{self._place}/models, and that grader.base_url ends as the server wants it (mostly /v1)"
             ) from problem
         except openai.APIStatusError as problem:
             self._check_mendable(problem)
@@ -199,7 +205,7 @@ class OpenAIGrader:
         """Raises UserError for a refusal that every call would meet."""
         if problem.code == OUT_OF_CREDIT:
             raise UserError(
-                f"{self.address}: the account{f' of the key in {self._key}' if self._key else ''} is out of credit "
+                f"{self._place}: the account{f' of the key in {self._key}' if self._key else ''} is out of credit "
                 f"({describe(problem)}); the replies so far are stored, the same command goes on from there"
             ) from problem
         if problem.param in ("logprobs", "top_logprobs"):
@@ -207,7 +213,7 @@ class OpenAIGrader:
 
     def _without_logprobs(self, what: str) -> str:
         return (
-            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {self.address} with "
+            f"this benchmark reads verdicts from log-probabilities (top_logprobs), and {self._place} with "
             f"grader.model={self.model} {what}: name an endpoint that gives them (OpenAI's, or vLLM's server), or "
             "grade on this machine with grader=local"
         )

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from attnpo.credentials import identified
 from attnpo.files import mend_lines, seal_row, shortened, take_seal
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.locks import locked
@@ -53,12 +54,13 @@ class ReplyStore:
 
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
         """The reply to a call of a grader with this identity; None where it has to be asked for."""
-        found = self._replies.get(call.key(grader))
+        # An earlier version named replies by the identity with its secrets.
+        found = self._replies.get(call.key(identified(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found.reply
 
     def replies(self, grader: Mapping[str, object]) -> list[GradingReply]:
         """All replies of a grader with this identity, whatever was asked."""
-        wanted = digest(dict(grader))
+        wanted = digest(identified(grader))
         return [stored.reply for stored in self._replies.values() if stored.grader == wanted]
 
     def __len__(self) -> int:
@@ -87,6 +89,7 @@ class ReplyStore:
         """Appends a reply and hands it to the system, so that it outlives this process."""
         if self._file is None:
             raise RuntimeError(f"{self.path} is not open for writing: use `with store.writing()`")
+        grader = identified(grader)
         key = call.key(grader)
         line = {
             "key": key,
@@ -96,13 +99,13 @@ class ReplyStore:
             "round": call.round,
             "repeat": call.repeat,
             "messages": digest(call.messages),
-            "grader": dict(grader),
+            "grader": grader,
             "reply": asdict(reply),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
         self._file.write(json.dumps(seal_row(line)) + "\n")
         self._file.flush()
-        self._replies[key] = StoredReply(reply, digest(dict(grader)))
+        self._replies[key] = StoredReply(reply, digest(grader))
 
 
 def _read(path: Path) -> dict[str, StoredReply]:
@@ -119,7 +122,7 @@ def _read(path: Path) -> dict[str, StoredReply]:
             if reply.problem() is not None:
                 unusable.add(line["key"])
             else:
-                replies[line["key"]] = StoredReply(reply, digest(line["grader"]))
+                replies[line["key"]] = StoredReply(reply, digest(identified(line["grader"])))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise UserError(
                 f"{path}, line {number}: expected a reply as it was written, got one that is damaged or was edited: "

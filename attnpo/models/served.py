@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, ParamSpec
 
+from attnpo.credentials import mask, shown
 from attnpo.files import Json, shortened
 
 if TYPE_CHECKING:
@@ -168,10 +169,10 @@ def escape(text: str) -> str:
 def describe(problem: Exception) -> str:
     """Says a problem in one line, with the cause of a broken connection."""
     cause = f" ({problem.__cause__})" if problem.__cause__ is not None and str(problem.__cause__) else ""
-    return " ".join(f"{problem}{cause}".split())[:300]
+    return mask(" ".join(f"{problem}{cause}".split()))[:300]
 
 
 def warn_of(address: str, notes: Iterable[str]) -> None:
     """Counts what was noted of single replies in the log."""
     for note, count in Counter(notes).items():
-        log.warning("%s: %d replies: %s", address, count, note)
+        log.warning("%s: %d replies: %s", shown(address), count, note)

@@ -6,14 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnpo.credentials import savable
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.printed import KeyedTable
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, cell_texts, format_cell
-from attnpo.files import SEAL, changed, clean, is_sealed, sealed
+from attnpo.files import SEAL, Json, changed, clean, is_sealed, sealed
 from attnpo.runs.folders import CONFIG, STUDY_FILES, TABLES
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError
@@ -334,7 +336,8 @@ def config_in(path: Path) -> DictConfig | None:
         raise UserError(f"{path}: expected the configuration of a run, but it cannot be read ({words})") from problem
     if not isinstance(cfg, DictConfig):
         raise UserError(f"{path}: expected the configuration of a run, but it holds none")
-    return cfg
+    saved = cast(dict[str, Json], OmegaConf.to_container(cfg))
+    return OmegaConf.create(savable(saved))  # nothing of it is read from the environment
 
 
 def objective_keys(cfg: DictConfig) -> list[str]:

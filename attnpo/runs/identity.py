@@ -73,13 +73,19 @@ def numbers_of(cfg: RunConfig) -> dict[str, object]:
 
 
 def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
-    """The same of the config that a run has saved at ``path``, for comparison with ``cfg``."""
+    """The same of the config that a run has saved at ``path``, for comparison with ``cfg``.
+
+    What it had from the environment, which may be another by now, is the digest of that.
+    """
     values = plain(DictConfig(OmegaConf.load(path)))
     try:
         source = build(values["weights"])
     except UserError:
         source = None  # of a version with other components: all of them are compared
-    return _numbers(cfg, values, source)
+    composed = values.get("composed")
+    begun = composed.get("environment") if isinstance(composed, dict) else None
+    of_then = {key: f"of the environment ({was})" for key, was in begun.items()} if isinstance(begun, dict) else {}
+    return {key: of_then.get(key, value) for key, value in _numbers(cfg, values, source).items()}
 
 
 def _numbers(cfg: RunConfig, values: Mapping[str, Json], source: WeightSource | None) -> dict[str, object]:

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger
 
 from attnpo.component_fields import as_values
 from attnpo.config import Composition, as_yaml
+from attnpo.credentials import mask
 from attnpo.display.column_notes import column_notes
 from attnpo.display.drift_figure import drift_figure
 from attnpo.display.figures import training_curves
@@ -365,7 +366,7 @@ def card_facts(inputs: Inputs) -> dict[str, Any]:
 def command(composed: Composition) -> list[str]:
     """The command that composes a run's config, without the overrides that only say where things lie."""
     kept = [
-        override
+        mask(override)
         for override in composed.overrides
         if override.lstrip("+~").partition("=")[0].partition(".")[0] not in PRIVATE
     ]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
+from attnpo.credentials import mask
 from attnpo.data.prompts import Prompt
 from attnpo.live import importing, phase
 from attnpo.machine import as_launched, device_of, versions
@@ -186,7 +187,7 @@ def spare(folder: Path, what: str, kind: type[Exception] = Exception) -> Iterato
         if not isinstance(problem, UserError):
             words = f"{type(problem).__name__}: {words}"
             with suppress(OSError), (folder / FAILURES).open("a", encoding="utf-8") as file:
-                file.write(f"{what}\n{traceback.format_exc()}\n")
+                file.write(f"{what}\n{mask(traceback.format_exc())}\n")
                 place = f"; traceback in {folder / FAILURES}"
         log.warning("warning: %s failed after the last step and is left out of the result: %s%s", what, words, place)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.config import load
-from attnpo.console import end_quickly, end_with_parent
+from attnpo.console import Lines, end_quickly, end_with_parent
+from attnpo.credentials import mask
 from attnpo.errors import UserError
 from attnpo.live import behind, importing, noting_in
 from attnpo.runs.result import RunResult
@@ -144,7 +145,7 @@ def run_point(
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    handler.setFormatter(Lines("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     level = root.level
@@ -162,10 +163,11 @@ def run_point(
             _end_soon()
         raise
     except UserError as error:
-        return None, str(error)
+        return None, mask(str(error))
     except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
-        (folder / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-        return None, traceback.format_exc().strip()
+        text = mask(traceback.format_exc())
+        (folder / "error.txt").write_text(text, encoding="utf-8")
+        return None, text.strip()
     finally:
         root.setLevel(level)
         root.removeHandler(handler)

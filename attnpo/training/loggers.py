@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import secrets
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.files import write_whole
+from attnpo.credentials import mask, savable
+from attnpo.files import Json, write_whole
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import LOGS, RUN_ID
 from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
@@ -35,11 +37,11 @@ class TrackedRun(WandbLogger):
     the environment (``WANDB_MODE``, ``WANDB_ENTITY``, ``WANDB_RUN_ID`` of a sweep's agent) takes precedence.
     """
 
-    def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, object], job: str = "train") -> None:
+    def __init__(self, settings: WandbSettings, folder: Path, config: Mapping[str, Json], job: str = "train") -> None:
         check_tracker(LoggerSettings(settings))
         super().__init__(project=settings.project, name=settings.name or folder.name, save_dir=folder)
         self.settings, self.folder, self.job = settings, folder, job
-        self.config = dict(config)
+        self.config = savable(config)
 
     @property
     @rank_zero_experiment
@@ -55,6 +57,7 @@ class TrackedRun(WandbLogger):
         settings = self.settings
         mode: Any = "offline" if settings.mode == "offline" else os.environ.get("WANDB_MODE")
         self.folder.mkdir(parents=True, exist_ok=True)
+        typed, sys.argv = sys.argv, list(map(mask, sys.argv))  # W&B keeps the command line
         try:
             run = wandb.init(
                 project=settings.project,
@@ -74,6 +77,8 @@ class TrackedRun(WandbLogger):
                 f"W&B did not start the run: {problem}; log in with `wandb login`, or set logger.wandb.mode=offline "
                 "(no account needed) or logger=csv"
             ) from problem
+        finally:
+            sys.argv = typed
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
         place = f"offline, {Path(run.dir).parent}; upload with wandb sync" if run.offline else run.url
@@ -104,7 +109,7 @@ def kept_id(folder: Path) -> str:
     return new_id
 
 
-def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> list[Logger]:
+def make_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> list[Logger]:
     """The CSV logger (``logs/version_N/metrics.csv``, a version per session) and, if asked for, Weights & Biases.
 
     ``config`` is plain data (dicts, lists, numbers), as the run's folder keeps it.
@@ -131,7 +136,7 @@ def close_loggers(loggers: Sequence[Logger], status: str) -> None:
 
 
 @contextmanager
-def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, object]) -> Iterator[list[Logger]]:
+def open_loggers(settings: LoggerSettings, folder: Path, config: Mapping[str, Json]) -> Iterator[list[Logger]]:
     """``make_loggers`` for the length of a block; closed with the status it ended with, also when interrupted.
 
     Lightning turns Ctrl-C within training into SystemExit, so both count as interrupted.

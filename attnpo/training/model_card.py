@@ -3,7 +3,9 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, cast
+
+from attnpo.credentials import shown
 
 
 class SplitFacts(TypedDict, total=False):
@@ -104,6 +106,7 @@ def model_card(
 
     ``notes`` are remarks for the section on use.
     """
+    facts = cast(Facts, shown(facts))
     method = facts.get("method", {})
     base = facts.get("base", {})
     title = f"{base.get('name', 'A base model')}, trained with {_name(method.get('objective'))}"
