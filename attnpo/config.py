@@ -367,6 +367,6 @@ def plain(cfg: DictConfig) -> dict[str, Json]:
 def as_yaml(values: Mapping[str, Json]) -> str:
     """A configuration's plain values as YAML without secrets, which reads as the same."""
     saved = savable(values)
-    if isinstance(made := saved.get("composed"), dict):
-        made["environment"] = digests(values)
+    if (found := digests(values)) and isinstance(composed := saved.get("composed"), dict):
+        composed["environment"] = found
     return OmegaConf.to_yaml(OmegaConf.create(saved))

@@ -537,7 +537,7 @@ def test_plain_and_its_yaml_are_resolved() -> None:
     values = config.plain(cfg)
     assert values["beta"] == 0.25
     assert values["where"] == f"{config.cache_root()}/x"
-    assert OmegaConf.to_container(OmegaConf.create(config.as_yaml(values))) == values
+    assert config.plain(OmegaConf.create(config.as_yaml(values))) == values
 
 
 def test_cache_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,12 +8,14 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from attnpo.config import load
 from attnpo.console import world_size
+from attnpo.credentials import shown
 from attnpo.data.collate import TrainingExample
 from attnpo.files import require_marked, write_marked
 from attnpo.runs.folders import saved_config
@@ -86,7 +88,7 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     except OSError as problem:
         raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
     inputs = make_inputs(cfg)
-    rows, meta = list(rows_of(inputs, split)), about(inputs, split)
+    rows, meta = list(rows_of(inputs, split)), cast("dict[str, object]", shown(about(inputs, split)))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
     write_marked(f"export={path}", path, content, MAKER, meta)
