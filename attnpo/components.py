@@ -33,7 +33,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from attnpo.console import missing_package
-from attnpo.credentials import is_masked, noting_reads, remember
+from attnpo.credentials import is_masked, note_reads, remember
 from attnpo.errors import UserError
 
 ABSENT: object = object()  # stands for a value that is missing, was refused, or is built later
@@ -203,7 +203,7 @@ def resolve(node: object, path: str, problems: list[str], origins: dict[str, str
         if origins is not None and origin is not None:
             origins[join(path, key)] = origin[1]
         try:
-            with noting_reads() as reads:
+            with note_reads() as reads:
                 item = MISSING if OmegaConf.is_missing(node, key) else node[key]
             if reads and isinstance(item, str):
                 remember(join(path, key), item, str(node._get_node(key)))

@@ -26,7 +26,7 @@ from omegaconf.resolvers import oc
 from attnpo.component_fields import as_values
 from attnpo.components import ABSENT, Reader, at_their_origin, did_you_mean, required, resolve
 from attnpo.components import MISSING as MISSING
-from attnpo.credentials import digests, note_read, savable
+from attnpo.credentials import digest_read_values, note_read, to_savable
 from attnpo.errors import UserError
 from attnpo.files import Json, flat
 from attnpo.kept_configs import choices_and_values, keep_parsed, kept, put
@@ -366,7 +366,7 @@ def plain(cfg: DictConfig) -> dict[str, Json]:
 
 def as_yaml(values: Mapping[str, Json]) -> str:
     """A configuration's plain values as YAML without secrets, which reads as the same."""
-    saved = savable(values)
-    if (found := digests(values)) and isinstance(composed := saved.get("composed"), dict):
+    saved = to_savable(values)
+    if (found := digest_read_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found
     return OmegaConf.to_yaml(OmegaConf.create(saved))

@@ -40,7 +40,7 @@ def note_read(variable: str) -> None:
 
 
 @contextmanager
-def noting_reads() -> Iterator[list[str]]:
+def note_reads() -> Iterator[list[str]]:
     """A context whose list has the names of the variables that were read in it."""
     _reads.clear()
     yield _reads
@@ -58,15 +58,15 @@ def remember(key: str, text: str, written: str) -> None:
 def mask(text: str) -> str:
     """Returns a text with its credentials masked: logins and parameters of addresses, and those in ``extra_body``."""
     if "://" in text:
-        text = _LOGIN.sub(lambda found: _hidden(found[0], _VARIABLE.sub("", found[0]).rpartition(":")[2]), text)
-        text = _QUERY.sub(lambda found: found[1] + _hidden(found[2], found[2]), text)
+        text = _LOGIN.sub(lambda found: _hide(found[0], _VARIABLE.sub("", found[0]).rpartition(":")[2]), text)
+        text = _QUERY.sub(lambda found: found[1] + _hide(found[2], found[2]), text)
     if BODY in text:
-        text = _IN_BODY.sub(lambda found: found[1] + _hidden(found[2], found[2]), text)
+        text = _IN_BODY.sub(lambda found: found[1] + _hide(found[2], found[2]), text)
         text = _TOKEN.sub(MASK, text)
     return text
 
 
-def _hidden(text: str, secret: str) -> str:
+def _hide(text: str, secret: str) -> str:
     """Returns ``text`` where its ``secret`` is but an interpolation, else the mask."""
     return MASK if _VARIABLE.sub("", secret) else text
 
@@ -79,7 +79,7 @@ def is_masked(text: str, key: str) -> bool:
 # ------------------------------------------------------------------------------------------------ what is written
 
 
-def savable(values: Mapping[str, Json]) -> dict[str, Json]:
+def to_savable(values: Mapping[str, Json]) -> dict[str, Json]:
     """Returns a configuration's values as they may be saved; other texts with ``${`` in them are escaped."""
 
     def save(text: str, key: str, secret: bool) -> str:
@@ -89,7 +89,7 @@ def savable(values: Mapping[str, Json]) -> dict[str, Json]:
     return cast(dict[str, Json], _each(dict(values), save))
 
 
-def digests(values: Mapping[str, Json]) -> dict[str, Json]:
+def digest_read_values(values: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the digest of each text that its key has from the environment, credentials left out, by key."""
     found: dict[str, Json] = {}
 
@@ -102,25 +102,27 @@ def digests(values: Mapping[str, Json]) -> dict[str, Json]:
     return found
 
 
-def shown(values: object) -> object:
+def redact(values: object) -> object:
     """Returns values for readers: what came from the environment as its interpolation, credentials masked."""
-    return _each(cast(Json, values), lambda text, key, secret: mask(_written(text) or (MASK if secret else text)))
+    return _each(
+        cast(Json, values), lambda text, key, secret: mask(_interpolation_of(text) or (MASK if secret else text))
+    )
 
 
-def identified(values: Mapping[str, object]) -> dict[str, object]:
-    """Returns values that tell things apart: like ``shown``, with a digest of what came from the environment."""
+def identify(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns values that tell things apart: like ``redact``, with a digest of what came from the environment."""
 
     def identify(text: str, key: str, secret: bool) -> str:
-        written = _written(text)
+        written = _interpolation_of(text)
         return MASK if secret else mask(text) if written is None else f"{mask(written)} ({_digest(text)})"
 
     return cast(dict[str, object], _each(cast(Json, dict(values)), identify))
 
 
-def is_identified(stored: object, value: object) -> bool:
-    """Whether ``stored`` is ``value``, or what ``identified`` makes of it, in this process or was made in another."""
+def is_same_identity(stored: object, value: object) -> bool:
+    """Whether ``stored`` is ``value``, or what ``identify`` makes of it, in this process or was made in another."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
-        return len(stored) == len(value) and all(map(is_identified, stored, value))
+        return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):
         return stored in (value, mask(value)) or stored.endswith(f" ({_digest(value)})")
     return stored == value
@@ -130,7 +132,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(mask(text).encode()).hexdigest()[:12]
 
 
-def _written(text: str) -> str | None:
+def _interpolation_of(text: str) -> str | None:
     return _interpolations.get(text, {}).get(None)
 
 

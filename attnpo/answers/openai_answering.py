@@ -12,7 +12,7 @@ import torch
 
 from attnpo.answers.base import LENGTH, Answerer, Asked, Reply
 from attnpo.console import install_line
-from attnpo.credentials import shown
+from attnpo.credentials import redact
 from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.models.spec import ModelSpec
 from attnpo.schema import BOOKKEEPING, Sampling, UserError, check_least, digest
@@ -211,8 +211,8 @@ class ServedAnswerer:
         if problems:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
-                f"the server at answering.base_url={shown(settings.base_url)} did not answer {len(problems)} of {done} "
-                f"conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command again"
+                f"the server at answering.base_url={redact(settings.base_url)} did not answer {len(problems)} of "
+                f"{done} conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command again"
             )
 
     def _refused(self, client: "OpenAI", refusal: "_Refusal") -> UserError:
@@ -232,7 +232,7 @@ class ServedAnswerer:
         elif self.settings.extensions:
             help_ = "a server that does not know top_k and stop_token_ids needs answering.extensions=false"
         return UserError(
-            f"the server at answering.base_url={shown(self.settings.base_url)} refused a request for the model "
+            f"the server at answering.base_url={redact(self.settings.base_url)} refused a request for the model "
             f"{self.name!r} with status {refusal.status}: {refusal.text}; {help_}"
         )
 

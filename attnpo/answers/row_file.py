@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Generic, TypedDict, TypeVar
 
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.files import differences, file_digest, mend_lines, seal_row, shortened, take_seal, write_whole
 from attnpo.schema import UserError, digest
 
@@ -93,7 +93,7 @@ class RowFile(Generic[SomeRow]):
         """
         files = self._files()
         stored = read_account(self.sidecar)
-        before, key = stored.get(KEY), identified(key)
+        before, key = stored.get(KEY), identify(key)
         if (files or self.sidecar.exists()) and not isinstance(before, Mapping):
             there = files[0] if files else self.sidecar
             raise UserError(
@@ -101,7 +101,7 @@ class RowFile(Generic[SomeRow]):
                 f"another {self.instead}"
             )
         if isinstance(before, Mapping):
-            for name, was, now in differences(identified(before), key):
+            for name, was, now in differences(identify(before), key):
                 raise UserError(
                     f"{self.path} holds {self.noun} with {name} {was}, this command has {now}: {self.noun} of both "
                     f"cannot share a file; give another {self.instead}, or the settings of the first command"
@@ -183,7 +183,7 @@ class RowFile(Generic[SomeRow]):
     def account(self, key: Mapping[str, object], facts: Mapping[str, object]) -> None:
         """Writes ``key`` and, once all rows are there, what became of the prompts beside the file."""
         finished = {DIGEST: file_digest(self.path)} if facts else {}
-        stored = read_account(self.sidecar).get(KEY, identified(key))  # the same, as the rows' digests have it
+        stored = read_account(self.sidecar).get(KEY, identify(key))  # the same, as the rows' digests have it
         write_whole(self.sidecar, json.dumps({KEY: stored, **facts, **finished}, indent=1, ensure_ascii=False) + "\n")
 
     def _lines(self, rows: Iterable[SomeRow]) -> str:

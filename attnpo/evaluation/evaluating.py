@@ -19,7 +19,7 @@ from attnpo.answers.question_answers import AnswerStatistics, RoundAnswers, answ
 from attnpo.answers.questions import ModelAnswer, Question, first_turn
 from attnpo.component_fields import as_values
 from attnpo.console import world_size
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.data.overlap import count_seen
 from attnpo.display.output import markdown, print_sections, terminal
 from attnpo.display.page import report_page
@@ -99,7 +99,7 @@ def _same(before: EvaluationResult | None, key: Mapping[str, object], folder: Pa
     """Whether a folder's result stands; a key that differs is named, and the result is made anew."""
     if before is None:
         return False
-    for name, was, now in differences(identified(before.key), key):
+    for name, was, now in differences(identify(before.key), key):
         log.warning("%s stands on %s %s, this command has %s: it is made anew", folder / RESULT, name, was, now)
         return False
     log.info("%s is finished: its result stands", folder)
@@ -114,7 +114,7 @@ def _measure(cfg: EvaluateConfig, measure: Measure, folder: Path, before: Evalua
     subject = Subject(spec, chat, _device(cfg), folder)
     weights = weights_fingerprint(spec.path, spec.revision)
     of_model = {"weights": weights, "dtype": spec.dtype, "chat": chat.fingerprint()}
-    key = identified({"benchmark": _versions(cfg, measure), "model": of_model})
+    key = identify({"benchmark": _versions(cfg, measure), "model": of_model})
     if before is not None and _same(before, key, folder):
         return before
     began = time.perf_counter()
@@ -169,7 +169,7 @@ def _grade(
     ]
     answering = answerer.key()
     del answerer  # its weights: a local grader may need the room
-    key = identified(
+    key = identify(
         {
             "benchmark": _versions(cfg, benchmark),
             "model": answering,

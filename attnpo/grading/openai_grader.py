@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, cast
 
 from attnpo.console import install_line
-from attnpo.credentials import shown
+from attnpo.credentials import redact
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.models.served import ESCAPED, NO_KEY, describe, open_client, read_completion, warn_of
 from attnpo.schema import UserError, check_choice, check_least
@@ -79,7 +79,7 @@ class OpenAIGrader:
     @property
     def _place(self) -> str:
         """The address for readers."""
-        return str(shown(self.address))
+        return str(redact(self.address))
 
     @property
     def _key(self) -> str | None:

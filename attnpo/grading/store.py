@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.files import mend_lines, seal_row, shortened, take_seal
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.locks import locked
@@ -55,12 +55,12 @@ class ReplyStore:
     def reply(self, call: GradingCall, grader: Mapping[str, object]) -> GradingReply | None:
         """The reply to a call of a grader with this identity; None where it has to be asked for."""
         # An earlier version named replies by the identity with its secrets.
-        found = self._replies.get(call.key(identified(grader))) or self._replies.get(call.key(grader))
+        found = self._replies.get(call.key(identify(grader))) or self._replies.get(call.key(grader))
         return None if found is None else found.reply
 
     def replies(self, grader: Mapping[str, object]) -> list[GradingReply]:
         """All replies of a grader with this identity, whatever was asked."""
-        wanted = digest(identified(grader))
+        wanted = digest(identify(grader))
         return [stored.reply for stored in self._replies.values() if stored.grader == wanted]
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class ReplyStore:
         """Appends a reply and hands it to the system, so that it outlives this process."""
         if self._file is None:
             raise RuntimeError(f"{self.path} is not open for writing: use `with store.writing()`")
-        grader = identified(grader)
+        grader = identify(grader)
         key = call.key(grader)
         line = {
             "key": key,
@@ -122,7 +122,7 @@ def _read(path: Path) -> dict[str, StoredReply]:
             if reply.problem() is not None:
                 unusable.add(line["key"])
             else:
-                replies[line["key"]] = StoredReply(reply, digest(identified(line["grader"])))
+                replies[line["key"]] = StoredReply(reply, digest(identify(line["grader"])))
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise UserError(
                 f"{path}, line {number}: expected a reply as it was written, got one that is damaged or was edited: "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, ParamSpec
 
-from attnpo.credentials import mask, shown
+from attnpo.credentials import mask, redact
 from attnpo.files import Json, shortened
 
 if TYPE_CHECKING:
@@ -175,4 +175,4 @@ def describe(problem: Exception) -> str:
 def warn_of(address: str, notes: Iterable[str]) -> None:
     """Counts what was noted of single replies in the log."""
     for note, count in Counter(notes).items():
-        log.warning("%s: %d replies: %s", shown(address), count, note)
+        log.warning("%s: %d replies: %s", redact(address), count, note)

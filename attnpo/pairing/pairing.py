@@ -13,7 +13,7 @@ from pathlib import Path
 
 from attnpo.answers.row_file import DIGEST, KEY, SUFFIX, read_account
 from attnpo.console import process
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.files import differences, file_digest, require_own, write_whole
 from attnpo.locks import locked
 from attnpo.machine import device_of, versions
@@ -92,10 +92,10 @@ def _write(cfg: PairConfig, path: Path, found: AnswerSets, key: Mapping[str, obj
     told = "; ".join(f"{what}: {count}" for what, count in counts.items() if count)
     if not pairs:
         raise UserError(f"no pair can be made of the answers to {len(found.sets)} prompts: {told}")
-    whole = json.loads(json.dumps({**identified(key), "pairs": asdict(cfg.pairs) | {"take": cfg.pairs.take.value}}))
+    whole = json.loads(json.dumps({**identify(key), "pairs": asdict(cfg.pairs) | {"take": cfg.pairs.take.value}}))
     before = read_account(path.with_suffix(".json")).get(KEY)
     if isinstance(before, Mapping):
-        for name, was, now in differences(identified(before), whole):
+        for name, was, now in differences(identify(before), whole):
             log.warning("%s stands on %s %s, this command has %s: it is made anew", path, name, was, now)
     write_whole(path, "".join(json.dumps(pair, ensure_ascii=False) + "\n" for pair in pairs))
     facts = {

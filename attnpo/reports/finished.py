@@ -10,7 +10,7 @@ from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from attnpo.credentials import savable
+from attnpo.credentials import to_savable
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
 from attnpo.display.printed import KeyedTable
@@ -337,7 +337,7 @@ def config_in(path: Path) -> DictConfig | None:
     if not isinstance(cfg, DictConfig):
         raise UserError(f"{path}: expected the configuration of a run, but it holds none")
     saved = cast(dict[str, Json], OmegaConf.to_container(cfg))
-    return OmegaConf.create(savable(saved))  # nothing of it is read from the environment
+    return OmegaConf.create(to_savable(saved))  # nothing of it is read from the environment
 
 
 def objective_keys(cfg: DictConfig) -> list[str]:

@@ -12,7 +12,7 @@ from statistics import stdev
 
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
 from attnpo.console import command_text, world_size
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
 from attnpo.machine import device_of
@@ -136,7 +136,7 @@ def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     if known is None:
         known = _score(context, train, sample, judge, rules)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_record(path, {"key": identified(key), **known.numbers()})
+        write_record(path, {"key": identify(key), **known.numbers()})
         log.info("%s (%d judge prompts, %.0f s)", known.text(), known.prompts, known.seconds)
     else:
         log.info("%s; from the store", known.text())
@@ -244,7 +244,7 @@ def _read(path: Path, key: Mapping[str, object]) -> LayerChoice | None:
         return None
     stored = read_record(path)
     try:
-        if stored is None or digest(identified(stored.pop("key"))) != digest(identified(key)):
+        if stored is None or digest(identify(stored.pop("key"))) != digest(identify(key)):
             raise ValueError("not as it was written, or of another key")
         scores = {int(layer): float(score) for layer, score in stored.pop("scores").items()}
         errors = {int(layer): error for layer, error in stored.pop("errors").items()}

@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from attnpo.config import as_yaml
-from attnpo.credentials import is_identified, shown
+from attnpo.credentials import is_same_identity, redact
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
 from attnpo.machine import machine_line, version_line
@@ -56,9 +56,9 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
             continue  # compared when it is found, with the contents
         if key not in stored and (new is None or key in (DECAY_ALL, FALLBACK)):
             continue  # an option that came later and is not used, or is as it was: see ``go_on``
-        if component(old) != component(new) and not is_identified(old, new):
+        if component(old) != component(new) and not is_same_identity(old, new):
             raise UserError(
-                f"resume: {key} was {old!r} in {place} and is {shown(new)!r} now, which would be another run: give "
+                f"resume: {key} was {old!r} in {place} and is {redact(new)!r} now, which would be another run: give "
                 f"the saved value again, or start a new run under another name (model.path={place.parent / 'best'} "
                 "begins with the trained policy)"
             )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from attnpo.console import leads, training_began
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
@@ -110,7 +110,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
     if len(cfg.model.choices()) > 1:
         watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
-    account = {"config": identified(numbers_of(cfg)), "contents": contents_of(inputs)}
+    account = {"config": identify(numbers_of(cfg)), "contents": contents_of(inputs)}
     with quiet_lightning():
         trainer = make_trainer(
             settings,

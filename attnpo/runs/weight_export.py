@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from attnpo.config import load
 from attnpo.console import world_size
-from attnpo.credentials import shown
+from attnpo.credentials import redact
 from attnpo.data.collate import TrainingExample
 from attnpo.files import require_marked, write_marked
 from attnpo.runs.folders import saved_config
@@ -88,7 +88,7 @@ def write_weights(cfg: RunConfig, path: Path, split: str = "train") -> Path:
     except OSError as problem:
         raise UserError(f"export={path}: its folder cannot be made ({problem.strerror}); give another") from problem
     inputs = make_inputs(cfg)
-    rows, meta = list(rows_of(inputs, split)), cast("dict[str, object]", shown(about(inputs, split)))
+    rows, meta = list(rows_of(inputs, split)), cast("dict[str, object]", redact(about(inputs, split)))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     content = _parquet(rows, meta) if path.suffix == PARQUET else "".join(lines)
     write_marked(f"export={path}", path, content, MAKER, meta)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnpo.credentials import shown
+from attnpo.credentials import redact
 from attnpo.display.output import markdown, print_sections, tables_json, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import table_csv
@@ -159,7 +159,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
         if name not in figures:
             (outcome.folder / name).unlink(missing_ok=True)
     record = {**outcome.record, "digest": outcome.digest, "seconds": round(outcome.seconds, 1), "figures": [*figures]}
-    write_whole(path, json.dumps(shown(record), indent=1) + "\n")
+    write_whole(path, json.dumps(redact(record), indent=1) + "\n")
 
 
 # ------------------------------------------------------------------------------------------------ every run

@@ -18,7 +18,7 @@ from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from attnpo.credentials import mask, savable
+from attnpo.credentials import mask, to_savable
 from attnpo.files import Json, write_whole
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import LOGS, RUN_ID
@@ -41,7 +41,7 @@ class TrackedRun(WandbLogger):
         check_tracker(LoggerSettings(settings))
         super().__init__(project=settings.project, name=settings.name or folder.name, save_dir=folder)
         self.settings, self.folder, self.job = settings, folder, job
-        self.config = savable(config)
+        self.config = to_savable(config)
 
     @property
     @rank_zero_experiment

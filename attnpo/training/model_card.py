@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict, cast
 
-from attnpo.credentials import shown
+from attnpo.credentials import redact
 
 
 class SplitFacts(TypedDict, total=False):
@@ -106,7 +106,7 @@ def model_card(
 
     ``notes`` are remarks for the section on use.
     """
-    facts = cast(Facts, shown(facts))
+    facts = cast(Facts, redact(facts))
     method = facts.get("method", {})
     base = facts.get("base", {})
     title = f"{base.get('name', 'A base model')}, trained with {_name(method.get('objective'))}"

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from attnpo.credentials import identified
+from attnpo.credentials import identify
 from attnpo.files import differences, file_digest, write_whole
 from attnpo.schema import UserError, digest
 
@@ -256,14 +256,14 @@ class Table:
         """Writes ``key.json`` anew, with a warning, where it does not hold the key that the folder is named by."""
         self._key_checked = True
         stored = _read_json(self.folder / KEY_FILE)
-        if stored is not None and digest(stored) in (self._digest, digest(identified(self.key))):
+        if stored is not None and digest(stored) in (self._digest, digest(identify(self.key))):
             return
         logger.warning("store %s: %s did not hold the key of this table and is written anew", self.folder, KEY_FILE)
         with suppress(OSError):  # it is for people, and for naming the nearest table
             self._write_key()
 
     def _write_key(self) -> None:
-        write_whole(self.folder / KEY_FILE, json.dumps(identified(self.key), indent=1, sort_keys=True))
+        write_whole(self.folder / KEY_FILE, json.dumps(identify(self.key), indent=1, sort_keys=True))
 
     def _check(self, name: str) -> _Shard:
         """The shard of an entry.
