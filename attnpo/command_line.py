@@ -14,7 +14,7 @@ from attnpo import config
 from attnpo.components import ABSENT, required, resolve
 from attnpo.config import Reading, Root, SomeRoot, compose, expand, groups, read, report_problems
 from attnpo.config_help import Arguments
-from attnpo.console import guarded, reporting, stoppable, world_size
+from attnpo.console import ending_of, guarded, printable, reporting, stoppable, world_size
 from attnpo.errors import UserError
 from attnpo.live import heartbeat, importing, waiting
 
@@ -143,12 +143,14 @@ def _each(main: Callable[[SomeRoot], int | None], jobs: Sequence[tuple[str, Some
             if hasattr(error, "exit_status"):  # not a failure of this job: the whole command is to end
                 raise
             status = 1  # one job's failure is reported, the others still run
-            if isinstance(error, UserError):
-                _log.error("error: %s", error)
-            else:
+            ending = ending_of(error)
+            if ending is None:
                 _log.exception("job %d failed", number)
+            else:
+                _log.error("%s", ending[1])
         if status:
             failed.append(job)
     if failed:
-        sys.stderr.write(f"error: {len(failed)} of {len(jobs)} jobs failed:\n  " + "\n  ".join(failed) + "\n")
+        listed = "\n  ".join([f"error: {len(failed)} of {len(jobs)} jobs failed:", *failed])
+        sys.stderr.write(f"{printable(listed)}\n")
     return 1 if failed else 0

@@ -30,6 +30,7 @@ from attnpo.credentials import digest_read_values, note_read, to_savable
 from attnpo.errors import UserError
 from attnpo.files import Json, flat
 from attnpo.kept_configs import choices_and_values, keep_parsed, kept, put
+from attnpo.kept_configs import readable as readable
 from attnpo.refused_overrides import hydra_text, nearest_option, refuse_moved, unknown_key
 
 SomeRoot = TypeVar("SomeRoot", bound="Root")

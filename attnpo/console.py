@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from functools import cache
 from importlib import metadata
 from multiprocessing import active_children, parent_process
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn, TextIO
 
 from attnpo.credentials import mask
@@ -123,12 +124,33 @@ def _shortest(path: str) -> str:
     return shlex.quote(path)
 
 
+# What a terminal acts on, or no stream takes: controls but line end and tab, marks that reorder text, lone surrogates.
+_ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` with all that would act on a terminal spelled as in Python: errors quote texts of others."""
+    return _ACTING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class Lines(logging.Formatter):
-    """Log lines whose commands can be pasted, without credentials."""
+    """Log lines whose commands can be pasted, without credentials, and which a terminal shows as they are."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Returns the line of a record."""
-        return mask(as_called(super().format(record)))
+        """Returns the line, and what follows it of an exception."""
+        return printable(mask(as_called(super().format(record))))
+
+
+class _Record(logging.LogRecord):
+    """Log record whose message acts on no terminal, whichever library's handler writes it."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())
+
+
+def _write_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Writes the traceback of an error that nobody caught, as Python does."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 
 def command_text(name: str, *arguments: str) -> str:
@@ -181,6 +203,8 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
     wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
+    records = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_Record)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
@@ -189,6 +213,7 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
                 warnings.showwarning = _log_warning
             yield
     finally:
+        logging.setLogRecordFactory(records)
         for name in added:
             os.environ.pop(name, None)
 
@@ -248,8 +273,10 @@ def hear_signals() -> None:
 
     Within ``guarded`` by an exception, so that what is open is closed; elsewhere at once, and so does the same signal
     again. A signal that the caller of this process has it ignore (SIGINT of a script's ``command &``) stays ignored
-    until training. A rank also ends when the process that started it is gone.
+    until training. A rank also ends when the process that started it is gone. From here on a traceback is written as
+    the log is.
     """
+    sys.excepthook = _write_fault
     parent = _starter()
     os.environ[STARTER] = str(os.getpid())
     if parent is not None:
@@ -302,7 +329,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for child in active_children():
         child.terminate()
     stop = Stopped(number)
-    if first and _state.raises and not _importing(frame):
+    if first and _state.raises and not _is_fragile(frame):
         raise stop
     if leads():
         os.write(2, f"{stop}\n".encode())  # the stream may be in use by what was interrupted
@@ -312,10 +339,15 @@ def _stop(number: int, frame: FrameType | None) -> None:
     os._exit(stop.exit_status)
 
 
-def _importing(frame: FrameType | None) -> bool:
-    """Whether a module is being imported: an exception there may be swallowed, or become another one."""
+# Their own cleanup fails on what an exception left half made, and turns that exception into another one.
+_COMPOSING = ("hydra", "omegaconf", "antlr4")
+
+
+def _is_fragile(frame: FrameType | None) -> bool:
+    """Tells whether a module is imported or a configuration composed: an exception may be lost, or become another."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if frame.f_code.co_filename.startswith("<frozen importlib") or package in _COMPOSING:
             return True
         frame = frame.f_back
     return False
@@ -398,7 +430,7 @@ def guarded(command: Callable[[], int]) -> int:
         ending = ending_of(error)
         if ending is None:
             raise
-        status, line = ending[0], mask(as_called(ending[1]))
+        status, line = ending[0], printable(mask(as_called(ending[1])))
         if leads():
             sys.stderr.write(f"{line}\n")
         elif status == 2:  # the first process may have had no trouble
@@ -429,13 +461,52 @@ def ending_of(error: BaseException) -> tuple[int, str] | None:
         return 130, "interrupted"
     if isinstance(error, UserError):
         return 2, f"error: {error}"
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return (
-            2,
-            f"error: a name in this path is too long for the file system: {error.filename}; give a shorter one",
-        )
-    lacking = missing_package(error)
-    return None if lacking is None else (2, f"error: {lacking}")
+    told = _of_full_disk(error) or _of_path(error) or missing_package(error)
+    return None if told is None else (2, f"error: {told}")
+
+
+# No space on the disk, none left of a quota, none allowed in one file (ulimit -f).
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT = (
+    "what was written before is whole: make room, or name a folder on another disk, and give the same command again, "
+    "which goes on from there"
+)
+
+
+def _of_full_disk(error: BaseException | None) -> str | None:
+    """Describes a full disk below ``error``, with its notes on what is kept; None where there is another cause."""
+    number, name, below = None, None, error
+    while below is not None:
+        rust = re.search(r"\(os error (\d+)\)", str(below))  # safetensors, tokenizers
+        code = below.errno if isinstance(below, OSError) else int(rust[1]) if rust else None
+        if code in _FULL:
+            number, name = number or code, name or getattr(below, "filename", None)
+        below = below.__cause__ or below.__context__
+    if number is None:
+        return None
+    kept = " ".join(getattr(error, "__notes__", [])) or KEPT
+    return f"{name or 'a file'} cannot be written: {os.strerror(number)}; {kept}"
+
+
+def _of_path(error: BaseException) -> str | None:
+    """Describes a path that is too long, or a folder that was removed beneath the command; None for other errors."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENAMETOOLONG:
+        return f"a name in this path is too long for the file system: {error.filename}; give a shorter one"
+    if error.errno not in (errno.ENOENT, errno.ESTALE):
+        return None
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return "the folder that this command was started in is gone; change to one that is there and give it again"
+    folder = os.path.dirname(os.path.join(here, os.fsdecode(error.filename or "")))
+    if os.path.isdir(folder):
+        return None
+    return (
+        f"the folder {folder} is not there: expected one that stays while a command reads or writes in it, and it was "
+        "removed or renamed; give the command again"
+    )
 
 
 def missing_package(error: BaseException) -> str | None:

@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,16 +35,27 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
     The content is on the disk before it replaces the old one; the file gets the permissions of the umask.
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
+    with naming(path):
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=WRITING)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            share(Path(temporary))
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names ``path`` in what the system refuses inside: where a write fails, Python names no file."""
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        share(Path(temporary))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        yield
+    except OSError as problem:
+        problem.filename = str(path)
         raise
 
 
@@ -130,7 +142,7 @@ def _matches(name: str, pattern: str) -> bool:
 def _read_seal(folder: Path) -> dict[str, str] | str:
     """The digests in a folder's seal, or what is wrong with it."""
     try:
-        content = json.loads((folder / SEAL).read_text(encoding="utf-8"))
+        content = parse_json((folder / SEAL).read_text(encoding="utf-8"))
         files: dict[str, str] = content["files"]
         if content["of_all"] != _of_all(files):
             return f"its {SEAL} is damaged"
@@ -139,6 +151,14 @@ def _read_seal(folder: Path) -> dict[str, str] | str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"its {SEAL} cannot be read"
     return files
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. ValueError for what is none, and for what is nested more deeply than Python reads."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def write_record(path: Path, content: Mapping[str, object]) -> None:
@@ -150,7 +170,7 @@ def write_record(path: Path, content: Mapping[str, object]) -> None:
 def read_record(path: Path) -> dict[str, Any] | None:
     """Reads what ``write_record`` wrote; None when there is no such file, or it has changed since."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
         return content if content.pop(RECORD) == _of_all(content) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

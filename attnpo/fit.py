@@ -5,7 +5,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from attnpo.console import command_text, hear_signals, leads, leave, world_size
+from attnpo.console import command_text, hear_signals, leads, leave, printable, world_size
 from attnpo.live import importing
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
         with importing("loading transformers"):
             from attnpo.runs.resume import refuse_taken
             from attnpo.runs.run import run
+            from attnpo.training.checkpoint_folders import newest
 
         refuse_taken(cfg, folder)
 
@@ -106,6 +107,11 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
         except Interrupted as stop:
             if stop.saved is not None and world_size() == 1:
                 stop.advice = f"go on with {command_text('fit', *again(cfg, folder))}"
+            raise
+        except OSError as problem:  # a full disk is told with it
+            if (saved := newest(folder)) is not None:
+                more = command_text("fit", *again(cfg, folder)) if world_size() == 1 else "resume=auto"
+                problem.add_note(f"saved last is step {saved[0]}, in {saved[1]}: make room, then go on with {more}")
             raise
         if result is not None:
             for line in ending(cfg, folder, result):
@@ -131,7 +137,7 @@ def _work(cfg: "FitConfig", folder: "Path", plan: "Plan | None") -> int:
     finish_study(outcome)
     publish_study(cfg, outcome)
     for line in study_ending(cfg, outcome):
-        sys.stdout.write(f"{line}\n")
+        sys.stdout.write(f"{printable(line)}\n")
     return 1 if outcome.failed or outcome.unmeasured else 0
 
 

@@ -5,11 +5,14 @@ options differ in single values alone, which Hydra applies last: what the option
 """
 
 import hashlib
+import math
 import os
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
@@ -20,10 +23,44 @@ from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig
 
+from attnpo.errors import UserError
+
 MOST = 1000  # compositions that are kept, of some 20 KiB each
+LARGEST = 100_000  # values in a file of YAML; the largest here has some hundreds
 
 _parsed: dict[tuple[str, ...], tuple[tuple[int, ...], bytes]] = {}
 _composed: dict[Hashable, bytes] = {}
+
+
+@contextmanager
+def readable(file: Path) -> Iterator[None]:
+    """A context in which OmegaConf reads ``file``, once its aliases are known to name no more than it can hold.
+
+    UserError for a file that is not YAML, and for one that is nested too deeply or multiplies itself by aliases.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        if "&" in text and "*" in text and _size(yaml.compose(text, yaml.SafeLoader), {}) > LARGEST:
+            raise UserError(
+                f"{file}: its aliases (*NAME) stand for more than {LARGEST} values; write out what it needs"
+            )
+        yield
+    except (yaml.YAMLError, UnicodeError, RecursionError) as problem:
+        why = "it is nested too deeply" if isinstance(problem, RecursionError) else " ".join(str(problem).split())
+        raise UserError(
+            f"{file}: expected a configuration in YAML, but it cannot be read ({why}); correct it"
+        ) from problem
+
+
+def _size(node: yaml.Node | None, known: dict[int, float]) -> float:
+    """Counts the values below a node, each use of an alias anew; those of one that holds itself are infinite."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_size(part, known) for part in parts)
+    return known[id(node)]
 
 
 class ParsedFiles(FileConfigSource):
@@ -35,7 +72,8 @@ class ParsedFiles(FileConfigSource):
         if not os.path.exists(file):
             return super().load_config(config_path)
         found = os.stat(file)
-        return _copy(self, config_path, (found.st_mtime_ns, found.st_size), super().load_config)
+        with readable(Path(file)):
+            return _copy(self, config_path, (found.st_mtime_ns, found.st_size), super().load_config)
 
 
 class ParsedPackage(ImportlibResourcesConfigSource):

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from attnpo.console import leads
+from attnpo.console import leads, printable
 
 log = logging.getLogger(__name__)
 QUIET_FOR = 9.0  # seconds without a line after which a command says what it is at
@@ -67,7 +67,8 @@ def drawn(rows: Sequence[Row], width: int) -> Table:
     taken = sum(max(len(line[place]) for line in cells) + 2 for place in range(4)) if cells else 0
     room = max(8, width - taken)
     for row, line in zip(rows, cells, strict=True):
-        label = row.label if cell_len(row.label) <= room else f"{set_cell_size(row.label, room - 3)}..."
+        label = printable(row.label)
+        label = label if cell_len(label) <= room else f"{set_cell_size(label, room - 3)}..."
         table.add_row(Text(label), *map(Text, line))
     for column in table.columns:
         column.no_wrap = True

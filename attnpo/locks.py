@@ -24,7 +24,7 @@ from pathlib import Path
 
 from attnpo.console import before_sudden_end
 from attnpo.errors import UserError
-from attnpo.files import share, write_whole
+from attnpo.files import parse_json, share, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ def _read(lock: Path) -> tuple[Path, float, Holder] | None:
     except FileNotFoundError:
         return None
     try:
-        return path, touched, Holder(**json.loads(text))
+        return path, touched, Holder(**parse_json(text))
     except (ValueError, TypeError):
         return path, touched, Holder()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from shutil import get_terminal_size
 from textwrap import fill
 
-from attnpo.console import as_called, guarded, hear_signals, reporting
+from attnpo.console import as_called, guarded, hear_signals, printable, reporting
 
 FAMILIES = "families"
 DESCRIPTION = "Recompute golden records with the objects that training builds from its configuration."
@@ -62,7 +62,7 @@ def _write(line: str) -> None:
     """Writes a line at once; what it says beyond a terminal's edge goes on below it, set in."""
     if sys.stdout.isatty():
         line = fill(line, get_terminal_size().columns, subsequent_indent=" " * 6, break_on_hyphens=False)
-    sys.stdout.write(f"{line}\n")
+    sys.stdout.write(f"{printable(line)}\n")
     sys.stdout.flush()
 
 

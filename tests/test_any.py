@@ -16,7 +16,7 @@ REASONS = {
     "config.py::load": "the configuration's _target_ says which root it is",
     "config.py::build": "the node's _target_ says which component it is",
     "conformance/records.py::built": "the option's _target_ says which component it is",
-    "files.py::read_record": "JSON of other rooms, which take it apart",
+    **{f"files.py::{name}": "JSON of other rooms, which take it apart" for name in ("parse_json", "read_record")},
     **{
         f"inspection/bad_batch.py::{name}": "what torch reads of a saved step, checked there"
         for name in ("_contents", "_pairs")

@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "components": {"console", "credentials", "errors", "files"},
     "component_fields": {"components", "files"},
     "config": {"component_fields", "components", "credentials", "errors", "files", "kept_configs", "refused_overrides"},
-    "kept_configs": set(),
+    "kept_configs": {"errors"},
     "refused_overrides": {"components", "errors"},
     "config_help": {"console", "errors"},
     "command_line": {"components", "config", "config_help", "console", "errors", "live"},

@@ -13,7 +13,17 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypedDict, TypeVar
 
 from attnpo.credentials import identify
-from attnpo.files import differences, file_digest, mend_lines, seal_row, shortened, take_seal, write_whole
+from attnpo.files import (
+    differences,
+    file_digest,
+    mend_lines,
+    naming,
+    parse_json,
+    seal_row,
+    shortened,
+    take_seal,
+    write_whole,
+)
 from attnpo.schema import UserError, digest
 
 log = logging.getLogger(__name__)
@@ -140,7 +150,7 @@ class RowFile(Generic[SomeRow]):
         lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 # Under one name a later row counts where it answers another prompt: its earlier turns came anew.
                 if not take_seal(row, of) or (name := digest([row["id"], row["draw"], row.get("prompt")])) in asked:
                     raise ValueError("changed")
@@ -159,7 +169,7 @@ class RowFile(Generic[SomeRow]):
 
     def append(self, rows: Iterable[SomeRow]) -> None:
         """Adds rows to this process's part and waits until they are handed to the system."""
-        with self.part.open("a", encoding="utf-8") as file:
+        with naming(self.part), self.part.open("a", encoding="utf-8") as file:
             file.write(self._lines(rows))
 
     def merge(self, order: Sequence[Name]) -> list[SomeRow] | None:
@@ -199,7 +209,7 @@ def read_account(file: Path) -> dict[str, object]:
     if not file.is_file():
         return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{file} cannot be read as JSON ({error}): move it and its answers away") from error
     return value if isinstance(value, dict) else {}

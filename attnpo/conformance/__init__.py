@@ -4,7 +4,6 @@ A record names its config option; what has no option yet is "not built", so a ne
 needs its config and, where its records look different from those at hand, an adapter here.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +12,7 @@ from attnpo.conformance import evaluation, extraction, losses
 from attnpo.conformance import extraction_folder as folder
 from attnpo.conformance.fields import Record
 from attnpo.conformance.records import Item, Outcome, Status
+from attnpo.files import parse_json
 from attnpo.schema import UserError
 
 __all__ = ["Outcome", "Status", "items", "passed", "summary", "verify"]
@@ -70,7 +70,7 @@ def _folder_items(path: Path) -> Iterator[Item]:
 
 def _loss_records(path: Path) -> list[Record]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot read golden records ({error}); expected a JSON file") from error
     records = content.get("records") if isinstance(content, dict) else None

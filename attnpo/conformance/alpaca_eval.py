@@ -5,7 +5,6 @@ the auxiliary file of the length-controlled rate (``df_gamed*.csv``) and ``expec
 """
 
 import csv
-import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from attnpo.conformance.records import Check, Comparison, Outcome, Status
 from attnpo.console import missing_package
 from attnpo.evaluation.alpaca_library import Compared, library
 from attnpo.evaluation.alpaca_rates import DISCRETE, LENGTH_CONTROLLED, RAW, Rates, named_auxiliary, win_rates
+from attnpo.files import parse_json
 from attnpo.schema import Json, UserError
 
 NAME = "alpaca_eval"
@@ -44,7 +44,7 @@ def records(folder: Path) -> Iterator[Check]:
     """Two records per model: raw rates against the leaderboard, the length-controlled one against the library's own."""
     file = folder / "expected.json"
     try:
-        expected: dict[str, Expected] = json.loads(file.read_text(encoding="utf-8"))
+        expected: dict[str, Expected] = parse_json(file.read_text(encoding="utf-8"))
         models = expected.items()
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{file}: expected figures by model in JSON, got {error}") from error

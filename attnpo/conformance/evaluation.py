@@ -5,7 +5,6 @@ and go through ``grade`` of the benchmark that its configuration builds.
 """
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from attnpo.evaluation.arena_hard import ArenaHard
 from attnpo.evaluation.arena_hard_verdicts import AGREE, GAME, GAMES, LAST, QUESTION
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.mt_bench import TURNS, MTBench, grade_ratings
+from attnpo.files import parse_json
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import UserError
 
@@ -58,7 +58,7 @@ def _absent(path: Path) -> Iterator[Item]:
 def _models(compare: Judged, path: Path) -> Iterator[Item]:
     file = path / "expected.json"
     try:
-        expected = json.loads(file.read_text(encoding="utf-8"))
+        expected = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: cannot read known scores ({error}); expected a JSON file") from error
     if not isinstance(expected, dict) or not expected:

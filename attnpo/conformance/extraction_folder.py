@@ -1,6 +1,5 @@
 """An ``extraction/`` folder as it lies on disk, and how its pairs reach the run's judge."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from attnpo.conformance.fields import Fields
+from attnpo.files import parse_json
 from attnpo.judging import JudgeModel, JudgePrompt, JudgeReading
 from attnpo.schema import SIDES, Json, Message, PreferencePair, UserError
 from attnpo.text.judge_template import JudgePrompts
@@ -122,7 +122,7 @@ class Golden:
                 f"{path}: expected golden extraction records, lacks {', '.join(absent)}; copy the whole folder"
             )
         try:
-            parsed = {name: json.loads((path / name).read_text(encoding="utf-8")) for name in FILES if "json" in name}
+            parsed = {name: parse_json((path / name).read_text(encoding="utf-8")) for name in FILES if "json" in name}
             expected = load_file(path / "expected.safetensors")
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from attnpo.files import write_whole
+from attnpo.files import parse_json, write_whole
 from attnpo.schema import UserError
 
 EQUAL, NO_JUDGE, REFUSED, NOT_BUILT, FAILED = "equal", "policy only", "refused", "not built", "FAIL"
@@ -124,7 +124,7 @@ def recorded(file: Path) -> dict[str, Family]:
     if not file.is_file():
         return {}
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [parse_json(line) for line in file.read_text(encoding="utf-8").splitlines()]
         found = [Family(**{**row, "notes": tuple(row["notes"])}) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"families: records={file} holds no outcomes of families ({error}); name another") from error

@@ -6,7 +6,6 @@ lone surrogate, a byte that is no UTF-8 are left to the adapters. What is no JSO
 """
 
 import gzip
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from zlib import error as ZlibError
 
 from attnpo.errors import UserError
-from attnpo.files import Json
+from attnpo.files import Json, parse_json
 
 
 @runtime_checkable
@@ -102,7 +101,7 @@ def _lines(text: str, file: Path, path: str) -> Iterator[tuple[int, Json]]:
 def _parsed(text: str) -> Json | Exception:
     """The value of a JSON text, or the exception that says why it is none."""
     try:
-        value: Json = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        value: Json = parse_json(text)
+    except ValueError as error:
         return error
     return value

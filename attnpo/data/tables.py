@@ -4,7 +4,6 @@ JSON is read by ``attnpo.data.json_lines``, CSV and TSV by ``attnpo.data.delimit
 ``save_to_disk`` wrote and the hub by the ``datasets`` library. Light: commands ask it before torch is imported.
 """
 
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from attnpo.components import MISSING, did_you_mean
 from attnpo.data.delimited import DELIMITED, read_delimited
 from attnpo.data.json_lines import Table, read_lines
 from attnpo.errors import UserError
+from attnpo.files import parse_json
 from attnpo.hub import hub, out_of_reach
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def _saved_splits(folder: Path, path: str) -> list[str]:
     """The names of the splits of a saved data set."""
     file = folder / _SAVED_SPLITS
     try:
-        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["splits"]]
+        return [str(name) for name in parse_json(file.read_text(encoding="utf-8"))["splits"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"data.path={path}: {file} cannot be read ({type(error).__name__}: {error}); save or copy the data again"

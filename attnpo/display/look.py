@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from attnpo.display.page import svg_beside
+from attnpo.files import naming
 
 Number = float | int  # whole numbers are welcome wherever figures take numbers
 
@@ -48,13 +49,14 @@ def save(figure: Figure, path: Path | str, *, adapts: bool = True, svg: bool = T
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     drawing = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
+    with naming(target), matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"attnpo {target.stem}"}):
         figure.savefig(target, format="png", dpi=DPI)
         if svg:
             figure.savefig(drawing, format="svg", facecolor="none" if adapts else PAPER, metadata={"Date": None})
     if svg:
         text = adaptive(drawing.getvalue()) if adapts else drawing.getvalue()
-        svg_beside(target).write_text(text, encoding="utf-8")
+        with naming(svg_beside(target)):
+            svg_beside(target).write_text(text, encoding="utf-8")
     figure.clear()
     return target
 

@@ -14,6 +14,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
 
+from attnpo.console import printable
 from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import (
     DEFAULT_DIGITS,
@@ -25,6 +26,7 @@ from attnpo.display.tables import (
     table_markdown,
     table_rich,
 )
+from attnpo.files import parse_json
 from attnpo.schema import UserError
 
 WIDTH = 190  # columns, where the output is no terminal
@@ -46,7 +48,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
         parts, heading = list(_parts(section)), section.title
         for tables, lines in parts:
             if heading and (tables or not any(shown for shown, _ in parts)):
-                console.print(heading, highlight=False, markup=False, style="bold")
+                console.print(printable(heading), highlight=False, markup=False, style="bold")
                 heading = ""
             fitted = [part for one in tables for part in fitting(console, one)]
             drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in fitted]
@@ -197,11 +199,11 @@ def _lines(block: Block) -> list[str]:
     """A block as lines of text; none for tables and HTML."""
     match block:
         case Paragraph(text) | Banner(text):
-            return [text]
+            return [printable(text)]
         case KeyValues(values, digits):
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]
         case Preformatted(text):
-            return text.splitlines()
+            return [printable(line) for line in text.splitlines()]
         case Image(source, caption):
             return [f"{caption}: {source}" if caption else str(source)]
         case _:
@@ -257,7 +259,7 @@ def read_tables(path: Path) -> list[Section]:
                     *(Paragraph(line) for line in section["notes"]),
                 ],
             )
-            for section in json.loads(path.read_text(encoding="utf-8"))["sections"]
+            for section in parse_json(path.read_text(encoding="utf-8"))["sections"]
         ]
     except (ValueError, KeyError, TypeError) as problem:
         raise UserError(f"{path}: expected the tables of a study, but they cannot be read ({problem!r})") from problem

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from attnpo.console import printable
 from attnpo.display.heat import readable
 from attnpo.display.templating import render
 from attnpo.schema import UserError
@@ -32,7 +33,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, float) or not math.isfinite(value):
-        return str(value)
+        return printable(str(value))
     text = f"{value:.{digits}f}"
     if float(text) != 0:
         return text

@@ -4,7 +4,6 @@ The library ``alpaca_eval`` is the definition (Dubois et al. 2024, "Length-Contr
 the answers, meaning of a reply and win rates are its own. Questions are asked and kept by the runner of all benchmarks.
 """
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from attnpo.evaluation.alpaca_library import Annotator, Compared, from_hub, how_
 from attnpo.evaluation.alpaca_rates import AUXILIARY, DISCRETE, LENGTH_CONTROLLED, RAW
 from attnpo.evaluation.base import Graded, Replies
 from attnpo.evaluation.matching import matched
-from attnpo.files import file_digest, shortened
+from attnpo.files import file_digest, parse_json, shortened
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.schema import Sampling, UserError
 
@@ -273,8 +272,8 @@ def _read_rows(path: Path, named: str, wanted: str) -> list[tuple[str, dict[str,
     if not path.is_file():
         raise UserError(f"{named}: there is no such file (looked from {Path.cwd()}); expected {wanted}")
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        rows = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise UserError(f"{named} is not JSON in UTF-8 ({error}); expected {wanted}") from error
     if not isinstance(rows, list):
         raise UserError(f"{named} holds {type(rows).__name__}, expected a list of objects: {wanted}")

@@ -91,7 +91,7 @@ def _asking(checkout: Checkout, name: str) -> tuple[PromptTemplate, tuple[re.Pat
     """The template of the judge's user message, and the patterns of verdicts in their order."""
     try:
         values = yaml.safe_load(checkout.text(name))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         checkout.refuse(name, f"is no YAML ({str(error).splitlines()[0]})")
     values = values if isinstance(values, dict) else {}
     row = Row(checkout, name, values)

@@ -1,12 +1,12 @@
 """Files of a benchmark's own repository, read from a checkout that the user names; nothing in it is executed."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
+from attnpo.files import parse_json
 from attnpo.schema import Json, UserError
 
 
@@ -49,8 +49,8 @@ class Checkout:
                 continue
             where = f"{name}, line {number}"
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                values = parse_json(line)
+            except ValueError as error:
                 self.refuse(where, f"is not JSON ({error}); the file is damaged or half-written")
             if not isinstance(values, dict):
                 self.refuse(where, f"holds {str(values)[:40]!r}, expected a JSON object")

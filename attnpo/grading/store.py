@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from attnpo.credentials import identify
-from attnpo.files import mend_lines, seal_row, shortened, take_seal
+from attnpo.files import mend_lines, naming, parse_json, seal_row, shortened, take_seal
 from attnpo.grading.base import GradingCall, GradingReply
 from attnpo.locks import locked
 from attnpo.schema import UserError, digest
@@ -103,8 +103,9 @@ class ReplyStore:
             "reply": asdict(reply),
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        self._file.write(json.dumps(seal_row(line)) + "\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(seal_row(line)) + "\n")
+            self._file.flush()
         self._replies[key] = StoredReply(reply, digest(grader))
 
 
@@ -115,7 +116,7 @@ def _read(path: Path) -> dict[str, StoredReply]:
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(lines, start=1):
         try:
-            line = json.loads(text)
+            line = parse_json(text)
             if not take_seal(line):
                 raise ValueError("changed")
             reply = GradingReply(**line["reply"])

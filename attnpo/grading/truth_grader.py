@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from attnpo.config_files import find_file
+from attnpo.files import parse_json
 from attnpo.grading.base import GradingCall, GradingFailure, GradingReply, Price
 from attnpo.schema import Message, UserError, digest
 from attnpo.testbed.grammar import Grammar
@@ -131,7 +132,7 @@ def truth_text(rewards: Sequence[float], verdict: str | None = None) -> str:
 def rewards_in(text: str) -> tuple[float, ...] | None:
     """The rewards in a reply of the truth; None for the text of any other grader."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         return None
     rewards = found.get(REWARDS) if isinstance(found, dict) else None

@@ -4,7 +4,6 @@ Models are loaded in their dtype, never cast afterwards: ``.to(bfloat16)`` would
 which shifts positions by whole radians on long texts.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -29,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
-from attnpo.files import SEAL, changed, file_digest, is_sealed
+from attnpo.files import SEAL, changed, file_digest, is_sealed, parse_json
 from attnpo.hub import hub, out_of_reach
 from attnpo.models.backbone import require_causal
 from attnpo.models.described import Described, describe, on_meta, per_layer
@@ -354,7 +353,7 @@ def _check_folder(folder: Path) -> None:
         )
     for index in sorted(folder.glob("*.index.json")):
         try:
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(parse_json(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{folder}: {index.name} is no list of weight files ({error!r}); the folder was written only in part, "

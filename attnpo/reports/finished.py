@@ -10,6 +10,7 @@ from typing import cast
 
 from omegaconf import DictConfig, OmegaConf
 
+from attnpo.config import readable
 from attnpo.credentials import to_savable
 from attnpo.display.output import read_tables
 from attnpo.display.page import Paragraph, TableBlock
@@ -330,7 +331,8 @@ def config_in(path: Path) -> DictConfig | None:
     if not path.is_file():
         return None
     try:
-        cfg = OmegaConf.load(path)
+        with readable(path):
+            cfg = OmegaConf.load(path)
     except Exception as problem:  # YAML's errors, and those of a file that is no text
         words = " ".join(str(problem).split())[:120]
         raise UserError(f"{path}: expected the configuration of a run, but it cannot be read ({words})") from problem

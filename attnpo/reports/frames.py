@@ -3,7 +3,6 @@
 What the files hold is read by ``reports.finished``, as for reports. A frame is made when it is first asked for.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from attnpo.config import plain
 from attnpo.display.output import read_tables
 from attnpo.display.page import TableBlock
 from attnpo.display.tables import ordered_cells
-from attnpo.files import Json, read_record
+from attnpo.files import Json, parse_json, read_record
 from attnpo.reports.finished import (
     RESULT,
     FinishedPoint,
@@ -210,7 +209,7 @@ class StudyResults:
         its arm, chosen on validation prompts. UserError for a study without a known truth, or not finished.
         """
         by_arm = self._by_arm()
-        limit = float(json.loads((self.path / "study.json").read_text(encoding="utf-8"))["kl_limit"])
+        limit = float(parse_json((self.path / "study.json").read_text(encoding="utf-8"))["kl_limit"])
         rows: list[dict[str, object]] = []
         for (world, arm), points in by_arm.items():
             best = best_point(points, limit)

@@ -4,7 +4,6 @@ Arms are told by what they are configured as, never by name: TwDPO in its plain 
 attention as it is read, beside the same with uniform weights, which is DPO.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from attnpo.analysis.faithfulness import score_of
 from attnpo.analysis.prediction import Case
-from attnpo.files import Json, clean, read_record
+from attnpo.files import Json, clean, parse_json, read_record
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.reports.finished import ANALYSES, StudyFolder, finished_points
 from attnpo.runs.identity import LATER
@@ -70,9 +69,12 @@ class Harvest:
 def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> list[str]:
     """Adds every case of a study to ``harvest``; returns what must be said of it."""
     path = study.path / "study.json"
-    arms: dict[str, Record] | None = json.loads(path.read_text(encoding="utf-8")).get("arms")
-    if arms is None:
-        raise UserError(f"{path}: expected the configs of the study's arms; run the study's command again")
+    try:
+        arms: dict[str, Record] = parse_json(path.read_text(encoding="utf-8"))["arms"]
+    except (ValueError, KeyError, TypeError) as problem:
+        raise UserError(
+            f"{path}: expected the configs of the study's arms ({problem}); run the study's command again"
+        ) from problem
     measured, notes = analyses_in(study.path)
     for label, control in comparisons(arms):
         mine, other = ([(one.point, one.result) for one in finished_points(study, arm)] for arm in (label, control))

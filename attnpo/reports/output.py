@@ -10,7 +10,7 @@ from attnpo.display.output import latex, markdown, print_sections, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock, report_page
 from attnpo.display.printed import KeyedTable, for_reading, unmet
 from attnpo.display.tables import DEFAULT_DIGITS, Cell, format_cell, table_csv
-from attnpo.files import write_whole
+from attnpo.files import parse_json, write_whole
 from attnpo.reports.finished import RUNS
 from attnpo.reports.report_config import MARK, WEIGHTS, ReportConfig, mark_of
 from attnpo.runs.folders import make_folder
@@ -147,7 +147,7 @@ def check_free(folder: Path, mark: str) -> None:
     if not held:
         return
     try:
-        before = json.loads((folder / MARK).read_text(encoding="utf-8"))["mark"]
+        before = parse_json((folder / MARK).read_text(encoding="utf-8"))["mark"]
     except (OSError, ValueError, KeyError, TypeError):
         before = None
     if before != mark:

@@ -10,9 +10,8 @@ from tempfile import TemporaryFile
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from attnpo.config import cache_root, typed
+from attnpo.config import cache_root, readable, typed
 from attnpo.console import world_size
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import UserError
@@ -55,8 +54,9 @@ def saved_config(folder: Path, said: str) -> RunConfig:
     if not path.is_file():
         raise UserError(f"{said}: no run lies there ({CONFIG} is missing); give the folder of a run")
     try:
-        found = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, OSError) as error:
+        with readable(path):
+            found = OmegaConf.load(path)
+    except (OmegaConfBaseException, UserError, OSError) as error:
         raise UserError(f"{path} is no configuration: {error}; give the folder of a run") from error
     if not isinstance(found, DictConfig):
         raise UserError(f"{path} is no configuration: it holds a list; give the folder of a run")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attnpo.display.heat import HeatRow
 from attnpo.display.heat_record import heat_record, read_heat
-from attnpo.files import write_whole
+from attnpo.files import parse_json, write_whole
 from attnpo.schema import PreferencePair
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def keep_for_page(folder: Path, heat: Sequence[HeatRow], sampled: Sequence[Prefe
     answers = [{"prompt": pair.prompt[-1]["content"], "policy": pair.chosen, "base": pair.rejected} for pair in some]
     written = folder / "generations.jsonl"
     if not answers and written.is_file():
-        rows = [json.loads(line) for line in written.read_text(encoding="utf-8").splitlines()[:ANSWERS]]
+        rows = [parse_json(line) for line in written.read_text(encoding="utf-8").splitlines()[:ANSWERS]]
         answers = [
             {"prompt": row["prompt"][-1]["content"], "policy": row["policy"], "base": row["reference"]} for row in rows
         ]
@@ -56,7 +56,7 @@ def read_for_page(folder: Path) -> ForPage | None:
     """What a run has kept; None where there is nothing, or nothing that can be read, which is logged."""
     path = folder / FILE
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
         return ForPage(read_heat(record["heat"]), [Answer(**answer) for answer in record["answers"]])
     except FileNotFoundError:
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from attnpo.component_fields import bookkeeping_keys
-from attnpo.config import CONFIG_DIR, build, plain
+from attnpo.config import CONFIG_DIR, build, plain, readable
 from attnpo.files import Json, file_digest, flat
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.settings import LAYER
@@ -77,7 +77,8 @@ def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
 
     What it had from the environment, which may be another by now, is the digest of that.
     """
-    values = plain(DictConfig(OmegaConf.load(path)))
+    with readable(path):
+        values = plain(DictConfig(OmegaConf.load(path)))
     try:
         source = build(values["weights"])
     except UserError:

@@ -32,7 +32,7 @@ from attnpo.display.page import (
     report_page,
 )
 from attnpo.display.tables import Cell
-from attnpo.files import Json, flat, write_whole
+from attnpo.files import Json, flat, parse_json, write_whole
 from attnpo.live import phase
 from attnpo.machine import versions
 from attnpo.models.loading import text_config, weights_fingerprint
@@ -110,7 +110,7 @@ def sample_blocks(path: Path) -> list[Beside]:
     """The sampled answers of policy and reference, side by side; none where the run has written none."""
     if not path.is_file():
         return []
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     return [
         Beside(
             "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]),
@@ -264,7 +264,7 @@ def sample_table(path: Path) -> Table | None:
     """Columns and rows of ``generations.jsonl``, prompts as text; None when there is no such file."""
     if not path.is_file():
         return None
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
     names = [name for name in (rows[0] if rows else {}) if name != "prompt"]
     shown = [["\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row["prompt"]), *(row[n] for n in names)]
              for row in rows]  # fmt: skip

@@ -1,12 +1,11 @@
 """The result of a run: what ``result.json`` holds, typed. Written and read here alone."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnpo.files import Json, flat
+from attnpo.files import Json, flat, parse_json
 
 REWARDS = "rewards"
 # A model is destroyed where its largest weight grew by more, or where the mean log-probability of chosen answers fell
@@ -152,7 +151,7 @@ class RunResult:
     @classmethod
     def read(cls, text: str) -> "RunResult":
         """The result in the text of a ``result.json``. ValueError for what is none."""
-        data = json.loads(text)
+        data = parse_json(text)
         if not isinstance(data, dict):
             raise ValueError(f"it is no result of a run: expected keys with values, got {type(data).__name__}")
         return cls.from_json(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from attnpo.config import as_yaml
+from attnpo.config import as_yaml, readable
 from attnpo.credentials import is_same_identity, redact
 from attnpo.data.overlap import FILE as PROMPTS
 from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinished, seal, sealed, to_disk, write_whole
@@ -323,7 +323,8 @@ def _check_own(folder: Path) -> None:
 
 def _is_config(path: Path) -> bool:
     try:
-        return "composed" in OmegaConf.load(path)
+        with readable(path):
+            return "composed" in OmegaConf.load(path)
     except Exception:  # noqa: BLE001  not a file, not YAML, not a mapping: not ours
         return False
 

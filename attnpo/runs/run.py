@@ -16,6 +16,7 @@ from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.credentials import mask
 from attnpo.data.prompts import Prompt
+from attnpo.files import naming
 from attnpo.live import importing, phase
 from attnpo.machine import as_launched, device_of, versions
 from attnpo.models.backbone import frozen
@@ -253,7 +254,7 @@ def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSet
         name: chat_generator(model, context.chat).generate([pair.prompt for pair in pairs], sampling)
         for name, model in (("policy", policy), ("reference", reference))
     }
-    with path.open("w", encoding="utf-8") as file:
+    with naming(path), path.open("w", encoding="utf-8") as file:
         for i, pair in enumerate(pairs):
             row = {"prompt": list(pair.prompt), **{name: texts[i] for name, texts in answers.items()}}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -11,7 +11,7 @@ from attnpo.credentials import redact
 from attnpo.display.output import markdown, print_sections, tables_json, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock
 from attnpo.display.tables import table_csv
-from attnpo.files import changed, is_sealed, seal, write_whole
+from attnpo.files import changed, is_sealed, parse_json, seal, write_whole
 from attnpo.runs.folders import STUDY_FILES, TABLES
 from attnpo.runs.report import _table, numbers
 from attnpo.runs.result import RunResult
@@ -152,7 +152,7 @@ def keep_record(outcome: Outcome, figures: Sequence[str]) -> None:
     path = outcome.folder / "study.json"
     damaged = is_sealed(outcome.folder) and changed(outcome.folder, only=(path.name,)) is not None
     try:
-        earlier = [] if damaged else json.loads(path.read_text(encoding="utf-8"))["figures"]
+        earlier = [] if damaged else parse_json(path.read_text(encoding="utf-8"))["figures"]
     except (OSError, ValueError, KeyError, TypeError):  # there is none, or it was cut short
         earlier = []
     for name in earlier:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from attnpo.console import ending_of
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.studies.benchmark_scores import RowScore, asked_problems
@@ -349,8 +350,9 @@ class Cost:
 
 
 def error_text(error: Exception) -> str:
-    """An error as it is reported: a user's mistake in its own words, anything else with its traceback."""
-    return str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error)).strip()
+    """Returns an error as it is reported: what a user can mend as a command says it, else with its traceback."""
+    ending = ending_of(error)
+    return "".join(traceback.format_exception(error)).strip() if ending is None else ending[1].removeprefix("error: ")
 
 
 def last_line(text: str) -> str:

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnpo.config import load
-from attnpo.console import Lines, end_quickly, end_with_parent
+from attnpo.console import Lines, end_quickly, end_with_parent, ending_of
 from attnpo.credentials import mask
-from attnpo.errors import UserError
 from attnpo.live import behind, importing, noting_in
 from attnpo.runs.result import RunResult
 from attnpo.runs.sources import source_digest
@@ -123,6 +123,13 @@ def _begin(source: str) -> None:
         _edited.append(EDITED)
 
 
+class _PointLog(logging.FileHandler):
+    """Log file of a point, which a full disk cuts short without a word: the point itself is told of."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leaves out what cannot be written."""
+
+
 def run_point(
     overrides: Sequence[str], folder: Path, config_dir: Path | None, store: str | None, threads: int | None
 ) -> tuple[RunResult | None, str | None]:
@@ -144,7 +151,7 @@ def run_point(
     if threads is not None:
         torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / "log.txt", encoding="utf-8")
+    handler = _PointLog(folder / "log.txt", encoding="utf-8")
     handler.setFormatter(Lines("%(asctime)s %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
@@ -162,16 +169,18 @@ def run_point(
             _ended.append(stop)
             _end_soon()
         raise
-    except UserError as error:
-        return None, mask(str(error))
-    except Exception:  # noqa: BLE001  one point's failure is reported with the others' results
+    except Exception as error:  # noqa: BLE001  one point's failure is reported with the others' results
+        ending = ending_of(error)
+        if ending is not None:
+            return None, mask(ending[1].removeprefix("error: "))
         text = mask(traceback.format_exc())
         (folder / "error.txt").write_text(text, encoding="utf-8")
         return None, text.strip()
     finally:
         root.setLevel(level)
         root.removeHandler(handler)
-        handler.close()
+        with suppress(OSError):
+            handler.close()
 
 
 def _end_soon() -> None:

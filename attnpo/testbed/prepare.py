@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnpo.files import changed, file_digest, seal, sealed, set_aside, share, to_disk
+from attnpo.files import changed, file_digest, parse_json, seal, sealed, set_aside, share, to_disk
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.recipes import BaseRecipe, PairRecipe, SecondRecipe
 
@@ -140,7 +140,7 @@ def _key(content: Mapping[str, object]) -> str:
 
 
 def _read(folder: Path) -> dict[str, object]:
-    content: dict[str, object] = json.loads((folder / REPORT).read_text(encoding="utf-8"))
+    content: dict[str, object] = parse_json((folder / REPORT).read_text(encoding="utf-8"))
     return content
 
 

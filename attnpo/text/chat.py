@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from attnpo.schema import REASONING, EncodedResponse, Message, UserError
-from attnpo.text.deadline import Overran, deadline
+from attnpo.text.deadline import Overran, deadline, within
 from attnpo.text.frames import SENTINEL as SENTINEL
 from attnpo.text.frames import place_in_frame as place_in_frame
 from attnpo.text.frames import split_frame as split_frame
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 RENDERING = 10.0
 """Seconds of computing that one conversation may take to render; real templates take milliseconds."""
+ROOM, LONGEST = 2**30, 10**7
+"""Bytes of memory that a conversation may take to render, and characters that a template may add to its turns."""
 
 _LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
 
@@ -202,7 +204,7 @@ class ChatFormat:
         template: str | None,
     ) -> str:
         try:
-            with deadline(RENDERING):
+            with deadline(RENDERING), within(ROOM):
                 text = self.tokenizer.apply_chat_template(
                     list(turns),
                     tools=tools,  # type: ignore[arg-type]
@@ -210,11 +212,14 @@ class ChatFormat:
                     tokenize=False,
                     add_generation_prompt=add_generation_prompt,
                 )
-        except Overran as problem:
+            if len(text) > LONGEST + sum(len(turn["content"]) for turn in turns):
+                raise MemoryError
+        except (Overran, MemoryError) as problem:
+            spent = f"computed for {RENDERING:g} seconds" if isinstance(problem, Overran) else "wrote without end"
             self._runaway = RunawayTemplate(
                 "the chat template (model.chat_template where that is set, else that of "
-                f"{self.tokenizer.name_or_path!r}) computed for {RENDERING:g} seconds over one conversation and was "
-                "stopped; give another template as model.chat_template"
+                f"{self.tokenizer.name_or_path!r}) {spent} over one conversation and was stopped; give another "
+                "template as model.chat_template"
             )
             raise self._runaway from problem
         except TemplateSyntaxError as problem:

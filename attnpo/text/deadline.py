@@ -1,10 +1,11 @@
-"""A time limit for code that came with a model: what a chat template may take."""
+"""Limits for code that came with a model: what a chat template may take of time and memory."""
 
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 
@@ -17,8 +18,8 @@ def deadline(seconds: float) -> Iterator[None]:
     """Raises ``Overran`` in what runs inside once this thread has computed for ``seconds``.
 
     Time in which the process was stopped or waited for a busy machine does not count. Signals reach the main thread
-    alone: in others, and where the system has no interval timers, nothing is limited. Nor is memory, or a single call
-    into C that does not look for signals.
+    alone: in others, and where the system has no interval timers, nothing is limited. Nor is a single call into C that
+    does not look for signals.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
@@ -38,3 +39,25 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
         if left:  # another timer ran: it goes on with what was left of it
             signal.setitimer(signal.ITIMER_REAL, left, interval)
+
+
+@contextmanager
+def within(room: int) -> Iterator[None]:
+    """Makes what runs inside meet a MemoryError once the process takes ``room`` bytes more than it has.
+
+    The limit is the process's: it holds in the main thread alone, and where the system tells what a process has.
+    """
+    taken = Path("/proc/self/statm")
+    if threading.current_thread() is not threading.main_thread() or not taken.is_file():
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    asked = int(taken.read_text().split()[0]) * resource.getpagesize() + room
+    known = [limit for limit in (asked, soft, hard) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

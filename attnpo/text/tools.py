@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+from attnpo.files import parse_json
 from attnpo.schema import Message
 from attnpo.text.frames import SENTINEL
 from attnpo.text.refusals import RefusedText
@@ -24,7 +25,10 @@ def written(functions: object) -> str | None:
     """
     if functions is None or (isinstance(functions, str) and not functions.strip()):
         return None
-    parsed = json.loads(functions) if isinstance(functions, str) else _present(functions)
+    try:
+        parsed = parse_json(functions) if isinstance(functions, str) else _present(functions)
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
     if not isinstance(parsed, list) or not all(isinstance(one, Mapping) for one in parsed):
         raise ValueError("expected a list of mappings")
     try:
@@ -44,7 +48,7 @@ def _present(value: object) -> object:
 def tools_of(messages: Sequence[Message]) -> list[dict[str, Any]] | None:
     """The tools of a conversation, as chat templates and servers take them; None without any."""
     text = messages[0].get("tools") if messages else None
-    return None if text is None else cast("list[dict[str, Any]]", json.loads(text))
+    return None if text is None else cast("list[dict[str, Any]]", parse_json(text))
 
 
 def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -53,7 +57,7 @@ def without_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for message in messages:
         turn: dict[str, Any] = {name: str(value) for name, value in message.items() if name != "tools"}
         if "tool_calls" in message:
-            turn["tool_calls"] = json.loads(message["tool_calls"])
+            turn["tool_calls"] = parse_json(message["tool_calls"])
         turns.append(turn)
     return turns
 

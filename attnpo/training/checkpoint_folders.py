@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
-from attnpo.files import Json, to_disk
+from attnpo.files import Json, parse_json, to_disk
 
 STATE = "state.ckpt"
 ACCOUNT = "checkpoint.json"
@@ -88,7 +88,7 @@ def write_account(folder: Path, account: Mapping[str, object]) -> None:
 def read_account(folder: Path) -> Account:
     """What the checkpoint folder says it holds; empty where it has no ``checkpoint.json`` that can be read."""
     try:
-        account: Account = json.loads((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
+        account: Account = parse_json((whole(folder) / ACCOUNT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return account if isinstance(account, dict) else {}

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from attnpo.credentials import mask, to_savable
-from attnpo.files import Json, write_whole
+from attnpo.files import Json, parse_json, write_whole
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import LOGS, RUN_ID
 from attnpo.training.settings import LoggerSettings, WandbSettings, check_tracker
@@ -101,7 +101,7 @@ def kept_id(folder: Path) -> str:
     """The id of the folder's W&B run; a new one is written where there is none that can be read."""
     path = folder / LOGS / RUN_ID
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        return str(parse_json(path.read_text(encoding="utf-8"))["id"])
     except (OSError, ValueError, KeyError, TypeError):
         new_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     path.parent.mkdir(parents=True, exist_ok=True)

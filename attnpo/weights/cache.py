@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from attnpo.credentials import identify
-from attnpo.files import differences, file_digest, write_whole
+from attnpo.files import differences, file_digest, parse_json, write_whole
 from attnpo.schema import UserError, digest
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ def _name(key: Mapping[str, object]) -> str:
 def _read_json(path: Path) -> dict[str, object] | None:
     """The JSON object in a file; None where there is none."""
     try:
-        value = json.loads(path.read_text())
+        value = parse_json(path.read_text())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
