@@ -419,14 +419,18 @@ def end_quickly() -> None:
 def guarded(command: Callable[[], int]) -> int:
     """The exit status of ``command``; what ended it early is one line on the error stream where a user can act on it.
 
-    2 for an error the user can mend (UserError, a package that is not installed), 128 + n for signal n, and the
-    ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
+    2 for an error the user can mend (UserError, a package that is not installed, a full disk), 128 + n for signal n,
+    and the ``exit_status`` of exceptions that carry one. Other errors propagate with their traceback.
     """
     end_quickly()
     try:
         with _raising():
-            return command()
+            status = command()
+            with suppress(BrokenPipeError):
+                sys.stdout.flush()  # where the disk below it may be full
+            return status
     except BaseException as error:
+        _drop_output()
         ending = ending_of(error)
         if ending is None:
             raise
@@ -436,6 +440,14 @@ def guarded(command: Callable[[], int]) -> int:
         elif status == 2:  # the first process may have had no trouble
             sys.stderr.write(f"{line} (process {process()[0]})\n")
         return status
+
+
+def _drop_output() -> None:
+    """Sends output that cannot be written nowhere, so that the interpreter does not fail over it at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def leave(status: int) -> NoReturn:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attnpo.display.output import tables_json
+from attnpo.display.output import print_sections, tables_json, terminal
 from attnpo.display.page import Paragraph, Section, TableBlock
 from tests.runs.worlds import World, build_world
 
@@ -381,6 +381,104 @@ def test_a_signal_during_imports_ends_a_command_with_one_line(
         [f"stopped by {number.name} before training; what was stored stays"],
     )
     assert "Traceback" not in done.stderr and done.stderr.splitlines()[-1] == lines[0]
+
+
+# A signal meets a list of a configuration whose new item is not there yet: the library's own cleanup fails on it.
+COMPOSES = """
+import os, runpy, signal, sys
+def frames(frame):
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+def meet(frame, event, value):
+    if event != "call" or frame.f_code.co_name != "_maybe_wrap":
+        return
+    found = list(frames(frame))
+    lists = [one.f_locals["self"] for one in found if one.f_code.co_name == "append"]
+    if any("importlib" in one.f_code.co_filename for one in found) or not lists:
+        return
+    if lists[0].__dict__["_flags_cache"] is not None:
+        sys.setprofile(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+sys.argv = ["-m", "experiment=layer_sweep", "--cfg", "job"]
+sys.setprofile(meet)
+runpy.run_module("attnpo.fit", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_signal_while_composing_ends_a_command_with_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPOSES], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    said = "stopped by SIGTERM before training; what was stored stays\n"
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", said)
+
+
+def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
+    """The one that a command is started in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir ../gone && exec "$0" -m attnpo.fit --cfg job', sys.executable],
+        cwd=gone,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: the folder that this command was started in is gone; change to one that is there and give it again\n"
+    )
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b2J \u202egnp.exe"
+SPELLED = "\\x1b]0;owned\\x07\\x1b[2J\\x9b2J \\u202egnp.exe"
+
+
+# A server's words in a refusal, in a line of the log, of another library's log and in a fault's traceback.
+SPEAKS = """
+import logging, os, sys, warnings
+from attnpo.console import hear_signals
+hear_signals()
+from attnpo.command_line import run_entry
+from attnpo.errors import UserError
+said = os.environ["SAID"].encode().decode("unicode_escape")
+def main(cfg):
+    logging.getLogger("attnpo").warning("a reply: %s", said)
+    library = logging.getLogger("library")
+    library.addHandler(logging.StreamHandler())
+    library.propagate = False
+    library.warning("a reply: %s", said)
+    warnings.warn(said)
+    raise {"refusal": UserError, "fault": RuntimeError}[sys.argv[1]](said)
+sys.exit(run_entry(main, "fit", [], "Speaks.", "python -m attnpo.fit"))
+"""
+
+
+@pytest.mark.parametrize(("how", "status", "places"), [("refusal", 2, 4), ("fault", 1, 4)])
+def test_no_text_of_others_acts_on_a_terminal(how: str, status: int, places: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKS, how],
+        cwd=ROOT,
+        env={**os.environ, "SAID": SPELLED},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count(SPELLED) == places, done.stderr
+    assert [letter for letter in HOSTILE if not letter.isprintable() and letter in done.stderr] == []
+
+
+def test_no_text_of_a_table_acts_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    table = TableBlock(["arm", HOSTILE], [[HOSTILE, 1.0]], HOSTILE)
+    print_sections(terminal(), [Section(HOSTILE, [table, Paragraph(HOSTILE)])])
+    said = capsys.readouterr().out
+    assert said.count("\\x1b]0;owned") == 5, said
+    assert [letter for letter in HOSTILE if not letter.isprintable() and letter in said] == []
 
 
 # The first rank starts others by their own command line, as Lightning does, and is killed.

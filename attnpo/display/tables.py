@@ -76,9 +76,13 @@ def table_rich(
 ) -> RichTable:
     """The table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
     cells, right = cell_texts(columns, rows, digits)
-    table = RichTable(title=Text(title) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = RichTable(
+        title=Text(printable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+    )
     for place, (head, numeric) in enumerate(zip(columns, right, strict=True)):
-        table.add_column(Text(head), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0)
+        table.add_column(
+            Text(printable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
+        )
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
     return table
