@@ -212,7 +212,8 @@ class ServedAnswerer:
             rest = "" if done == len(asked) else f", and was then not asked for {len(asked) - done} more"
             raise UserError(
                 f"the server at answering.base_url={redact(settings.base_url)} did not answer {len(problems)} of "
-                f"{done} conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command again"
+                f"{done} conversations{rest}; the first: {problems[0]}. What it answered is kept: give the command "
+                "again"
             )
 
     def _refused(self, client: "OpenAI", refusal: "_Refusal") -> UserError:

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from attnpo.files import shortened
 from attnpo.schema import Message, digest
 
+ABOVE_0 = 1e-3  # what rounding may add to a log-probability of 0
 _KINDS = {
     **dict.fromkeys(("text", "finish_reason", "model"), str),
     **dict.fromkeys(("input_tokens", "output_tokens"), int),
@@ -72,8 +73,8 @@ class GradingReply:
                 return f"a reply whose {name} is {shortened(repr(value))}, which is of another type"
         for token, value in (self.logprobs or {}).items():
             number = isinstance(value, float | int) and not isinstance(value, bool)
-            if not number or not (value == -math.inf or abs(value) < 2**53):  # NaN is neither
-                return f"a reply whose log-probability of {token!r} is {shortened(repr(value))}, which is no number"
+            if not number or not (value == -math.inf or -(2**53) < value < ABOVE_0):  # NaN is neither
+                return f"a reply whose log-probability of {token!r} is {shortened(repr(value))}, which cannot be one"
         return None
 
 
