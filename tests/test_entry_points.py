@@ -477,7 +477,7 @@ def test_no_text_of_a_table_acts_on_a_terminal(capsys: pytest.CaptureFixture[str
     table = TableBlock(["arm", HOSTILE], [[HOSTILE, 1.0]], HOSTILE)
     print_sections(terminal(), [Section(HOSTILE, [table, Paragraph(HOSTILE)])])
     said = capsys.readouterr().out
-    assert said.count("\\x1b]0;owned") == 5, said
+    assert said.count("]0;owned") == 5, said
     assert [letter for letter in HOSTILE if not letter.isprintable() and letter in said] == []
 
 

@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "grading": TEXT | EDGE | {"models", "testbed"},
     "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
     "analysis": WEIGHTS | {"models"},
-    "display": WEIGHTS | {"analysis", "console"},
+    "display": WEIGHTS | {"analysis"},
     "theory": {"console", "display", "schema"},
     "answers": ANSWERS,
     "pairing": ANSWERS | {"answers", "evaluation", "grading"},

@@ -14,7 +14,7 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.measure import Measurement
 
-from attnpo.console import printable
+from attnpo.display.heat import readable
 from attnpo.display.page import Banner, Block, Image, KeyValues, Paragraph, Preformatted, Section, TableBlock
 from attnpo.display.tables import (
     DEFAULT_DIGITS,
@@ -48,7 +48,7 @@ def print_sections(console: Console, sections: Sequence[Section]) -> None:
         parts, heading = list(_parts(section)), section.title
         for tables, lines in parts:
             if heading and (tables or not any(shown for shown, _ in parts)):
-                console.print(printable(heading), highlight=False, markup=False, style="bold")
+                console.print(readable(heading), highlight=False, markup=False, style="bold")
                 heading = ""
             fitted = [part for one in tables for part in fitting(console, one)]
             drawn = [table_rich(one.columns, one.rows, digits=one.digits, title=one.caption) for one in fitted]
@@ -199,11 +199,11 @@ def _lines(block: Block) -> list[str]:
     """A block as lines of text; none for tables and HTML."""
     match block:
         case Paragraph(text) | Banner(text):
-            return [printable(text)]
+            return [readable(text)]
         case KeyValues(values, digits):
             return [f"{name}: {format_cell(value, digits)}" for name, value in values.items()]
         case Preformatted(text):
-            return [printable(line) for line in text.splitlines()]
+            return [readable(line) for line in text.splitlines()]
         case Image(source, caption):
             return [f"{caption}: {source}" if caption else str(source)]
         case _:

@@ -11,7 +11,6 @@ from rich.cells import cell_len
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from attnpo.console import printable
 from attnpo.display.heat import readable
 from attnpo.display.templating import render
 from attnpo.schema import UserError
@@ -33,7 +32,7 @@ def format_cell(value: Cell, digits: int = DEFAULT_DIGITS) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if not isinstance(value, float) or not math.isfinite(value):
-        return printable(str(value))
+        return str(value)
     text = f"{value:.{digits}f}"
     if float(text) != 0:
         return text
@@ -77,11 +76,11 @@ def table_rich(
     """The table for a rich console; cells are shown as they are, never read as markup, and none is cut off."""
     cells, right = cell_texts(columns, rows, digits)
     table = RichTable(
-        title=Text(printable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
+        title=Text(readable(title)) if title else None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
     for place, (head, numeric) in enumerate(zip(columns, right, strict=True)):
         table.add_column(
-            Text(printable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
+            Text(readable(head)), justify="right" if numeric else "left", overflow="fold", no_wrap=place == 0
         )
     for line in cells:
         table.add_row(*(Text(cell) for cell in line))
