@@ -201,6 +201,7 @@ def test_a_reply_of_another_type_is_a_failure_of_its_call(name: str, tmp_path: P
         {"content": [{"top_logprobs": [{"token": "m", "logprob": "-1"}]}]},
         {"content": [{"top_logprobs": [{"token": "m", "logprob": None}]}]},
         {"content": [{"top_logprobs": [{"token": "m", "logprob": math.nan}]}]},
+        {"content": [{"top_logprobs": [{"token": "m", "logprob": 0.7}]}]},
     ],
     ids=str,
 )
