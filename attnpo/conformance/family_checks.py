@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attnpo.judging import JudgeReading
-from attnpo.models.backbone import require_trainable
 from attnpo.models.described import Described
 from attnpo.models.judge import CausalJudge, kernel_for
-from attnpo.models.layouts import LAYOUTS, Layout, Sequences, choose, padded, reason_against
+from attnpo.models.layouts import LAYOUTS, Layout, Sequences, padded
 from attnpo.models.loading import described, load_config, load_model
 from attnpo.models.packed_attention import attend_as_before
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import choose, reason_against, require_trainable
 from attnpo.schema import UserError
 from attnpo.training.model_shape import Shape
 

@@ -149,63 +149,6 @@ def probe_bound(expected: Tensor) -> float:
     return tolerance * max(1.0, float(expected.abs().max()))
 
 
-@torch.no_grad()
-def require_causal(model: PreTrainedModel, path: str) -> None:
-    """Refuses a model in which a token's numbers change with a later token, found by trying six tokens.
-
-    Raises:
-        UserError: for such a model, and for one that cannot be run on token ids alone.
-    """
-    ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
-    ids[1:, -1] += torch.arange(1, 4, device=model.device)
-    ids %= vocabulary(model)
-    try:
-        output = model(input_ids=ids, use_cache=False)
-        # A backbone alone gives hidden states.
-        logits = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of any model
-        if model.device.type == "cpu" and torch.cuda.is_available():
-            return  # it may need kernels that only a GPU has, and is moved there before use
-        words = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{path}: {_kind(model)} cannot be run on token ids alone ({type(error).__name__}: {words}); take a causal "
-            "language model of text"
-        ) from error
-    # The smallest of three changes: where tokens are grouped by expert, rounding may now and then flip a choice.
-    change, bound = float((logits[1:] - logits[:1]).abs().amax((1, 2)).min()), probe_bound(logits)
-    if change > bound:
-        raise UserError(
-            f"{path}: {_kind(model)} is not causal: another last token moves the logits of the tokens before it by "
-            f"{change:.3g} (rounding allows {bound:.3g}), so they are no log-probabilities of a text; take a causal "
-            "model (of BERT's kind: one trained as a decoder, with is_decoder=true in its config.json)"
-        )
-
-
-@torch.no_grad()
-def require_trainable(model: PreTrainedModel, path: str) -> None:
-    """Refuses a model whose forward in training mode fails, found by trying six tokens; random state and mode stay.
-
-    Raises:
-        UserError: with the library's own words, which name the field of the config or the operation.
-    """
-    if model.device.type == "cpu" and torch.cuda.is_available():
-        return  # it may need kernels that only a GPU has, and is moved there before use
-    ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
-    try:
-        with training_mode(model):
-            model(input_ids=ids, use_cache=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of any model
-        words = " ".join(str(error).split())[:300]
-        raise UserError(
-            f"{path}: {_kind(model)} cannot run in training mode, tried on {ids.shape[1]} tokens "
-            f"({type(error).__name__}: {words}); change what that names in its config.json, or take another model"
-        ) from error
-
-
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """A context in which ``model`` is in eval mode; each module's own mode is restored, after errors too."""

@@ -7,6 +7,7 @@ Attention over segments is left out of the graphs: its shapes are new in every b
 
 import gc
 import logging
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -18,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from attnpo.models.backbone import layer_stack, vocabulary
-from attnpo.models.layouts import Layout, first_layers
+from attnpo.models.layouts import Layout
 from attnpo.models.packed_attention import keep_out_of_graphs
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import EXACT, first_layers
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ LENGTHS = (48, 640)
 """Tokens of the pairs that blocks are tried on: the second has a shape that the first compilation did not see."""
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
-LOW_PRECISION_BOUND = 0.1
 SMALLEST = 0.01  # smaller gradients than this share of the largest are compared with that share: they may be rounding
 GRADIENT = "the gradient of layers."
 
@@ -70,35 +71,48 @@ def require_same_numbers(
     """Raises ``UserError`` unless compiled blocks give the log-probabilities and gradients of plain ones.
 
     Compilers have computed wrong gradients with right outputs and without an error. The trial runs a few layers of the
-    model's kinds, widths and dtype with random weights on ``device``, in the ``layout`` of training and under its
-    ``autocast`` to bfloat16; the model and the random state are left as they are. Torch reuses the code compiled here.
+    model's kinds and widths with random weights on ``device`` in the ``layout`` of training: in float32, which decides,
+    and as they are trained, in the model's dtype and under its ``autocast`` to bfloat16, which have to run and whose
+    rounding is logged. The model and the random state are left as they are. Torch reuses the code compiled here.
     """
-    what = f"model.compile={backend}"
+    what, kind = f"model.compile={backend}", type(model).__name__
     instead = "set model.compile=null, or another backend"
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    exact = model.dtype in EXACT
+    trials = [(model.dtype if exact else torch.float32, False), *([] if exact and not autocast else [(None, autocast)])]
+    for dtype, mixed in trials:
         try:
-            small = ScoredLM(first_layers(model, device))
-            small.eval()
-            expected = _probed(small, layout, autocast)
-            compile_blocks(small.model, backend)
-            computed = _probed(small, layout, autocast)
+            worst, gap = _tried(first_layers(model, device, dtype), backend, layout, autocast=mixed)
         except Exception as error:  # of any compiler, toolchain or model
             # After an empty line torch says how to see more of its own traces.
             reason = str(error).partition("\n\n")[0]
             raise UserError(
-                f"{what} cannot run blocks like those of {type(model).__name__} on {device} "
-                f"({type(error).__name__}: {reason}); {instead}"
+                f"{what} cannot run blocks like those of {kind} on {device} ({type(error).__name__}: {reason}); "
+                f"{instead}"
             ) from error
-    bound = LOW_PRECISION_BOUND if autocast else BOUNDS.get(next(small.parameters()).dtype, LOW_PRECISION_BOUND)
-    del small
-    gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
-    worst, gap = max(_gaps(computed, expected).items(), key=lambda pair: pair[1])
-    if not gap <= bound:  # NaN is no match either
-        raise UserError(
-            f"{what} computes {worst} wrong on {device}: blocks like those of {type(model).__name__} differ from "
-            f"plain ones by {gap:.2g} of its norm, rounding allows {bound:g}; {instead}"
+        bound = math.inf if dtype is None else BOUNDS[dtype]
+        if not gap <= bound:  # NaN is no match either
+            raise UserError(
+                f"{what} computes {worst} wrong on {device}: blocks like those of {kind} differ from plain ones by "
+                f"{gap:.2g} of its norm, rounding allows {bound:g}; {instead}"
+            )
+        log.info(
+            "%s: log-probabilities and gradients of compiled blocks are right to %.1g%s (%s)",
+            what,
+            gap,
+            ", the rounding of low precision" if dtype is None else "",
+            worst,
         )
-    log.info("%s: log-probabilities and gradients of compiled blocks are right to %.1g (%s)", what, gap, worst)
+
+
+def _tried(small: PreTrainedModel, backend: str, layout: Layout, *, autocast: bool) -> tuple[str, float]:
+    """Compiles a small model's blocks; returns what they move most, and by how much of its norm."""
+    policy = ScoredLM(small)
+    expected = _probed(policy, layout, autocast)
+    compile_blocks(small, backend)
+    gaps = _gaps(_probed(policy, layout, autocast), expected)
+    del policy, small
+    gc.collect()  # compiled blocks refer to themselves, which keeps their memory on the device
+    return max(gaps.items(), key=lambda pair: pair[1])
 
 
 def _probed(policy: ScoredLM, layout: Layout, autocast: bool) -> dict[str, Tensor]:

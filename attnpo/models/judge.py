@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from attnpo.models.described import Described, attending_layers, backbone_of, wi
 from attnpo.models.generate import longest_first
 from attnpo.models.logps import project
 from attnpo.models.prompt_rows import one_row, row_batches
-from attnpo.models.read_trial import Blocks, differ, probe_prompts, right_padded
+from attnpo.models.trial import EXACT, Blocks, differ, first_layers, probe_prompts, right_padded
 from attnpo.schema import UserError
 
 log = logging.getLogger(__name__)
@@ -296,6 +297,10 @@ class CausalJudge:
         )
 
     def _reason_against_rows(self) -> str | None:
+        """Returns why rows of several prompts do not give the numbers of a padded batch, or None.
+
+        In low precision bits tell whether prompts of a row reach each other, and a few layers in float32 the rest.
+        """
         kind = type(self.model).__name__
         prompts = probe_prompts(vocabulary(self.model))
         expected = self._run(*self._laid(prompts, (), False), verdict=True)
@@ -306,11 +311,37 @@ class CausalJudge:
             return f"{kind} cannot follow rows of several prompts ({type(error).__name__}: {error})"
         if logits is None or logits.shape != expected.shape:
             return f"{kind} cannot run its last layer for some positions alone"
-        # Logits are float32 whatever the states they come from were rounded to.
-        gap, bound = float((logits - expected).abs().max()), probe_bound(expected.to(self.model.dtype))
-        if not gap <= bound:  # NaN is no match either
-            return f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
-        return None
+        if self.model.dtype in EXACT:
+            gap, bound = float((logits - expected).abs().max()), probe_bound(expected)
+            if not gap <= bound:  # NaN is no match either
+                return (
+                    f"{kind} gives other numbers in rows of several prompts (by {gap:.3g}, rounding allows {bound:.3g})"
+                )
+            return None
+        if self._reached(prompts, logits, True) and not self._reached(prompts, expected, False):
+            return f"{kind} changes the verdict on a prompt with the tokens of others in its row"
+        try:
+            small = CausalJudge(first_layers(self.model, self.model.device, torch.float32), kernel=self.kernel)
+        except Exception as error:  # noqa: BLE001  # the config of any model
+            return f"{kind} cannot be tried in float32 ({type(error).__name__}: {error})"
+        with tapped(small._backbone, self.kernel):
+            return small._reason_against_rows()
+
+    def _reached(self, prompts: Sequence[Sequence[int]], logits: Tensor, shared: bool) -> bool:
+        """Returns whether the verdict on a prompt changes in any bit when the tokens of the others do.
+
+        False where bits cannot tell: the same batch gives other bits when it is run again.
+        """
+        row = cast(Tensor, self._laid(prompts, (), shared)[0]["input_ids"])
+        for index in range(len(prompts)):
+            inputs, probe = self._laid(probe_prompts(vocabulary(self.model), index), (), shared)
+            changed = self._run(inputs, probe, verdict=True)
+            assert changed is not None
+            alike = cast(Tensor, inputs["input_ids"]).shape == row.shape  # they share their beginnings by chance, too
+            if alike and not torch.equal(changed[index], logits[index]):
+                again = self._run(*self._laid(prompts, (), shared), verdict=True)
+                return again is not None and torch.equal(again, logits)
+        return False
 
 
 def _in_words(error: Exception) -> str:

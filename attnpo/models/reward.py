@@ -16,7 +16,7 @@ from attnpo.models.attention_tap import PROBE, Enough, Probe, tapped
 from attnpo.models.backbone import eval_mode, final_hidden, vocabulary
 from attnpo.models.generate import longest_first
 from attnpo.models.judge import KERNEL, readings_of
-from attnpo.models.read_trial import differ, probe_prompts, right_padded
+from attnpo.models.trial import differ, probe_prompts, right_padded
 from attnpo.schema import UserError
 
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from attnpo.models.backbone import eval_mode, final_hidden, first_position, probe_bound
 from attnpo.models.generate import longest_first
 from attnpo.models.logps import Head
-from attnpo.models.read_trial import right_padded
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import right_padded
 from attnpo.schema import ModelInputs, TokenStats, UserError
 
 

@@ -5,28 +5,32 @@ A stored reference is per-token float32 log-probabilities, so that no second mod
 
 import logging
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from attnpo.console import command_text, world_size
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
+from attnpo.files import read_record, write_record
 from attnpo.live import phase
 from attnpo.machine import device_of
-from attnpo.models.backbone import frozen, require_trainable
+from attnpo.models.backbone import frozen, is_materialised
 from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import Layout, choose, padded
+from attnpo.models.layouts import LAYOUTS, Layout, padded
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import VERSION, choose, require_trainable
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
-from attnpo.schema import SIDES, UserError
+from attnpo.schema import SIDES, UserError, digest
 from attnpo.training.scoring import score_examples
 from attnpo.weights.cache import Table
 from attnpo.weights.capture import REFERENCE, load_logps, reference_key, store_logps
@@ -36,6 +40,7 @@ log = logging.getLogger(__name__)
 
 PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
+LAYOUT_TRIALS = "layouts"  # the store's folder of layouts that models could take
 
 
 @phase("reference pass")
@@ -61,7 +66,7 @@ def fill_reference(
     pad_id = context.chat.rows.pad_id
     if lacking:
         model.to(device_of(context.cfg.trainer.accelerator))
-    layout = choose(context.cfg.layout, [model], (), device_of(context.cfg.trainer.accelerator)) if lacking else padded
+    layout = choose_layout(context, [model]) if lacking else padded
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
         chunk = lacking[start : start + PAIRS_PER_SHARD]
@@ -71,6 +76,40 @@ def fill_reference(
         pace = done / (time.perf_counter() - began)
         log.info("reference log-probs: %d of %d pairs, %.1f pairs/s", done, len(lacking), pace)
     return table
+
+
+def choose_layout(context: RunContext, models: Sequence[ScoredLM], requests: Collection[str] = ()) -> Layout:
+    """Takes the layout that the store keeps for this model, device and versions; else tries which one, and keeps it.
+
+    Args:
+        context: what is asked for (``layout``), the model and the store.
+        models: the policy, and the reference if it is a model.
+        requests: as for ``trial.choose``.
+
+    Raises:
+        UserError: as ``trial.choose``.
+    """
+    cfg, device = context.cfg, device_of(context.cfg.trainer.accelerator)
+    if cfg.layout == "padded" or not all(is_materialised(model.model) for model in models):
+        return choose(cfg.layout, models, requests, device)
+    facts = {
+        "layout": cfg.layout,
+        "model": reference_fingerprint(context),
+        "lora": None if context.model.lora is None else asdict(context.model.lora),
+        "reference": cfg.reference,
+        "requests": sorted(requests),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
+    }
+    path = Path(context.store.root) / LAYOUT_TRIALS / f"{digest(facts)[:20]}.json"
+    kept = (read_record(path) or {}).get("taken")
+    if kept in LAYOUTS:
+        log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
+        return LAYOUTS[kept]
+    taken = choose(cfg.layout, models, requests, device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, {"of": facts, "taken": next(name for name, layout in LAYOUTS.items() if layout is taken)})
+    return taken
 
 
 def reference_table(context: RunContext) -> Table:

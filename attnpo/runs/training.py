@@ -21,8 +21,8 @@ from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prepare import ExampleSet
 from attnpo.live import phase
-from attnpo.machine import as_launched, device_of, environment, require_world
-from attnpo.models.layouts import LAYOUTS, Layout, choose, padded
+from attnpo.machine import as_launched, environment, require_world
+from attnpo.models.layouts import LAYOUTS, Layout, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.context import RunContext, log_store
 from attnpo.runs.identity import numbers_of
@@ -30,6 +30,7 @@ from attnpo.runs.inputs import Inputs
 from attnpo.runs.memory_choice import decision
 from attnpo.runs.models import (
     BYTES_PER_TOKEN,
+    choose_layout,
     compile_policy,
     fill_reference,
     load_policy,
@@ -101,8 +102,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
             reference = load_reference(inputs.context, policy)
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
-    device = device_of(cfg.trainer.accelerator)
-    layout = padded if inputs.context.model.reward else choose(cfg.layout, models, reads, device)
+    layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
     compile_policy(inputs.context, policy, layout)
     data = _datamodule(inputs, examples, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)

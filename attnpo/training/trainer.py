@@ -75,10 +75,15 @@ class VisibleGPU(CUDAAccelerator):
 
 
 def make_accelerator(settings: TrainerSettings) -> str | CUDAAccelerator:
-    """Lightning's accelerator; ``VisibleGPU`` where several devices are wanted and one is seen."""
+    """Lightning's accelerator; ``VisibleGPU`` where several devices are wanted and one is seen.
+
+    ``auto`` is a CUDA device or the CPU: nothing here has been tried on others, which Lightning would take.
+    """
     several = settings.devices.isdigit() and int(settings.devices) > 1
     gpus = torch.cuda.device_count() if settings.accelerator in ("auto", "gpu", "cuda") else 0
-    return VisibleGPU() if several and gpus == 1 else settings.accelerator
+    if several and gpus == 1:
+        return VisibleGPU()
+    return "cpu" if settings.accelerator == "auto" and gpus == 0 else settings.accelerator
 
 
 class SlurmTasks(SLURMEnvironment):

@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from attnpo.data.collate import TrainingExample, collate
-from attnpo.models.layouts import LAYOUTS, choose, padded
+from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import choose
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import EncodedResponse, PreferenceBatch
 from attnpo.training.module import PreferenceModule, frozen

@@ -11,13 +11,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, BloomConfig, LlamaCon
 
 from attnpo.conformance.family_models import tiny_config
 from attnpo.conformance.family_models import tiny_model as family
-from attnpo.models.backbone import require_trainable
 from attnpo.models.described import beyond_positions, describe, exact_length, require_exact, stated_positions
 from attnpo.models.generate import context_length
 from attnpo.models.judge import CausalJudge, kernel_for
-from attnpo.models.layouts import choose
 from attnpo.models.loading import described, load_model, model_heads
 from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import choose, require_trainable
 from attnpo.schema import UserError
 from attnpo.training.memory import count_parameters
 from attnpo.training.model_shape import Shape
@@ -244,9 +243,9 @@ def test_numbers_that_change_with_padding_are_refused(tmp_path: Path, caplog: py
     with pytest.raises(UserError, match=r"LlamaForCausalLM change by .* with the longer rows beside them"):
         choose("auto", [policy])
     policy.model.to(torch.bfloat16)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         choose("padded", [policy])
-    assert "with the longer rows beside them" in caplog.text
+    assert "with the longer rows beside them: rounding of bfloat16, as those of a few layers" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ lengths

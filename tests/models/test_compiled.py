@@ -14,11 +14,12 @@ from torch._functorch.aot_autograd import make_boxed_func
 from transformers import PreTrainedModel
 
 from attnpo.models.compiled import compile_blocks, require_same_numbers
-from attnpo.models.layouts import LAYOUTS, choose, shared_prefix
+from attnpo.models.layouts import LAYOUTS, shared_prefix
 from attnpo.models.loading import load_model
 from attnpo.models.lora import add_lora, merged_state
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
+from attnpo.models.trial import choose
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]

@@ -6,20 +6,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MambaConfig, PreTrainedModel
 
-from attnpo.models import layouts
-from attnpo.models.layouts import (
-    LAYOUTS,
-    _say_unshared,
-    _tried_elsewhere,
-    choose,
-    first_layers,
-    packed,
-    padded,
-    shared_prefix,
-)
+from attnpo.models import trial
+from attnpo.models.layouts import LAYOUTS, _say_unshared, packed, padded, shared_prefix
 from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
+from attnpo.models.trial import choose, first_layers
 from attnpo.schema import UserError
 
 Build = Callable[..., PreTrainedModel]
@@ -251,9 +243,10 @@ def test_names_are_checked(tiny: Build, caplog: pytest.LogCaptureFixture) -> Non
 # ------------------------------------------------------------------------------------------------ on another device
 @pytest.mark.parametrize("name", ["packed", "shared_prefix"])
 def test_layers_of_every_family_are_tried_where_they_train(tiny: Build, family: str, name: str) -> None:
-    model = ScoredLM(tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa"))
+    model = tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa")
     state = torch.get_rng_state()
-    assert _tried_elsewhere(name, model, torch.device("cpu")) is None
+    for dtype in (torch.float32, torch.bfloat16):
+        assert trial._tried(name, ScoredLM(first_layers(model, torch.device("cpu"), dtype))) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -272,12 +265,12 @@ def test_few_layers_hold_one_of_every_kind(tiny: Build) -> None:
 def test_kernels_that_mix_along_the_row_there_fall_back(
     tiny: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def leaky(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-        small = first_layers(model, torch.device("cpu"))
+    def leaky(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        small = first_layers(model, torch.device("cpu"), dtype)
         small.model.layers[0].register_forward_hook(lambda module, inputs, output: output + 0.01 * output.cumsum(1))
         return small
 
-    monkeypatch.setattr(layouts, "first_layers", leaky)
+    monkeypatch.setattr(trial, "first_layers", leaky)
     with caplog.at_level(logging.INFO, "attnpo"):
         assert choose("packed", [ScoredLM(tiny("llama"))], device="meta") is padded
     (line,) = [record.message for record in caplog.records]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from attnpo.models.layouts import choose, shared_prefix
+from attnpo.models.layouts import shared_prefix
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, add_lora, merged_state
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec, ModelSpec
+from attnpo.models.trial import choose
 from attnpo.schema import UserError
 from attnpo.training.export import shell
 from tests.models.test_lora import SPEC, batch, largest, logits, train

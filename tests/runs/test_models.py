@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from attnpo.config import check, load
 from attnpo.files import changed, sealed
+from attnpo.models.layouts import LAYOUTS
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
 from attnpo.models.spec import LoraSpec
@@ -303,3 +304,31 @@ def test_compiled_blocks_train_alike(world: World, runs: dict[str, tuple[Path, R
     run(cfg, tmp_path / "compiled")
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+
+def test_a_layout_is_tried_once_for_a_model_and_its_versions(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Another model, dtype, request or version is tried anew, and so is a changed record."""
+    given = ("weights=uniform", f"store={tmp_path}")
+    context = make_context(world.config(*given, "layout=auto"))
+    policy = load_policy(context)
+    tried: list[str] = []
+    choose = policies_room.choose
+    monkeypatch.setattr(policies_room, "choose", lambda name, *more: tried.append(name) or choose(name, *more))
+    with caplog.at_level("INFO", "attnpo"):
+        assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"]
+        assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"]
+    assert tried == ["auto"] and "layout shared_prefix: tried before with this model, device and vers" in caplog.text
+    assert policies_room.choose_layout(context, [policy], {"input_gradient"}) is LAYOUTS["padded"]
+    for changes in (("layout=packed",), ("layout=auto", "model.dtype=float64")):
+        policies_room.choose_layout(make_context(world.config(*given, *changes)), [policy])
+    monkeypatch.setattr(policies_room, "VERSION", -1)
+    policies_room.choose_layout(context, [policy])
+    assert tried == ["auto", "auto", "packed", "auto", "auto"]
+    for record in (tmp_path / "layouts").iterdir():
+        record.write_text(record.read_text().replace("shared_prefix", "padded"))
+    assert policies_room.choose_layout(context, [policy]) is LAYOUTS["shared_prefix"] and len(tried) == 6

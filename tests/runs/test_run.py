@@ -356,9 +356,12 @@ def test_a_reference_that_is_not_stored_is_refused_in_several_processes(
 def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult], tmp_path: Path) -> None:
     """FSDP2 through the command line: the losses of one process, one set of files, samples of the gathered policy.
 
-    How many devices there are, the launcher says.
+    How many devices there are, the launcher says. The layout is tried before the policy is sharded.
     """
     world, folder, result = first
+    kept = world.store / "layouts"
+    before = {path.name: path.read_text() for path in kept.iterdir()}
+    shutil.rmtree(kept)
     more = ["experiment=none", "name=two", f"output={tmp_path}", "trainer.strategy=fsdp"]
     command = ["attnpo.fit", *world.overrides("trainer.validate_every=1", "batch.micro=1", *more)]
     codes, output = in_two_processes(["-m", *command], tmp_path)
@@ -371,6 +374,8 @@ def test_two_sharded_processes_make_one_run(first: tuple[World, Path, RunResult]
         "weights": {"from_store": PAIRS, "computed": 0},
     }
     assert len((tmp_path / "two" / "generations.jsonl").read_text().splitlines()) == 2
+    taken = {path.name: path.read_text() for path in kept.iterdir()}
+    assert taken and taken.items() <= before.items() and '"taken": "shared_prefix"' in "".join(taken.values())
 
 
 # ------------------------------------------------------------------------------------------------ refusals

@@ -11,7 +11,7 @@ from torch import Tensor
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.rules import BatchPlan
-from attnpo.models.layouts import choose
+from attnpo.models.trial import choose
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics

@@ -1,0 +1,444 @@
+"""Trials of a model on a few dozen tokens: does it keep its numbers in packed rows, beside padding, in a judge's rows.
+
+Whether sequences of a row reach each other is asked by bits: the row is run again with other tokens in every other
+sequence, and no number of the sequence itself may change. Whether positions and windows are right is asked in float32,
+of the model itself or of a few layers like its own with seeded random weights. What rounding to a lower precision does
+is logged and decides nothing: the largest difference of many numbers grows with the depth of a model.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from attnpo.models.backbone import eval_mode, is_materialised, layer_stack, probe_bound, training_mode, vocabulary
+from attnpo.models.layouts import LAYOUTS, NAMES, Layout, Sequences, padded, padded_right
+from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.prompt_rows import WORTH
+from attnpo.models.scored import ScoredLM
+from attnpo.schema import TokenStats, UserError
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+"""Counts changes after which a layout that was kept has to be tried again."""
+
+EXACT = (torch.float32, torch.float64)
+"""Dtypes in which two ways to the same numbers are compared by size."""
+
+LOW_PRECISION_SLACK = 10
+"""Two kernels in bfloat16 may differ this many times more than a head's product does (``probe_bound``)."""
+
+
+class Blocks:
+    """The number of the block that a forward is in, from 1, and the output of each block by its number."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        self.blocks = layer_stack(backbone)
+        self.number = 1
+        self.outputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context in which forwards are followed."""
+        handles = []
+        for number, block in enumerate(self.blocks, 1):
+            handles.append(block.register_forward_pre_hook(partial(self._enter, number)))
+            handles.append(block.register_forward_hook(partial(self._leave, number)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, number: int, module: nn.Module, inputs: object) -> None:
+        self.number = number
+
+    def _leave(self, number: int, module: nn.Module, inputs: object, output: object) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        if isinstance(states, Tensor):
+            self.outputs[number] = states
+
+
+def differ(actual: Tensor, expected: Tensor) -> bool:
+    """Whether numbers differ by more than two kernels may, which is much in low precision."""
+    slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
+    return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
+
+
+def probe_prompts(words: int, kept: int | None = None) -> list[list[int]]:
+    """Four prompts: the first begins like the second, for fewer tokens like the third, and unlike the fourth.
+
+    ``kept``: the one whose tokens stay while the others get new ones where they have their own; None keeps all.
+    """
+    start = [(7 * place + 3 + (kept == 3)) % words for place in range(WORTH + 9)]
+    ends = [
+        [(11 * place + 5 * index + (kept not in (None, index))) % words for place in range(6 + 2 * index)]
+        for index in range(4)
+    ]
+    return [start + ends[0], start + ends[1], start[:WORTH] + ends[2], ends[3]]
+
+
+def right_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids [batch T] and last positions [batch]. Padding is id 0; nothing reads it."""
+    ids, mask = padded_right(prompts, 0)
+    return ids.to(device), (mask.sum(1) - 1).to(device)
+
+
+# ------------------------------------------------------------------------------------------------ a model alone
+
+
+@torch.no_grad()
+def require_causal(model: PreTrainedModel, path: str) -> None:
+    """Refuses a model in which a token's numbers change with a later token, found by trying six tokens.
+
+    In low precision any change of a bit is looked at again in a few layers like the model's in float32.
+
+    Raises:
+        UserError: for such a model, and for one that cannot be run on token ids alone.
+    """
+    ids = torch.arange(3, 9, device=model.device).repeat(4, 1)
+    ids[1:, -1] += torch.arange(1, 4, device=model.device)
+    try:
+        change, bound = _moved_by_last(model, ids)
+        if change > 0 and model.dtype not in EXACT:
+            change, bound = _moved_by_last(first_layers(model, model.device, torch.float32), ids)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any model
+        if model.device.type == "cpu" and torch.cuda.is_available():
+            return  # it may need kernels that only a GPU has, and is moved there before use
+        words = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{path}: {type(model).__name__} cannot be run on token ids alone ({type(error).__name__}: {words}); take "
+            "a causal language model of text"
+        ) from error
+    if change > bound:
+        raise UserError(
+            f"{path}: {type(model).__name__} is not causal: another last token moves the logits of the tokens before "
+            f"it by {change:.3g} (rounding allows {bound:.3g}), so they are no log-probabilities of a text; take a "
+            "causal model (of BERT's kind: one trained as a decoder, with is_decoder=true in its config.json)"
+        )
+
+
+@torch.no_grad()
+def require_trainable(model: PreTrainedModel, path: str) -> None:
+    """Refuses a model whose forward in training mode fails, found by trying six tokens; random state and mode stay.
+
+    Raises:
+        UserError: with the library's own words, which name the field of the config or the operation.
+    """
+    if model.device.type == "cpu" and torch.cuda.is_available():
+        return  # it may need kernels that only a GPU has, and is moved there before use
+    ids = torch.arange(3, 9, device=model.device)[None] % vocabulary(model)
+    try:
+        with training_mode(model):
+            model(input_ids=ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any model
+        words = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{path}: {type(model).__name__} cannot run in training mode, tried on {ids.shape[1]} tokens "
+            f"({type(error).__name__}: {words}); change what that names in its config.json, or take another model"
+        ) from error
+
+
+def _moved_by_last(model: PreTrainedModel, ids: Tensor) -> tuple[float, float]:
+    """Returns how far other last tokens move the numbers before them, and how far rounding may.
+
+    ``ids``: rows that differ in their last token. The smallest change counts: where tokens are grouped by expert,
+    rounding may now and then flip a choice.
+    """
+    output = model(input_ids=ids % vocabulary(model), use_cache=False)
+    # A backbone alone gives hidden states.
+    numbers = (output.logits if "logits" in output else output.last_hidden_state)[:, :-1]
+    return float((numbers[1:] - numbers[:1]).abs().amax((1, 2)).min()), probe_bound(numbers)
+
+
+# ------------------------------------------------------------------------------------------------ layouts
+
+PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
+"""Tokens of prompt, chosen and rejected response of the pairs that a layout is tried on."""
+
+KEPT = (((0, 0), (0, 1), (2, 0), (2, 1)), ((0, 0), (0, 2), (2, 0), (2, 2)), ((1, 0), (1, 1)), ((1, 0), (1, 2)))
+"""Prompts (0), chosen (1) and rejected (2) responses, by pair, that keep their tokens while all others get new ones."""
+
+RATES = ("attention_dropout", "dropout")
+WORDS = 1024
+"""Embeddings of a small model; a real vocabulary would take most of its memory and time."""
+
+Mode = Callable[[nn.Module], AbstractContextManager[None]]
+"""A context in which a model is in a mode."""
+
+
+def choose(
+    name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
+) -> Layout:
+    """The layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
+
+    The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be
+    taken. Each model is run on a probe of a few dozen tokens where it is; in low precision and for training on a GPU,
+    whose kernels are others, so are a few layers like its own with seeded random weights. No gradient, random state or
+    mode is touched.
+
+    Args:
+        name: auto, padded, packed or shared_prefix.
+        models: the policy, and the reference if it is a model.
+        requests: what objective and source ask for, under the names of ``objective.requires``.
+        device: where the models are trained.
+
+    Raises:
+        UserError: a name that is not known, or a model whose numbers change with what is padded beside a row.
+    """
+    if name not in NAMES:
+        raise UserError(f"layout={name!r} is not known; one of {', '.join(NAMES)}")
+    for model in models:
+        if is_materialised(model.model):
+            _require_padding_without_effect(model)
+    order = ["shared_prefix", "packed", "padded"] if name == "auto" else [name, "padded"]
+    for wanted, instead in itertools.pairwise(order):
+        reason = reason_against(wanted, models, requests, device) if wanted != "padded" else None
+        if reason is None:
+            return LAYOUTS[wanted]
+        for model in models:
+            attend_as_before(model.model)
+        log.log(
+            logging.INFO if name == "auto" else logging.WARNING,
+            "layout %s: %s; %s rows are used instead: the same numbers, more work",
+            wanted,
+            reason,
+            instead,
+        )
+    return padded
+
+
+def _require_padding_without_effect(model: ScoredLM) -> None:
+    """Raises ``UserError`` when a row's numbers depend on those beside it; a small model decides for low precision."""
+    what = type(model.model).__name__
+    gap, bound = _gap_beside_rows(model)
+    if not gap > bound:  # numbers that are not finite are refused elsewhere
+        return
+    if (dtype := model.model.dtype) not in EXACT:
+        rounded, (gap, bound) = (
+            gap,
+            _gap_beside_rows(ScoredLM(first_layers(model.model, model.model.device, torch.float32))),
+        )
+        if not gap > bound:
+            log.info(
+                "log-probabilities of %s change by %.2g with the longer rows beside them: rounding of %s, as those of "
+                "a few layers like its own in float32 do not change",
+                what,
+                rounded,
+                str(dtype).removeprefix("torch."),
+            )
+            return
+    raise UserError(
+        f"model.path: log-probabilities of {what} change by {gap:.3g} with the longer rows beside them (rounding "
+        f"allows {bound:.3g}), so a pair's loss would depend on its batch; take another model"
+    )
+
+
+def _gap_beside_rows(model: ScoredLM) -> tuple[float, float]:
+    """Returns how far rows alone are from rows of a padded batch, and how far rounding allows."""
+    together = _probed(model, padded)
+    assert together.hidden is not None
+    gaps = []
+    for row in range(len(together.logps)):
+        alone = _probed(model, padded, row).logps[0]
+        gaps.append(float((alone - together.logps[row, : len(alone)]).abs().max()))
+    return max(gaps), probe_bound(together.logps.to(together.hidden.dtype))
+
+
+def reason_against(
+    wanted: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
+) -> str | None:
+    """Returns why the models cannot take a layout in training on ``device``, or None; arguments as ``choose``."""
+    device = torch.device(device)
+    for request in sorted(requests):
+        if request == "input_gradient" or request.startswith("group:"):
+            return f"{request} is made from rows of one sequence each"
+    for model in models:
+        what = type(model.model).__name__
+        if not is_materialised(model.model):
+            return f"{what} is sharded or has no weights yet, so it cannot be tried"
+        if wanted == "shared_prefix" and (rate := _dropout(model.model)):
+            return f"{what} drops out with rate {rate:g}, and branches that share a prompt would share its draws"
+        reason = _tried(wanted, model) or _tried_in_small(wanted, model, device)
+        if reason is not None:
+            return f"{what} {reason}"
+    return None
+
+
+def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:
+    """Returns why the model, where it is, cannot take a layout, or None; ``dtype``: that of products under autocast.
+
+    Training mode is tried as well, whose kernels may be others, unless the model draws there or cannot run so here.
+    """
+    for mode, where in ((eval_mode, ""), (training_mode, "in training mode ")):
+        if mode is training_mode and not _repeats(model):
+            return None
+        expected = _probed(model, padded, mode=mode)
+        try:
+            stats = _probed(model, LAYOUTS[wanted], mode=mode)
+        except Exception as error:  # noqa: BLE001  # code of any model; whatever it raises, it cannot take the layout
+            return f"{where}cannot follow segments of a row ({type(error).__name__}: {error})"
+        assert expected.hidden is not None and stats.hidden is not None
+        dtype = dtype or expected.hidden.dtype
+        if dtype in EXACT:
+            gap = _gap(stats, expected)
+            if gap is not None:
+                return f"{where}gives other numbers ({gap}): some layer does not keep to the segments of a row"
+        elif (rows := _reached_rows(model, LAYOUTS[wanted], mode)) and not _reached_rows(model, padded, mode):
+            return (
+                f"{where}changes the numbers of a sequence with the tokens of others ({len(rows)} of {2 * len(PROBE)} "
+                "sequences): some layer does not keep to the segments of a row"
+            )
+        elif mode is eval_mode:
+            apart, size = (stats.hidden - expected.hidden).float(), expected.hidden.float()
+            log.debug(
+                "layout %s: rounding to %s moves final states by %.2g of their root mean square",
+                wanted,
+                dtype,
+                float(apart.square().mean().sqrt() / size.square().mean().sqrt()),
+            )
+    return None
+
+
+def _repeats(model: ScoredLM) -> bool:
+    """Returns whether training mode gives the same numbers, up to the order of sums, whatever the random state."""
+    devices = [each for each in {part.device for part in model.parameters()} if each.type == "cuda"]
+    found = []
+    try:
+        with torch.random.fork_rng(devices):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                found.append(_probed(model, padded, mode=training_mode))
+    except Exception:  # noqa: BLE001  # as above; kernels of training may need another device than the model is on
+        return False
+    return _gap(found[1], found[0]) is None
+
+
+def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
+    """Returns the rows whose numbers change in any bit when tokens of other rows do; none where bits cannot tell.
+
+    They cannot where the same row gives other bits when it is run again.
+    """
+    base = _probed(model, layout, mode=mode)
+    found = set()
+    for kept in KEPT:
+        other = _probed(model, layout, mode=mode, kept=kept)
+        for row, (pair, part) in enumerate((pair, part) for part in (1, 2) for pair in range(len(PROBE))):
+            if (pair, 0) in kept and (pair, part) in kept and not _same_bits(base, other, row, PROBE[pair][part]):
+                found.add(row)
+    if found and not all(_same_bits(base, _probed(model, layout, mode=mode), row, None) for row in found):
+        return []
+    return sorted(found)
+
+
+def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) -> bool:
+    assert one.hidden is not None and other.hidden is not None
+    return torch.equal(one.hidden[row, :count], other.hidden[row, :count])
+
+
+def _tried_in_small(wanted: str, model: ScoredLM, device: torch.device) -> str | None:
+    """Returns why a few layers like the model's cannot take a layout on ``device``, or None.
+
+    In float32; for training on a GPU also in the model's dtype there, or under autocast to bfloat16.
+    """
+    dtype = model.model.dtype
+    if device.type == "cpu" and dtype in EXACT:
+        return None
+    try:
+        small = ScoredLM(first_layers(model.model, device, torch.float32))
+    except Exception as error:  # noqa: BLE001  # as above: the config of any model
+        return f"cannot be tried on {device}: no small model of its kind ({type(error).__name__}: {error})"
+    reason = _tried(wanted, small)
+    if reason is None and device.type != "cpu" and dtype in EXACT:
+        with torch.autocast(device.type, torch.bfloat16):
+            reason = _tried(wanted, small, torch.bfloat16)
+    elif reason is None and device.type != "cpu":
+        reason = _tried(wanted, ScoredLM(first_layers(model.model, device)))
+    return None if reason is None else f"on {device} {reason}"
+
+
+def first_layers(model: PreTrainedModel, device: torch.device, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Makes a model of the same class and widths, of as few layers as hold one of every kind, on ``device``.
+
+    Its random weights are the same each time, its vocabulary is cut to ``WORDS``. ``dtype``: None takes the model's.
+    """
+    config = deepcopy(model.config)
+    text = config.get_text_config()
+    kinds = list(getattr(text, "layer_types", None) or [])
+    text.num_hidden_layers = min(text.num_hidden_layers, max((kinds.index(kind) + 1 for kind in kinds), default=1))
+    if kinds:
+        text.layer_types = kinds[: text.num_hidden_layers]
+    if text.vocab_size > WORDS:
+        text.vocab_size, text.pad_token_id = WORDS, None
+    with torch.random.fork_rng([device] if device.type == "cuda" and torch.cuda.is_available() else []), device:
+        torch.manual_seed(0)
+        made: PreTrainedModel = type(model)._from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype or model.dtype
+        )
+    attend_as_before(made)
+    made.train(False)
+    return made
+
+
+def _gap(stats: TokenStats, expected: TokenStats) -> str | None:
+    """Describes how far numbers are from those of padded rows; None when rounding explains it."""
+    assert expected.hidden is not None
+    for name, ours, theirs in (
+        ("final states", stats.hidden, expected.hidden),
+        ("log-probabilities", stats.logps, expected.logps),
+    ):
+        assert ours is not None and theirs is not None
+        # Log-probabilities are float32 whatever the states they come from were rounded to.
+        gap, bound = float((ours - theirs).abs().max()), probe_bound(theirs.to(expected.hidden.dtype))
+        if not gap <= bound:  # NaN is no match either
+            return f"{name} differ by {gap:.3g}, rounding allows {bound:.3g}"
+    return None
+
+
+@torch.no_grad()
+def _probed(
+    model: ScoredLM,
+    layout: Layout,
+    only: int | None = None,
+    mode: Mode = eval_mode,
+    kept: Collection[tuple[int, int]] | None = None,
+) -> TokenStats:
+    """Returns statistics of the probe's rows, or of one of them alone, in a mode of the model.
+
+    ``kept``: the parts that keep their tokens while the others get new ones; None keeps all.
+    """
+    device = next(model.model.parameters()).device
+    words = vocabulary(model.model)
+    starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]
+    parts = [
+        [(7 * place + 3 + (kept is not None and (index // 3, index % 3) not in kept)) % words for place in range(*ends)]
+        for index, ends in enumerate(itertools.pairwise(starts))
+    ]
+    rows: Sequences = [(parts[3 * pair], parts[3 * pair + part]) for part in (1, 2) for pair in range(len(PROBE))]
+    inputs, response_ids, mask = layout(rows if only is None else rows[only : only + 1], 0)
+    with mode(model.model):
+        stats: TokenStats = model(
+            inputs.to(device), response_ids.to(device), mask.to(device), frozenset({"logps", "hidden"})
+        )
+    return stats
+
+
+def _dropout(model: nn.Module) -> float:
+    """The largest rate at which a module of the model drops out in training."""
+    rates: list[object] = []
+    for module in model.modules():
+        # Modules that call the function themselves keep its rate as a number; others hold a module under that name.
+        rates += [module.p] if isinstance(module, nn.Dropout) else [vars(module).get(name) for name in RATES]
+    return max((float(rate) for rate in rates if isinstance(rate, int | float)), default=0.0)

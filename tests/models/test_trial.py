@@ -1,0 +1,112 @@
+"""Trials in low precision: a leak is refused however deep it is, and what rounding does is no leak."""
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from attnpo.models import packed_attention
+from attnpo.models.judge import CausalJudge
+from attnpo.models.layouts import LAYOUTS, padded
+from attnpo.models.scored import ScoredLM
+from attnpo.models.trial import choose, first_layers
+
+Build = Callable[..., PreTrainedModel]
+
+
+def deep(seed: int, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    """A Llama of 32 layers with random weights, whose final states in bfloat16 are far from those of padded rows."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        num_hidden_layers=32,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=2048,
+        initializer_range=0.06,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def mix_neighbours(module: object, inputs: object, output: Tensor) -> Tensor:
+    """A block that adds a hundredth of the state before to each."""
+    return output + 0.01 * output.roll(1, dims=1)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_deep_models_in_bfloat16_share_prompts_unless_a_layer_leaks(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = deep(seed)
+    assert choose("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
+    model.model.layers[(7, 30)[seed]].register_forward_hook(mix_neighbours)
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose("auto", [ScoredLM(model)]) is padded
+    assert "LlamaForCausalLM changes the numbers of a sequence with the tokens of others" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_positions_that_run_on_are_refused(
+    tiny: Build, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forward = LlamaModel.forward
+
+    def running_on(self: LlamaModel, *, position_ids: Tensor | None = None, **more: object) -> object:
+        if position_ids is not None and len(position_ids) == 1:
+            position_ids = torch.arange(position_ids.shape[1])[None]
+        return forward(self, position_ids=position_ids, **more)
+
+    monkeypatch.setattr(LlamaModel, "forward", running_on)
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose("shared_prefix", [ScoredLM(tiny("llama").to(dtype))]) is padded
+    assert "gives other numbers" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["packed", "shared_prefix"])
+def test_a_mask_off_by_one_is_refused(
+    tiny: Build, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mask = packed_attention.Rule.mask
+
+    def off_by_one(self: packed_attention.Rule, *args: object, **more: object) -> Tensor | None:
+        made = mask(self, *args, **{**more, "skip": False})  # type: ignore[arg-type]
+        return None if made is None else made.roll(1, dims=-1).masked_fill(made == 0, 0)
+
+    monkeypatch.setattr(packed_attention.Rule, "mask", off_by_one)
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose(name, [ScoredLM(tiny("llama").to(dtype))]) is padded
+    assert "some layer does not keep to the segments of a row" in caplog.text
+
+
+def test_every_family_in_bfloat16_shares_prompts(tiny: Build, family: str) -> None:
+    """With experts, too, whose calls grow with the other sequences' tokens, so that bits cannot tell."""
+    model = tiny(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa").to(torch.bfloat16)
+    assert choose("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
+
+
+def test_few_layers_are_the_same_each_time_and_have_a_small_vocabulary(tiny: Build) -> None:
+    model = tiny("qwen3")
+    model.resize_token_embeddings(5000)
+    one, two = (first_layers(model, torch.device("cpu"), torch.float32) for _ in range(2))
+    assert type(one) is type(model) and one.get_input_embeddings().num_embeddings == 1024
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_deep_judge_in_bfloat16_reads_rows_of_several_prompts_unless_a_layer_leaks(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, prompts = deep(seed), [[1, 5, 9, 3], [4, 6, 2]]
+    with caplog.at_level(logging.INFO, "attnpo"):
+        CausalJudge(model).read(prompts, layers=[32])
+        assert "prompts are padded instead" not in caplog.text
+        model.model.layers[(7, 30)[seed]].register_forward_hook(mix_neighbours)
+        CausalJudge(model).read(prompts, layers=[32])
+    assert "changes the verdict on a prompt with the tokens of others in its row; prompts are padded" in caplog.text
