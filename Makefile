@@ -3,6 +3,16 @@ VENV ?= .venv
 PYTHON ?= $(shell for name in python3.11 python3; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$name && break; done)
 BIN := $(VENV)/bin
+VERSION = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+# PYTHON=... of the command line asks for that version, and an environment has one for good.
+ifneq ($(filter command environment,$(origin PYTHON)),)
+ifneq ($(wildcard $(BIN)/python),)
+ifneq ($(call VERSION,$(BIN)/python),$(call VERSION,$(PYTHON)))
+$(error $(VENV) holds Python $(call VERSION,$(BIN)/python) and PYTHON=$(PYTHON) is $(call VERSION,$(PYTHON)): \
+	name another folder with VENV=.venv-$(call VERSION,$(PYTHON)), or remove $(VENV))
+endif
+endif
+endif
 READY := $(VENV)/.ready
 TRL := .venv-trl
 TRL_READY := $(TRL)/.ready

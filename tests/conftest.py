@@ -34,6 +34,12 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides the GPUs, which ``-m gpu`` alone asks for: no other test takes one."""
+    if "gpu" not in str(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 # A slow example is a busy machine, no fault.
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
