@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": WEIGHTS | {"components"},
     "data": DATA | {"components", "errors", "hub"},
     "objectives": {"schema"},
-    "models": {"files", "hub", "judging", "schema"},
+    "models": {"credentials", "files", "hub", "judging", "schema"},
     "training": TRAINING | {"console", "live"},
     "testbed": TEXT | {"models"},
     "grading": TEXT | EDGE | {"models", "testbed"},

@@ -1,6 +1,5 @@
 """Reports of finished folders: each study's tables again, studies side by side, runs row by row, a paper's numbers."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 from attnpo.display.page import Image, Section, TableBlock
 from attnpo.display.printed import KeyedTable, PrintedTable, beside, label_of, meets, read_printed, shared_keys
 from attnpo.display.tables import Cell
+from attnpo.files import parse_json
 from attnpo.reports.finished import (
     StudyFolder,
     column_names,
@@ -178,7 +178,8 @@ def pictures(study: StudyFolder) -> list[Section]:
 
 def figures(folder: Path) -> list[Path]:
     """Lists the figures that a study drew, as its study.json names them, where they are still there."""
-    names = json.loads((folder / "study.json").read_text(encoding="utf-8")).get("figures", [])
+    record = folder / "study.json"
+    names = parse_json(record.read_text(encoding="utf-8")).get("figures", []) if record.is_file() else []
     return [folder / name for name in names if name.endswith(".png") and (folder / name).is_file()]
 
 
