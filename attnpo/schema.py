@@ -7,7 +7,7 @@ positions, ``T`` model tokens, ``n`` source tokens of one response, ``m`` traini
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, cast, runtime_checkable
 
@@ -25,6 +25,9 @@ _T = TypeVar("_T")
 
 BOOKKEEPING = {"moves_numbers": False}
 """Metadata of a field of a component that moves no number beyond rounding, nor does anything below it."""
+
+ON_HOST = {"on_host": True}
+"""Metadata of a field of tensors that stays where it is when the others are moved to a device."""
 
 SEEDS = 2**32
 """Seeds lie below it: what NumPy takes."""
@@ -264,15 +267,17 @@ class ModelInputs:
     ``segments``: None for one sequence per row; else the batch is one row of many sequences, and each line holds
     (start, count, prefix, shared): the tokens start..start+count-1 follow the ``shared`` tokens from ``prefix`` on, and
     see, causally, those and each other. Every token of the row is in exactly one segment. ``segment_rows`` is the
-    response row of each segment; None: their order.
+    response row of each segment; None: their order. Both stay on the CPU: plans are made there, so that no step waits
+    for a GPU. ``scored``: row and position of every response token, for the same reason; None: the response mask says.
     """
 
     input_ids: Int[Tensor, "batch T"]
     position_ids: Int[Tensor, "batch T"]
     attention_mask: Int[Tensor, "batch T"] | None
     predict_index: Int[Tensor, "rows R"]
-    segments: Int[Tensor, "segments 4"] | None = None
-    segment_rows: Int[Tensor, "segments"] | None = None
+    segments: Int[Tensor, "segments 4"] | None = field(default=None, metadata=ON_HOST)
+    segment_rows: Int[Tensor, "segments"] | None = field(default=None, metadata=ON_HOST)
+    scored: Int[Tensor, "N 2"] | None = None
 
     def to(self, device: torch.device | str) -> "ModelInputs":
         """The same inputs on ``device``."""
@@ -376,7 +381,8 @@ def _move(value: _T, device: torch.device) -> _T:
     elif isinstance(value, tuple):
         moved = tuple(_move(item, device) for item in value)
     elif isinstance(value, PreferenceBatch | RowGroup | ModelInputs):
-        moved = type(value)(**{key: _move(item, device) for key, item in vars(value).items()})
+        here = {each.name for each in fields(value) if each.metadata == ON_HOST}
+        moved = replace(value, **{key: _move(item, device) for key, item in vars(value).items() if key not in here})
     return cast(_T, moved)
 
 

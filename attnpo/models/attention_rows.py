@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from attnpo.models.packed_attention import FAR, fused_attention, softmax, whole
+from attnpo.models.packed_attention import FAR, fused_attention, softmax, whole, window_of
 
 BLOCK_ELEMENTS = 1 << 23  # scores held at once by a block of queries: 32 MiB in float32
 SMALLEST_BLOCK, LARGEST_BLOCK = 16, 256
@@ -46,6 +46,11 @@ class MaskRule:
     def within(self, longest: int) -> bool:
         """Whether the mask is plain causal for sequences of at most ``longest`` tokens."""
         return self.causal and self.padding is None and (self.local_size is None or longest <= self.local_size)
+
+    def window(self, longest: int) -> tuple[int, int] | None:
+        """Describes the mask as a window (``window_of``) for sequences of at most ``longest`` tokens, None if none."""
+        plain = self.causal and self.padding is None
+        return window_of(self.function, self.local_size, longest) if plain else None
 
     def block(self, batch: int, queries: Tensor, keys: Tensor) -> Tensor:
         """Allowed entries [batch 1 q k]; ``queries`` [q] or [batch q], ``keys`` [k] or [batch k], positions."""

@@ -229,7 +229,10 @@ def _attend(
         attention_probe.see(layer, attention, value)
     fused = not in_blocks and softcap is None and s_aux is None
     if segment_plan is not None:
-        plan = segment_plan
+        plan, rule = segment_plan, attention.rule
+        output = plan.attend_at_once(query, key, value, attention.scaling, rule.window) if fused else None
+        if output is not None:
+            return output, None
 
         def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             return _bucket_output(

@@ -120,7 +120,7 @@ def _last_logits(policy: ScoredLM, inputs: ModelInputs) -> tuple[Float[Tensor, "
         whole.append(made.logits)
 
     with _hooked(_embedding(policy), cut_off), _hooked(policy.model, keep):
-        at_last = replace(inputs, predict_index=last[:, None])
+        at_last = replace(inputs, predict_index=last[:, None], scored=None)
         hidden = policy(at_last, one, one == 0, frozenset({"hidden"})).hidden
     if len(embeddings) != 1 or embeddings[0].shape[:2] != inputs.input_ids.shape:
         raise UserError(

@@ -50,13 +50,15 @@ def padded(sequences: Sequences, pad_id: int) -> Laid:
     input_ids, mask = padded_right([[*prompt, *response] for prompt, response in sequences], pad_id)
     rows, width = input_ids.shape
     starts = [row * width + len(prompt) for row, (prompt, _) in enumerate(sequences)]
+    response_ids, response_mask = padded_right([response for _, response in sequences], pad_id)
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=torch.arange(width).repeat(rows, 1),
         attention_mask=mask.long(),
         predict_index=_predict(sequences, [start - 1 for start in starts], starts),
+        scored=response_mask.nonzero(),
     )
-    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
+    return Laid(inputs, response_ids, response_mask)
 
 
 def packed(sequences: Sequences, pad_id: int) -> Laid:
@@ -112,6 +114,7 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         starts[row] = first + len(prompt) - shared
         ids += stretch
         positions += range(shared, shared + len(stretch))
+    response_ids, response_mask = padded_right([response for _, response in sequences], pad_id)
     inputs = ModelInputs(
         input_ids=torch.tensor([ids], dtype=torch.long),
         position_ids=torch.tensor([positions], dtype=torch.long),
@@ -119,8 +122,9 @@ def _in_one_row(sequences: Sequences, pad_id: int, pairs: int) -> Laid:
         predict_index=_predict(sequences, before, starts),
         segments=torch.tensor(segments, dtype=torch.long),
         segment_rows=torch.tensor([row for row, _ in order]),
+        scored=response_mask.nonzero(),
     )
-    return Laid(inputs, *padded_right([response for _, response in sequences], pad_id))
+    return Laid(inputs, response_ids, response_mask)
 
 
 def _order(sequences: Sequences, pairs: int) -> Iterator[tuple[int, int | None]]:

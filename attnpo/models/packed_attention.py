@@ -2,10 +2,11 @@
 
 Owns an attention function registered with transformers and the plan it follows. A packed row is described by its
 segments: stretches of queries that see, causally, their own keys after a shared prefix that stands elsewhere in the
-row (the prompt of both responses). Segments of like size are gathered into one padded call of torch's fused kernel;
-everything else of the model sees the row's real tokens only. Windows and chunks count positions within a branch: they
-are read from the rule that transformers gives for the layer, so no kind of mask is known by name here. Soft-caps and
-attention sinks take a plain softmax. Equal to a padded batch up to rounding.
+row (the prompt of both responses). In half precision on CUDA a layer is one call of torch's kernel for sequences of
+any lengths, where that kernel knows the layer's mask. Elsewhere segments of like size are gathered into one padded
+call of torch's fused kernel. Everything else of the model sees the row's real tokens only. Windows and chunks count
+positions within a branch: they are read from the rule that transformers gives for the layer, so no kind of mask is
+known by name here. Soft-caps and attention sinks take a plain softmax. Equal to a padded batch up to rounding.
 
 The plan travels in the keyword arguments of the forward and the rule in the mask's place, so a recomputing backward
 finds both; there is no state outside a call. Calls without a plan get what the model had before.
@@ -13,7 +14,8 @@ finds both; there is no state outside a call. Calls without a plan get what the 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, lru_cache, partial
+from inspect import signature
 from typing import Required, TypedDict, TypeVar, Unpack
 
 import torch
@@ -37,6 +39,12 @@ WASTE = 1.3  # a call of the kernel may be padded to this many times the entries
 SMALL = 1 << 13  # or by this many entries, which cost less than another call
 FAR = 1 << 40  # the position of padding keys: after every query
 
+HALF = (torch.float16, torch.bfloat16)
+"""Dtypes of the kernel for sequences of any lengths."""
+WIDEST, WIDTHS = 256, 8
+"""Heads of that kernel are at most this wide, and a multiple of that."""
+
+HOST = torch.device("cpu")
 _Attention = Callable[..., tuple[Tensor, None]]
 _WITHOUT_PLAN: _Attention = sdpa_attention_forward
 
@@ -64,50 +72,139 @@ class Bucket:
     def to(self, device: torch.device) -> "Bucket":
         """The same bucket on ``device``."""
         queries, keys, query_at, key_at = (
-            part.to(device) for part in (self.queries, self.keys, self.query_at, self.key_at)
+            part.to(device, non_blocking=True) for part in (self.queries, self.keys, self.query_at, self.key_at)
         )
         return Bucket(queries, keys, query_at, key_at, self.shared)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Buckets that hold every token of a row once; ``back``: where each token's output stands among all outputs."""
+class VarlenRow:
+    """Segments of a row as sequences of any lengths, in the order of the row, and the kernel that takes them.
 
-    buckets: tuple[Bucket, ...]
-    back: Int[Tensor, "N"]
+    ``keys``: places of each sequence's keys, prefix first; None where they are the row as it is. ``query_ends``,
+    ``key_ends``: where the sequences end among all queries and keys, after a 0. ``longest``: most queries, most keys.
+    ``options``: what the kernel can be told, by name.
+    """
+
+    kernel: Callable[..., object]
+    keys: Int[Tensor, "K"] | None
+    query_ends: Int[Tensor, "ends"]
+    key_ends: Int[Tensor, "ends"]
+    longest: tuple[int, int]
+    options: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Branches in a row, made on the CPU for a row on ``device``; a kernel's view of them is made when first asked for.
+
+    ``alone``: start and length of the stretch that belongs to one branch only, and the number of tokens before it in
+    that branch. ``branches``: the places of all its tokens in order; padding repeats one of them.
+    """
+
+    alone: Int[Tensor, "n 3"]
+    branches: Int[Tensor, "n T"]
+    device: torch.device
 
     @classmethod
-    def of(cls, segments: Int[Tensor, "segments 4"], length: int) -> "Plan":
+    def of(cls, segments: Int[Tensor, "segments 4"], length: int, device: torch.device = HOST) -> "Plan":
         """The plan of a row of ``length`` tokens; segments as in ``ModelInputs``.
 
         Raises ``ValueError`` when they do not cover the row once.
         """
-        lines = segments[segments[:, 1] > 0].cpu()
+        lines = segments[segments[:, 1] > 0]
         start, count, prefix, shared = lines.t()[:, :, None]
         seen = shared + count
         step = torch.minimum(torch.arange(int(seen.max()) if len(seen) else 0)[None], seen - 1)
         branches = torch.where(step < shared, prefix + step, start + step - shared)
-        return cls.over(lines[:, [0, 1, 3]], branches, length, segments.device)
+        return cls.over(lines[:, [0, 1, 3]], branches, length, device)
 
     @classmethod
     def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
-        """The plan of n branches in a row of ``length`` tokens, on ``device``.
+        """The plan of n branches in a row of ``length`` tokens; each has at least one token alone.
 
-        ``alone``: start and length of the stretch that belongs to one branch only, at least one token, and the number
-        of tokens before it in that branch. ``branches``: the places of all its tokens in order; padding repeats one of
-        them. Raises ``ValueError`` when the stretches do not cover the row once.
+        Raises ``ValueError`` when the stretches do not cover the row once.
         """
-        back = torch.full((length,), -1, dtype=torch.long)
-        buckets, offset, covered = [], 0, 0
-        for members in _grouped([_Segment(row, *line) for row, line in enumerate(alone.tolist())]):
-            bucket, real = _bucket(members, branches)
+        start, count = alone[alone[:, 0].argsort(), :2].t()
+        covered = int(count.sum())
+        if covered != length or not torch.equal(start, count.cumsum(0) - count):
+            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} once")
+        return cls(alone, branches, device)
+
+    @cached_property
+    def bucketed(self) -> tuple[tuple[Bucket, ...], Int[Tensor, "N"]]:
+        """Gathers segments into buckets that hold every token once; also where each token's output is among all."""
+        back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
+        buckets, offset = [], 0
+        for members in _grouped([_Segment(row, *line) for row, line in enumerate(self.alone.tolist())]):
+            bucket, real = _bucket(members, self.branches)
             place = torch.arange(offset, offset + real.numel()).view_as(real)
             back[bucket.queries[real]] = place[real]
-            offset, covered = offset + real.numel(), covered + int(real.sum())
+            offset += real.numel()
             buckets.append(bucket)
-        if covered != length or bool((back < 0).any()):
-            raise ValueError(f"the segments hold {covered} tokens and do not cover the row's {length} once")
-        return cls(tuple(bucket.to(device) for bucket in buckets), back.to(device))
+        return tuple(bucket.to(self.device) for bucket in buckets), back.to(self.device, non_blocking=True)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Returns segments of like size together."""
+        return self.bucketed[0]
+
+    @cached_property
+    def varlen(self) -> VarlenRow | None:
+        """Returns the segments for the kernel that takes any lengths; None on a device without it."""
+        kernel = find_kernel(self.device)
+        if kernel is None:
+            return None
+        order = self.alone[:, 0].argsort()
+        _, count, shared = self.alone[order].t()
+        seen = shared + count
+        keys = None
+        if bool((shared > 0).any()):
+            inner = torch.arange(self.branches.shape[1]) < seen[:, None]
+            keys = self.branches[order][inner].to(self.device, non_blocking=True)
+        queried, known = (
+            functional.pad(each.cumsum(0), (1, 0)).to(torch.int32).to(self.device, non_blocking=True)
+            for each in (count, seen)
+        )
+        longest = int(count.max()), int(seen.max())
+        return VarlenRow(kernel, keys, queried, known, longest, frozenset(signature(kernel).parameters))
+
+    def attend_at_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: Callable[[int], tuple[int, int] | None],
+    ) -> Tensor | None:
+        """Returns attention output [1 N H d] of a row [1 H N d] by one call of the kernel, None where it cannot.
+
+        ``window``: of the longest sequence's length to the mask as a window (``window_of``).
+        """
+        kind, width, parts = query.device.type, query.shape[-1], [query, key, value]
+        if (varlen := self.varlen) is None:
+            return None
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+            parts = [part.to(torch.get_autocast_dtype(kind)) for part in parts]  # as for the fused kernel
+        fits = width <= WIDEST and width % WIDTHS == 0 and all(part.shape[-1] == width for part in parts)
+        if not fits or any(part.dtype not in HALF for part in parts):
+            return None
+        if (seen := window(varlen.longest[1])) is None:
+            return None
+        more: dict[str, object] = {"scale": scale, "window_size": seen}
+        if "num_splits" in varlen.options:
+            more["num_splits"] = 1  # else the sums of a sequence are cut by the lengths of those beside it
+        queries, keys, values = (part[0].transpose(0, 1) for part in parts)
+        if varlen.keys is not None:
+            keys, values = keys.index_select(0, varlen.keys), values.index_select(0, varlen.keys)
+        if (times := queries.shape[1] // keys.shape[1]) > 1 and "enable_gqa" in varlen.options:
+            more["enable_gqa"] = True
+        elif times > 1:
+            keys, values = keys.repeat_interleave(times, 1), values.repeat_interleave(times, 1)
+        rows = (part.contiguous() for part in (queries, keys, values))
+        output = varlen.kernel(*rows, varlen.query_ends, varlen.key_ends, *varlen.longest, **more)
+        assert isinstance(output, Tensor)
+        return output[None]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, core: "BucketCore") -> Tensor:
         """Attention output [1 N H d] of a row [1 H N d], bucket by bucket; ``core`` computes that of one bucket."""
@@ -125,24 +222,57 @@ class Plan:
             output = core(index, queries, keys, values)
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return joined.index_select(0, self.back).view(1, -1, query.shape[1], value.shape[-1])
+        return joined.index_select(0, self.bucketed[1]).view(1, -1, query.shape[1], value.shape[-1])
 
 
-def boundaries(segments: Int[Tensor, "segments 4"]) -> dict[str, Tensor]:
+def find_kernel(device: torch.device) -> Callable[..., object] | None:
+    """Finds torch's attention over sequences of any lengths, causal from their ends; None where it is not to be had."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # seconds of import
+    except ImportError:  # of earlier releases
+        return None
+    return varlen_attn if "window_size" in signature(varlen_attn).parameters else None
+
+
+@lru_cache(maxsize=4)  # layers of a kind share the function
+def window_of(
+    function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], local: int | None, longest: int
+) -> tuple[int, int] | None:
+    """Describes a causal mask by how many keys before and after its own a query sees; -1 for all.
+
+    Returns None for a mask that is no plain window, as that of chunks. ``function``: of (batch, head, query, key)
+    positions; ``local``: the most keys that a query sees; ``longest``: tokens of the longest sequence.
+    """
+    if local is None or longest <= local:
+        return -1, 0
+    first = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    key = torch.arange(longest)[None, None, None]
+    query = torch.tensor([local - 1, local, (local + longest) // 2, longest - 1])[None, None, :, None]
+    plain = (key <= query) & (key > query - local)
+    try:
+        seen = function(first, first, query, key)
+    except RuntimeError:  # it depends on values on another device
+        return None
+    return (local - 1, 0) if torch.equal(seen.expand_as(plain), plain) else None
+
+
+def boundaries(segments: Int[Tensor, "segments 4"], device: torch.device = HOST) -> dict[str, Tensor]:
     """Where the sequences of a row begin, in the keywords that transformers documents for packed rows.
 
     Layers with a state that runs along the row (convolutions, linear attention) hand them to a kernel, which keeps the
     sequences apart; transformers' own torch code for them refuses them. None for a row where a prefix is shared: its
     segments are no sequences.
     """
-    lines = segments[segments[:, 1] > 0].cpu()
+    lines = segments[segments[:, 1] > 0]
     if bool((lines[:, 3] > 0).any()):
         return {}
     counts = lines[torch.argsort(lines[:, 0]), 1]
     ends = functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     numbers = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)[None]
     told = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "seq_idx": numbers}
-    return {name: each.to(segments.device) for name, each in told.items()}
+    return {name: each.to(device, non_blocking=True) for name, each in told.items()}
 
 
 BucketCore = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -247,6 +377,11 @@ class Rule:
         local = self.described.get("local_size")
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
+    def window(self, longest: int) -> tuple[int, int] | None:
+        """Describes the rule as a window (``window_of``) for sequences of at most ``longest`` tokens, None if none."""
+        plain = self.described.get("allow_is_causal_skip", True) and not self.described.get("use_vmap", False)
+        return window_of(self.described["mask_function"], self.described.get("local_size"), longest) if plain else None
+
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
         """The mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
 
@@ -328,6 +463,10 @@ def _attend(
     if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
         raise UserError("it builds its own mask, adds position biases or runs with a key cache")
     plan, rule = segment_plan, attention_mask
+    if fused and not dropout:
+        at_once = plan.attend_at_once(query, key, value, scale, rule.window)
+        if at_once is not None:
+            return at_once, None
 
     def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return core(queries, keys, values, rule.mask(plan, index, queries.dtype, skip=core.fused))

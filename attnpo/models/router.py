@@ -79,7 +79,7 @@ def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
     place = torch.arange(batch * width, device=inputs.input_ids.device)
     if inputs.segments is not None:
         lines = inputs.segments[torch.argsort(_rows(inputs.segments, inputs.segment_rows))]
-        start, count, prefix, shared = lines[:, :, None].unbind(1)
+        start, count, prefix, shared = lines.to(place.device, non_blocking=True)[:, :, None].unbind(1)
         own = (place >= start) & (place < start + count)
         return own | ((place >= prefix) & (place < prefix + shared))
     rows = place // width == torch.arange(batch, device=place.device)[:, None]

@@ -88,7 +88,7 @@ class ScoredLM(nn.Module):
         for a request that is not known or lacks ``other``, and for segments that the model cannot follow.
         """
         vocab, joint = _parse(requests, other is not None)
-        keep = torch.where(response_mask)
+        keep = torch.where(response_mask) if inputs.scored is None else inputs.scored.unbind(1)
         labels, index = response_ids[keep], inputs.predict_index[keep]
         second = None if other is None else (other[0][keep], other[1])
         if self._split is None:
@@ -132,9 +132,10 @@ class ScoredLM(nn.Module):
         positions = {"position_ids": places + self._first if self._first else places}
         if inputs.segments is not None:
             attend_in_segments(self.model)
-            plan = Plan.of(inputs.segments, inputs.input_ids.shape[1])
+            device = inputs.input_ids.device
+            plan = Plan.of(inputs.segments, inputs.input_ids.shape[1], device)
             mask = torch.ones_like(inputs.input_ids)
-            return {"attention_mask": mask, PLAN: plan, **boundaries(inputs.segments), **positions}
+            return {"attention_mask": mask, PLAN: plan, **boundaries(inputs.segments, device), **positions}
         if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] <= mask[:, :-1]).all()):
             mask = None
         return {"attention_mask": mask, **positions}

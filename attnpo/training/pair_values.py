@@ -55,7 +55,7 @@ def read_tokens(batch: PreferenceBatch) -> Float[Tensor, "pairs"]:
 
 def _tokens(inputs: ModelInputs) -> Int[Tensor, ""]:
     if inputs.segments is not None:
-        return inputs.segments[:, [1, 3]].sum()
+        return inputs.segments[:, [1, 3]].sum().to(inputs.input_ids.device, non_blocking=True)
     if inputs.attention_mask is not None:
         return inputs.attention_mask.sum()
     return inputs.input_ids.new_tensor(inputs.input_ids.numel())

@@ -1,19 +1,33 @@
 """Every layout against padded rows and against an explicit mask: log-probabilities and gradients in float64."""
 
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from threading import Thread
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, PreTrainedModel
 
+from attnpo.data.collate import collate
+from attnpo.models import packed_attention
+from attnpo.models.judge import CausalJudge
 from attnpo.models.layouts import LAYOUTS, Sequences, packed, padded, shared_prefix
-from attnpo.models.packed_attention import FAR, Plan, Rule, attend_as_before, attend_in_segments
+from attnpo.models.packed_attention import FAR, Plan, Rule, attend_as_before, attend_in_segments, find_kernel, window_of
 from attnpo.models.scored import ScoredLM
+from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
+from attnpo.training.module import PreferenceModule
+from attnpo.training.optimizer import Optimizer
+from attnpo.training.pair_values import pair_values, read_tokens
+from tests.models.classes import SHAPE
+from tests.models.test_prompt_rows import judged
+from tests.models.varlen import Calls, attend_plainly
+from tests.training.tiny import make_examples
 
 Build = Callable[..., PreTrainedModel]
 KERNEL = {"llama": "sdpa", "mistral": "sdpa", "qwen3": "sdpa", "gemma2": "eager"}
@@ -140,7 +154,7 @@ def test_every_token_is_in_one_bucket_and_sees_its_branch() -> None:
     assert inputs.segments is not None
     plan = Plan.of(inputs.segments, length)
     places = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
-    assert torch.equal(places[plan.back], torch.arange(length))
+    assert torch.equal(places[plan.bucketed[1]], torch.arange(length))
     seen = torch.zeros(length, length, dtype=torch.bool)
     for bucket in plan.buckets:
         for queries, keys, query_at, key_at in zip(
@@ -221,3 +235,160 @@ def test_threads_do_not_meet(tiny: Build) -> None:
         thread.join()
     for index, one in enumerate(expected):
         assert all(torch.allclose(again, one, atol=1e-5) for again in found[index])
+
+
+# ------------------------------------------------------------------------------------ one call a layer, as on a GPU
+
+
+@pytest.mark.parametrize("latest", [True, False], ids=["grouped heads", "keys repeated"])
+@pytest.mark.parametrize("every", [0, 2], ids=["kept", "every 2nd"])
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_one_call_a_layer_equals_padded_rows(
+    exact: Callable[[str], PreTrainedModel],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layout: str,
+    every: int,
+    latest: bool,
+) -> None:
+    model = exact(family)
+    logps = ScoredLM(model)(*padded(rows(), 0)).logps
+    loss, gradients = loss_and_gradients(model, logps)
+    if every:
+        model.activation_checkpointing_enable(every_n_layers=every)
+        model.train()
+    calls = Calls(latest).put(monkeypatch, torch.float64)
+    found = ScoredLM(model)(*LAYOUTS[layout](rows(), 0)).logps
+    assert len(calls.told) == 4
+    found_loss, found_gradients = loss_and_gradients(model, found)
+    assert len(calls.told) == 4 + every
+    assert {call["window_size"] for call in calls.told} == {(6, 0) if family == "mistral" else (-1, 0)}
+    assert not latest or all(call["enable_gqa"] and call["num_splits"] == 1 for call in calls.told)
+    assert float((found - logps).detach().abs().max()) < 1e-10
+    assert abs(float(found_loss - loss)) < 1e-12
+    for name, gradient in gradients.items():
+        assert float((found_gradients[name] - gradient).abs().max()) < 1e-10, name
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_one_call_a_layer_is_within_rounding(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, family: str, layout: str
+) -> None:
+    model = tiny(family)
+    logps = ScoredLM(model)(*padded(rows(), 0)).logps
+    Calls().put(monkeypatch, torch.float32)
+    gap = ScoredLM(model)(*LAYOUTS[layout](rows(), 0)).logps - logps
+    assert 0 < float(gap.detach().abs().max()) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+def test_a_judges_rows_take_one_call_a_layer(tiny: Build, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, asked = tiny(family), {"layers": (1, 2, 3, 4), "rollout": True, "label_ids": (40, 41)}
+    expected = [CausalJudge(model).read([prompt], **asked)[0] for prompt in judged()]  # type: ignore[arg-type]
+    calls = Calls().put(monkeypatch, torch.float32)
+    judge = CausalJudge(model)
+    for one, found in zip(expected, judge.read(judged(), **asked), strict=True):  # type: ignore[arg-type]
+        assert torch.allclose(found.rows, one.rows, rtol=0, atol=1e-5)
+        assert found.rollout is not None and one.rollout is not None
+        assert torch.allclose(found.rollout, one.rollout, rtol=0, atol=1e-5)
+        assert found.verdict_token == one.verdict_token
+    calls.told.clear()
+    judge.read(judged(), **asked)  # type: ignore[arg-type]
+    assert len(calls.told) == 3, "the last layer ends with its attention rows"
+
+
+def chunked() -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {**SHAPE, "intermediate_size_mlp": 48, "num_local_experts": 2, "attn_temperature_tuning": False}
+    return AutoModelForCausalLM.from_config(Llama4TextConfig(**shape, attention_chunk_size=6, no_rope_layers=[1] * 4))
+
+
+def untouched(tiny: Build, case: str) -> PreTrainedModel:
+    """Makes a model none of whose layers the kernel may have."""
+    if case == "chunks":
+        return chunked()
+    if case == "dropout":
+        return tiny("llama", attention_dropout=0.1).train()
+    if case == "odd width":
+        return AutoModelForCausalLM.from_config(LlamaConfig(**{**SHAPE, "head_dim": 12}))
+    return tiny({"soft-caps": "gemma2", "sinks": "gpt_oss"}.get(case, "llama"), "eager")
+
+
+@pytest.mark.parametrize("case", ["soft-caps", "sinks", "chunks", "dropout", "odd width", "float32"])
+def test_other_attention_keeps_the_buckets(tiny: Build, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    model = untouched(tiny, case)
+    calls = Calls().put(monkeypatch, *([] if case == "float32" else [torch.float32]))
+    with torch.no_grad():
+        assert ScoredLM(model)(*packed(rows(), 0)).logps.isfinite().all()
+    assert calls.told == []
+
+
+def test_autocast_brings_queries_and_keys_to_the_kernels_dtype(tiny: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary positions leave float32 queries and keys beside values in half precision."""
+    calls = Calls().put(monkeypatch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ScoredLM(tiny("llama"))(*packed(rows(), 0))
+    assert len(calls.told) == 4
+
+
+def test_the_kernel_is_asked_for_by_device_and_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.nn.attention.varlen"
+    module, older = ModuleType(name), ModuleType(name)
+    module.varlen_attn = attend_plainly  # type: ignore[attr-defined]
+    older.varlen_attn = lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False: query  # type: ignore[attr-defined]
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda")
+    for modules, expected in ((module, attend_plainly), (older, None), (None, None)):
+        monkeypatch.setitem(sys.modules, name, modules)
+        assert find_kernel(cuda) is expected
+        assert find_kernel(torch.device("cpu")) is None and find_kernel(torch.device("mps")) is None
+    monkeypatch.setitem(sys.modules, name, module)
+    capability = (7, 5)
+    assert find_kernel(cuda) is None
+
+
+def test_only_plain_windows_are_windows() -> None:
+    def slides(window: int, after: int = 0) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        return lambda b, h, q, k: (k <= q + after) & (k > q - window)
+
+    assert window_of(slides(4), 4, 20) == (3, 0)
+    assert window_of(slides(4), 4, 4) == (-1, 0), "no sequence is longer than the window"
+    assert window_of(lambda b, h, q, k: k <= q, None, 20) == (-1, 0)
+    for other in (slides(5), slides(3), slides(4, after=1), lambda b, h, q, k: (q // 4 == k // 4) & (k <= q)):
+        assert window_of(other, 4, 20) is None
+    elsewhere = torch.zeros(1, device="meta", dtype=torch.long)
+    assert window_of(lambda b, h, q, k: (k <= q) & (k > q - 4 + elsewhere), 4, 20) is None
+    sizes: dict[str, int] = {"batch_size": 1, "q_length": 20, "kv_length": 20, "local_size": 4}
+    assert Rule(**sizes, mask_function=slides(4)).window(20) == (3, 0)
+    assert Rule(**sizes, mask_function=slides(4), allow_is_causal_skip=False).window(20) is None
+    assert Rule(**sizes, mask_function=slides(4), use_vmap=True).window(3) is None
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["one call", "buckets"])
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("layout", ["packed", "shared_prefix"])
+def test_a_step_reads_nothing_back_from_the_device(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, layout: str, family: str, kernel: bool
+) -> None:
+    """Tensors on "meta" have no values: whatever waits for a GPU's raises there, as do operands on two devices."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)  # which knows no such device
+    monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
+    models = [ScoredLM(tiny(family).to("meta")) for _ in range(2)]
+    for model in models:
+        model._split = True  # found out at the first forward, from values
+    module = PreferenceModule(models[0], models[1].requires_grad_(False), TwDPO(0.5), Optimizer(lr=1e-3), 1)
+    batch = collate(make_examples(5), LAYOUTS[layout], 0, 5).to("meta")
+    if kernel:
+        monkeypatch.setattr(packed_attention, "find_kernel", lambda device: shape_only)
+        monkeypatch.setattr(packed_attention, "HALF", (torch.float32,))
+    batch, policy, _, output = module.score(batch)
+    values = {**pair_values(policy, output, batch), "tokens": read_tokens(batch)}
+    (output.losses * batch.pair_weight).sum().backward()
+    assert all(value.device.type == "meta" for value in values.values())
+
+
+def shape_only(query: Tensor, *rest: Tensor, enable_gqa: bool = False, **more: object) -> Tensor:
+    return query * 1

@@ -251,7 +251,8 @@ def test_void_pairs_and_rows_without_a_token_add_nothing() -> None:
         if emptied:
             mask = batch.main.response_mask.clone()
             mask[[2, 5]] = False
-            batch = replace(batch, groups={"main": replace(batch.main, response_mask=mask)})
+            inputs = replace(batch.main.inputs, scored=None)
+            batch = replace(batch, groups={"main": replace(batch.main, inputs=inputs, response_mask=mask)})
         batch, policy, _, output = module.score(batch)
         (output.losses * batch.pair_weight).sum().div(2).backward()
         assert bool(policy.joint["kl_ref_policy"][[2, 5]].any()) != emptied
@@ -263,7 +264,8 @@ def test_a_batch_without_any_token_has_a_loss_and_no_gradient() -> None:
     module = module_of(ScoredLM(tied(0)), ScoredLM(tied(1)))
     batch = collate(make_examples(2), padded, 0, 2)
     nothing = torch.zeros_like(batch.main.response_mask)
-    batch = replace(batch, groups={"main": replace(batch.main, response_mask=nothing)})
+    inputs = replace(batch.main.inputs, scored=None)
+    batch = replace(batch, groups={"main": replace(batch.main, inputs=inputs, response_mask=nothing)})
     losses = module.score(batch)[3].losses
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([math.log(2)] * 2, abs=1e-12)
