@@ -171,6 +171,8 @@ PROBE = ((5, 9, 3), (11, 2, 14), (3, 6, 6))
 KEPT = (((0, 0), (0, 1), (2, 0), (2, 1)), ((0, 0), (0, 2), (2, 0), (2, 2)), ((1, 0), (1, 1)), ((1, 0), (1, 2)))
 """Prompts (0), chosen (1) and rejected (2) responses, by pair, that keep their tokens while all others get new ones."""
 
+RESPONSES = [(pair, part) for pair in range(len(PROBE)) for part in (1, 2)]
+
 RATES = ("attention_dropout", "dropout")
 WORDS = 1024
 """Embeddings of a small model; a real vocabulary would take most of its memory and time."""
@@ -301,6 +303,10 @@ def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> st
                 f"{where}changes the numbers of a sequence with the tokens of others ({len(rows)} of {2 * len(PROBE)} "
                 "sequences): some layer does not keep to the segments of a row"
             )
+        elif blind := _blind_rows(model, LAYOUTS[wanted], mode):
+            return (
+                f"{where}gives {len(blind)} of {2 * len(PROBE)} sequences numbers that do not change with their prompts"
+            )
         elif mode is eval_mode:
             apart, size = (stats.hidden - expected.hidden).float(), expected.hidden.float()
             log.debug(
@@ -341,6 +347,17 @@ def _reached_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
     if found and not all(_same_bits(base, _probed(model, layout, mode=mode), row, None) for row in found):
         return []
     return sorted(found)
+
+
+def _blind_rows(model: ScoredLM, layout: Layout, mode: Mode) -> list[int]:
+    """Returns the rows whose first response token has the same numbers after another last token of the prompt.
+
+    A kernel that aligns a response's queries with the wrong keys would give them.
+    """
+    base, other = (_probed(model, layout, mode=mode, kept=kept, last=True) for kept in (None, RESPONSES))
+    assert base.hidden is not None and other.hidden is not None
+    second = zip(base.hidden[:, 1], other.hidden[:, 1], strict=True)  # the state of each row's first response token
+    return [row for row, (one, two) in enumerate(second) if torch.equal(one, two) and one.any()]
 
 
 def _same_bits(one: TokenStats, other: TokenStats, row: int, count: int | None) -> bool:
@@ -414,18 +431,19 @@ def _probed(
     only: int | None = None,
     mode: Mode = eval_mode,
     kept: Collection[tuple[int, int]] | None = None,
+    last: bool = False,
 ) -> TokenStats:
     """Returns statistics of the probe's rows, or of one of them alone, in a mode of the model.
 
-    ``kept``: the parts that keep their tokens while the others get new ones; None keeps all.
+    ``kept``: the parts that keep their tokens while the others get new ones, or a new ``last`` one; None keeps all.
     """
     device = next(model.model.parameters()).device
     words = vocabulary(model.model)
     starts = [0, *accumulate(itertools.chain.from_iterable(PROBE))]
-    parts = [
-        [(7 * place + 3 + (kept is not None and (index // 3, index % 3) not in kept)) % words for place in range(*ends)]
-        for index, ends in enumerate(itertools.pairwise(starts))
-    ]
+    parts = []
+    for index, (start, end) in enumerate(itertools.pairwise(starts)):
+        new = kept is not None and (index // 3, index % 3) not in kept
+        parts.append([(7 * at + 3 + (new and (at == end - 1 or not last))) % words for at in range(start, end)])
     rows: Sequences = [(parts[3 * pair], parts[3 * pair + part]) for part in (1, 2) for pair in range(len(PROBE))]
     inputs, response_ids, mask = layout(rows if only is None else rows[only : only + 1], 0)
     with mode(model.model):

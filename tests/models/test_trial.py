@@ -14,6 +14,7 @@ from attnpo.models.judge import CausalJudge
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import choose, first_layers
+from tests.models.varlen import Calls, attend_plainly
 
 Build = Callable[..., PreTrainedModel]
 
@@ -110,3 +111,34 @@ def test_a_deep_judge_in_bfloat16_reads_rows_of_several_prompts_unless_a_layer_l
         model.model.layers[(7, 30)[seed]].register_forward_hook(mix_neighbours)
         CausalJudge(model).read(prompts, layers=[32])
     assert "changes the verdict on a prompt with the tokens of others in its row; prompts are padded" in caplog.text
+
+
+def test_a_kernel_that_aligns_queries_with_the_first_keys_is_refused(
+    tiny: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In low precision alone, where the kernel is: a few layers in float32 do not meet it."""
+
+    def misaligned(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        starts = zip(cu_seq_k[:-1].tolist(), cu_seq_q.diff().tolist(), strict=True)
+        first = torch.cat([torch.arange(start, start + count) for start, count in starts])
+        ends = (cu_seq_q, cu_seq_q, max_q, max_q)
+        return attend_plainly(query, key[first], value[first], *ends, scale=scale, window_size=window_size)
+
+    policy = ScoredLM(tiny("llama", initializer_range=0.2).to(torch.bfloat16))
+    Calls(latest=False).put(monkeypatch)
+    assert choose("shared_prefix", [policy]) is LAYOUTS["shared_prefix"]
+    monkeypatch.setattr(packed_attention, "find_kernel", lambda device: misaligned)
+    with caplog.at_level(logging.INFO, "attnpo"):
+        assert choose("shared_prefix", [policy]) is padded
+    assert "gives 3 of 6 sequences numbers that do not change with their prompts" in caplog.text
