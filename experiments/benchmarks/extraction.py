@@ -78,9 +78,11 @@ def authors(model: PreTrainedModel, prompts: Prompts) -> list[Tensor]:
     rows = []
     with torch.no_grad():
         for prompt in prompts:
-            output = model(input_ids=torch.tensor([prompt]), output_attentions=True, use_cache=False)
+            output = model(
+                input_ids=torch.tensor([prompt], device=model.device), output_attentions=True, use_cache=False
+            )
             output.logits[0, -1].argmax()  # the verdict
-            rows.append(torch.stack([maps[0].mean(0)[-1] for maps in output.attentions]))
+            rows.append(torch.stack([maps[0].mean(0)[-1] for maps in output.attentions]).float().cpu())
     return rows
 
 

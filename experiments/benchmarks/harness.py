@@ -190,7 +190,16 @@ def machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda": torch.version.cuda,
     }
+
+
+def commit() -> str | None:
+    """The commit that is checked out; None where there is no git or no repository."""
+    with suppress(OSError):
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+        return found.stdout.strip() or None
+    return None
 
 
 def new_parser(text: str | None, *, rounds: int) -> ArgumentParser:
@@ -228,19 +237,83 @@ def finish(
     """
     if bars:
         print(f"\n{bars_table(bars)}", flush=True)
-    if options.json is None:
-        return
-    record = {
+    if options.json is not None:
+        write_json(options.json, record(name, options, results, bars, more))
+
+
+def record(
+    name: str,
+    options: Namespace,
+    results: Mapping[str, Any],
+    bars: Sequence[Bar],
+    more: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What is written of a benchmark: arguments as ``finish``."""
+    return {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"experiments.benchmarks.{name}", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
         "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(options).items()},
         "versions": {**versions(), **(more or {})},
         "machine": machine(),
         "results": results,
         "bars": [{**asdict(bar), "met": bar.met} for bar in bars],
     }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a file in one go: it is whole even where the process ends in between."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    new.replace(path)
+
+
+class Sheet:
+    """A part of a benchmark as a table that is printed, and saved, row by row, so that a cut-off part keeps its rows.
+
+    The file holds parts by name; this one takes the place of what stood there under its own.
+    """
+
+    def __init__(self, name: str, options: Namespace, head: Sequence[str], more: Mapping[str, Any] | None = None):
+        self.name, self.options, self.width = name, options, len(head)
+        self.results: dict[str, Any] = {**(more or {}), "rows": [], "done": False}
+        self.bars: Sequence[Bar] = ()
+        self._record = record("gpu", options, self.results, ())
+        first, second = table([*head, "note"], []).splitlines()
+        print(f"\n{first}\n{second}", flush=True)
+        self.save()
+
+    def add(self, name: str, cells: Sequence[str], note: str = "", **numbers: Any) -> None:
+        """Prints a row and saves it; ``numbers`` are those of the row in full."""
+        cells = [name, *cells, *["-"] * (self.width - 1 - len(cells)), note.replace("|", "/")]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        self.results["rows"].append({"name": name, "note": note, **numbers})
+        self.save()
+
+    def finish(self, bars: Sequence[Bar] = ()) -> None:
+        """Prints the bars and marks the part as done."""
+        self.results["done"], self.bars = True, bars
+        if bars:
+            print(f"\n{bars_table(bars)}", flush=True)
+        self.save()
+
+    def save(self) -> None:
+        """Writes the file with what there is of this part."""
+        self._record["bars"] = [{**asdict(bar), "met": bar.met} for bar in self.bars]
+        parts = {**saved_parts(self.options.json), self.name: self._record}
+        write_json(
+            self.options.json, {"parts": parts, "bars": [bar for part in parts.values() for bar in part["bars"]]}
+        )
+
+
+def saved_parts(path: Path) -> dict[str, Any]:
+    """The parts that a file of ``Sheet`` holds, none where there is no such file."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]
+        return parts
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------ other processes

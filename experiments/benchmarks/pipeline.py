@@ -21,6 +21,7 @@ from statistics import median as middle
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as library
 
 from attnpo.config import CONFIG_DIR
@@ -60,7 +61,7 @@ LIMIT = 2000  # tokens of a branch without the chat's own: nothing is cut
 class World:
     """Folders of a model with its tokenizer and of pairs, and the runs on them."""
 
-    def __init__(self, options: Namespace, folder: Path) -> None:
+    def __init__(self, options: Namespace, folder: Path, model: PreTrainedModel | None = None) -> None:
         self.options, self.folder = options, folder
         self.model, self.data = folder / "model", folder / "data"
         self.runs = 0
@@ -70,7 +71,7 @@ class World:
         template = (CONFIG_DIR / JUDGE).read_text(encoding="utf-8")
         words = [*template.split(), "A", "B", "user:", "assistant:"]
         tokenizer = word_tokenizer(options.vocab, words, (CONFIG_DIR / CHAT).read_text(encoding="utf-8").rstrip("\n"))
-        random_llama(Shape.of(options), options.seed).save_pretrained(self.model)
+        (model or random_llama(Shape.of(options), options.seed)).save_pretrained(self.model)
         tokenizer.save_pretrained(self.model)
         self.data.mkdir()
         first = len({*SPECIALS, *words})
@@ -94,6 +95,18 @@ class World:
 
     def ours(self, what: str, store: Path, beta: float) -> float:
         """Seconds of a run of ours."""
+        command = self.command(store, beta)
+        filled = store.is_dir()
+        seconds = timed(lambda: process(command))
+        result = self.result()
+        self.inner.setdefault(what, []).append(result["seconds"]["all"])
+        self.steps[what] = result["steps"]
+        weights = result["inputs"]["weights"]
+        require_store(what, found=weights["from_store"], computed=weights["computed"], empty=not filled)
+        return seconds
+
+    def command(self, store: Path, beta: float) -> list[str]:
+        """The next run as one types it."""
         self.runs += 1
         name, options = f"run{self.runs}", self.options
         command = [sys.executable, "-m", "attnpo.fit", "setting=real_smoke", "judge=pairwise", "callbacks=none"]
@@ -103,15 +116,13 @@ class World:
         command += [f"batch.pairs={options.step}", f"batch.micro={options.micro}", "trainer.max_epochs=1"]
         command += ["trainer.accelerator=cpu", "trainer.progress=false", "trainer.validate_every=epoch"]
         command += [f"optimizer.lr={LR}", f"optimizer.warmup={WARMUP}", f"seed={options.seed}"]
-        command += [f"trainer.threads={torch.get_num_threads()}", *options.override]
-        filled = store.is_dir()
-        seconds = timed(lambda: process(command))
-        result = json.loads((self.folder / "runs" / name / "result.json").read_text(encoding="utf-8"))
-        self.inner.setdefault(what, []).append(result["seconds"]["all"])
-        self.steps[what] = result["steps"]
-        weights = result["inputs"]["weights"]
-        require_store(what, found=weights["from_store"], computed=weights["computed"], empty=not filled)
-        return seconds
+        return [*command, f"trainer.threads={torch.get_num_threads()}", *options.override]
+
+    def result(self) -> dict[str, Any]:
+        """What the last run wrote of itself."""
+        file = self.folder / "runs" / f"run{self.runs}" / "result.json"
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
 
     def theirs(self, python: Path) -> float:
         """Seconds of TRL's run; what it says of itself is kept."""

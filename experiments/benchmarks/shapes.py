@@ -206,20 +206,35 @@ def text_of(ids: Sequence[int]) -> str:
 # ------------------------------------------------------------------------------------------------ work
 
 
-def floor_flops(shape: Shape, pairs: Sequence[Pair]) -> float:
-    """Floating-point operations that one exact step on ``pairs`` cannot do without, reference log-probs at hand.
+def causal(tokens: int) -> int:
+    """Pairs of a query and a key that it sees, in a sequence of so many tokens."""
+    return tokens * (tokens + 1) // 2
 
-    Each token of prompt and responses once, the head on response tokens, attention causal; backward twice the forward.
+
+def step_flops(
+    shape: Shape, tokens: int, scored: int, seen: int, *, trained: bool = True, recomputed: bool = False
+) -> float:
+    """Floating-point operations of forward and backward, counted from shapes.
+
+    ``tokens`` go through the layers, ``scored`` through the head, and ``seen`` pairs of query and key attend. Without
+    ``trained`` no weight gets a gradient (adapters do, whose own products are not counted); ``recomputed`` layers run
+    forward twice.
     """
     *layer, head = (inputs * outputs for inputs, outputs in shape.products())
-    tokens = sum(pair.tokens for pair in pairs)
-    scored = sum(len(row) for pair in pairs for row in pair.rows)
-    seen = 0
-    for pair in pairs:
-        before = len(pair.prompt)
-        seen += before * (before + 1) // 2
-        seen += sum(before * len(row) + len(row) * (len(row) + 1) // 2 for row in pair.rows)
-    return 3.0 * (2 * shape.layers * sum(layer) * tokens + 4 * shape.width * shape.layers * seen + 2 * head * scored)
+    linear, attention = 2 * shape.layers * sum(layer) * tokens, 4 * shape.width * shape.layers * seen
+    products = 3 if trained else 2
+    return float(products * (linear + 2 * head * scored) + 3 * attention + recomputed * (linear + attention))
+
+
+def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) -> float:
+    """Floating-point operations that one exact step on ``pairs`` cannot do without, reference log-probs at hand.
+
+    Each token of prompt and responses once, the head on response tokens, attention causal; backward twice the forward,
+    or as much as the forward where no weight is ``trained``.
+    """
+    rows = [(len(pair.prompt), len(row)) for pair in pairs for row in pair.rows]
+    seen = sum(causal(len(pair.prompt)) for pair in pairs) + sum(p * r + causal(r) for p, r in rows)
+    return step_flops(shape, sum(pair.tokens for pair in pairs), sum(r for _, r in rows), seen, trained=trained)
 
 
 def matmul_rate(shape: Shape, tokens: int, dtype: torch.dtype, device: torch.device, repeats: int = 5) -> float:

@@ -3,10 +3,12 @@
     .venv-trl/bin/python -m experiments.benchmarks.trl_worker serve
     .venv-trl/bin/python -m experiments.benchmarks.trl_worker train '{"model": ..., "data": ..., ...}'
 
-``serve`` answers the requests of ``step.py`` on a pipe; ``train`` is a whole run over one epoch, for ``pipeline.py``.
+``serve`` answers the requests of ``step.py`` on a pipe and ``fits`` those of ``gpu.py``; ``train`` is a whole run over
+one epoch, for ``pipeline.py``.
 Every number comes from TRL's own methods on its own batches; one buffer is made smaller, in its favour (``fit_tile``).
 """
 
+import gc
 import json
 import sys
 import tempfile
@@ -16,7 +18,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset, disable_progress_bars, load_dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from torch.utils.data import SequentialSampler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.utils import logging
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import utils
@@ -142,6 +145,100 @@ class Steps:
             trainer.training_step(trainer.model, dict(batch))
 
 
+class Clock(TrainerCallback):
+    """Seconds of each optimiser step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.start = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Starts the clock."""
+        settle()
+        self.start = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Notes the time."""
+        settle()
+        self.seconds.append(time.perf_counter() - self.start)
+
+
+def settle() -> None:
+    """Waits until a GPU has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Sorted(DPOTrainer):
+    """TRL's trainer on its data in the order given."""
+
+    def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Fits:
+    """TRL's optimiser steps at a model's size: random weights, one trainer after the other on the same model."""
+
+    def load(self, folder: str, dtype: str, seed: int, threads: int | None) -> dict[str, Any]:
+        """Makes a model of a folder's config on the GPU, if there is one."""
+        quiet()
+        self.cuda, self.given = torch.cuda.is_available(), shared_arguments("", threads)
+        torch.manual_seed(seed)
+        with torch.device("cuda" if self.cuda else "cpu"):
+            config = AutoConfig.from_pretrained(folder)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        self.folder = folder
+        self.model.config._name_or_path = folder
+        return {"versions": versions()}
+
+    def fit(self, texts: list[list[str]], micro: int, checkpointing: bool, beta: float, steps: int) -> dict[str, Any]:
+        """Seconds of optimiser steps over all ``texts`` (prompt, chosen, rejected), in their order, and bytes held.
+
+        The reference's sums are made beforehand. SGD stands for AdamW, which would not fit: in TRL's favour.
+        """
+        disable = getattr(self.model, "activation_checkpointing_disable", None)
+        (disable or self.model.gradient_checkpointing_disable)()
+        clock, rows = Clock(), [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in texts]
+        with tempfile.TemporaryDirectory() as output:
+            given = {
+                **self.given,
+                "output_dir": output,
+                "use_cpu": not self.cuda,
+                "bf16": self.model.dtype == torch.bfloat16,
+                "gradient_checkpointing": checkpointing,
+                "beta": beta,
+                "learning_rate": 1e-6,
+                "optim": "sgd",
+                "per_device_train_batch_size": micro,
+                "gradient_accumulation_steps": len(texts) // micro,
+                "max_steps": steps,
+                "precompute_ref_log_probs": True,
+            }
+            try:
+                trainer = Sorted(
+                    model=self.model,
+                    args=DPOConfig(**given),
+                    train_dataset=Dataset.from_list(rows),
+                    processing_class=AutoTokenizer.from_pretrained(self.folder),
+                    callbacks=[clock],
+                )
+                if self.cuda:
+                    torch.cuda.reset_peak_memory_stats()
+                trainer.train()
+                columns = [trainer.train_dataset[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+                found = {"seconds": clock.seconds, "tokens": [sum(map(len, column)) for column in columns]}
+                found["peak"] = torch.cuda.max_memory_allocated() if self.cuda else None
+                found["arguments"] = printable(given)
+            except torch.OutOfMemoryError:
+                found = {"error": "out of memory"}
+            trainer = None
+            self.model.zero_grad()
+            gc.collect()
+            if self.cuda:
+                torch.cuda.empty_cache()
+        return found
+
+
 def train(
     model: str,
     data: str,
@@ -199,10 +296,13 @@ def main() -> None:
     if what == "serve":
         steps = Steps()
         serve({name: getattr(steps, name) for name in ("prepare", "losses", "step", "memory", "tokens")})
+    elif what == "fits":
+        fits = Fits()
+        serve({"load": fits.load, "fit": fits.fit})
     elif what == "train":
         print(json.dumps(train(**json.loads(details[0]))), flush=True)
     else:
-        raise SystemExit(f"expected serve or train, got {what!r}")
+        raise SystemExit(f"expected serve, fits or train, got {what!r}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,319 @@
+"""An optimiser step at the size of Llama-3-8B, in one setting after the other: what ``gpu.py`` times on a card.
+
+Random weights, uniform token weights, and the policy's own log-probabilities as those of the reference: what a step
+with a stored reference costs. Nobody is timed before it is shown to compute the same as padded rows: a layout by the
+product's own trial, compiled blocks by theirs, float32 by its numbers; rounding of low precision is reported.
+"""
+
+import gc
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from attnpo.data.micro_batches import COSTS, fill, partition
+from attnpo.models.backbone import layer_stack
+from attnpo.models.compiled import compile_blocks, require_same_numbers
+from attnpo.models.layouts import LAYOUTS, Layout, padded
+from attnpo.models.lora import add_lora, has_adapters
+from attnpo.models.packed_attention import attend_as_before
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import LoraSpec, ModelSpec
+from attnpo.models.trial import reason_against
+from attnpo.objectives.twdpo import TwDPO
+from attnpo.schema import PreferenceBatch, RowGroup, TokenStats
+from attnpo.training.memory import UPDATE, MemoryEstimate, estimate_training
+from attnpo.training.optimizer import Optimizer
+from experiments.benchmarks.harness import say, timed
+from experiments.benchmarks.shapes import PAD, Pair, Shape, causal, random_llama, settle, step_flops
+
+BETA = 5e-3  # the paper's
+STILL = 1e-12  # learning rate
+SAME = 1e-4  # log-probabilities in float32, mean over tokens
+PROBE = 2  # pairs whose log-probabilities are compared
+FULL, LORA = "full", "lora"
+FLAGS = ("checkpoint", "compile")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is timed in: ``method:layout:tokens`` and, after more colons, ``checkpoint`` and ``compile``.
+
+    ``tokens`` is the budget of a micro-batch, as ``batch.tokens``.
+    """
+
+    method: str
+    layout: str
+    tokens: int
+    recomputed: bool = False
+    compiled: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Setting":
+        """Reads a setting. Raises ``ValueError`` for another text."""
+        method, layout, tokens, *flags = text.split(":")
+        if method not in (FULL, LORA) or layout not in LAYOUTS or not set(flags) <= set(FLAGS):
+            raise ValueError(f"expected METHOD:LAYOUT:TOKENS[:checkpoint][:compile], got {text!r}")
+        return cls(method, layout, int(tokens), *(flag in flags for flag in FLAGS))
+
+    def __str__(self) -> str:
+        words = [
+            self.method,
+            self.layout,
+            f"{self.tokens} tokens",
+            "checkpointing" if self.recomputed else "no checkpointing",
+        ]
+        return ", ".join([*words, *(["compiled"] if self.compiled else [])])
+
+
+DEFAULT = [
+    "full:shared_prefix:4096:compile",
+    "full:shared_prefix:8192:compile",
+    "full:shared_prefix:16384:checkpoint:compile",
+    "full:shared_prefix:16384:checkpoint",
+    "full:shared_prefix:4096:checkpoint",
+    "full:packed:16384:checkpoint",
+    "full:padded:4096:checkpoint",
+    "full:padded:16384:checkpoint",
+    "full:shared_prefix:4096",
+    "lora:shared_prefix:8192:compile",
+    "lora:shared_prefix:8192",
+    "lora:shared_prefix:16384:checkpoint",
+    "lora:padded:8192",
+]
+"""In the order of interest, should time run out: layouts, micro-batches, recomputation, compiled blocks, adapters."""
+
+
+class Refused(Exception):
+    """A setting that the model cannot take, or whose numbers are others."""
+
+
+# ------------------------------------------------------------------------------------------------ one step
+
+
+def cut(pairs: Sequence[Pair], layout: str, tokens: int) -> list[list[Pair]]:
+    """Micro-batches of at most ``tokens`` tokens, pairs of like length together, as training cuts a step."""
+    cost = COSTS[layout]
+    sized = [(cost.of([(pair.prompt, row) for row in pair.rows]), pair) for pair in pairs]
+    sized.sort(key=lambda each: -each[0])
+    sizes = [size for size, _ in sized]
+    parts = partition(sizes, len(fill(sizes, cost, tokens)), cost)
+    return [[sized[place][1] for place in part] for part in parts]
+
+
+def batch_of(pairs: Sequence[Pair], layout: Layout, step_pairs: int) -> PreferenceBatch:
+    """A micro-batch with uniform weights and without reference."""
+    sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    prompts = [pair.prompt for pair in pairs] * 2
+    inputs, ids, mask = layout(list(zip(prompts, sides, strict=True)), PAD)
+    lengths = mask.sum(-1).float()
+    rows = RowGroup(ids, mask, {"reward": mask / lengths[:, None]}, lengths, None, inputs)
+    names = tuple(f"pair{number}" for number in range(len(pairs)))
+    return PreferenceBatch({"main": rows}, torch.ones(len(pairs)), names, step_pairs=step_pairs)
+
+
+def attended(pairs: Sequence[Pair], layout: str) -> int:
+    """Pairs of query and key that causal attention over a micro-batch computes."""
+    branches = [len(pair.prompt) + len(row) for pair in pairs for row in pair.rows]
+    if layout == "padded":
+        return len(branches) * causal(max(branches))
+    again = sum(causal(len(pair.prompt)) for pair in pairs) if layout == "shared_prefix" else 0
+    return sum(map(causal, branches)) - again
+
+
+class Step:
+    """One optimiser step over micro-batches; ``optimizer`` None leaves the update out."""
+
+    def __init__(
+        self, policy: ScoredLM, layout: str, parts: Sequence[Sequence[Pair]], optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self.policy, self.optimizer, self.objective = policy, optimizer, TwDPO(beta=BETA)
+        self.device = next(policy.parameters()).device
+        total = sum(map(len, parts))
+        self.batches = [batch_of(part, LAYOUTS[layout], total).to(self.device) for part in parts]
+        self.seen = sum(attended(part, layout) for part in parts)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens that each micro-batch sends through the model, padding included."""
+        return [batch.main.inputs.input_ids.numel() for batch in self.batches if batch.main.inputs is not None]
+
+    def run(self) -> float:
+        """The loss of the step."""
+        attend_as_before(self.policy.model)  # rows of another layout may have run before
+        loss = torch.zeros((), device=self.device)
+        for batch in self.batches:
+            stats = stats_of(self.policy, batch)
+            output = self.objective(stats, TokenStats(logps=stats.logps.detach()), batch)
+            part = output.losses.sum() / batch.step_pairs
+            part.backward()
+            loss += part.detach()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.policy.zero_grad()
+        settle(self.device)
+        return float(loss)
+
+
+def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
+    """Log-probabilities of a micro-batch, as training asks for them."""
+    rows = batch.main
+    found: TokenStats = policy(rows.inputs, rows.response_ids, rows.response_mask)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ a model in settings
+
+
+def make_model(options: Namespace, shape: Shape, device: torch.device, **more: Any) -> PreTrainedModel:
+    """A random model on ``device``, made in its dtype (a cast would round the rotary frequencies)."""
+    with device:
+        return random_llama(shape, options.seed, dtype=getattr(torch, options.dtype), **more)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What was found of a setting: seconds of each step, its work, and bytes at the peak (None on a CPU)."""
+
+    seconds: list[float]
+    sizes: list[int]
+    flops: float
+    peak: int | None
+    estimate: int
+    gap: float
+
+
+class Bench:
+    """The model that all settings share, weights and optimiser states with it; adapters come once, after the rest."""
+
+    def __init__(self, options: Namespace, shape: Shape, device: torch.device, pairs: Sequence[Pair]) -> None:
+        self.options, self.shape, self.device, self.pairs = options, shape, device, pairs
+        self.policy = ScoredLM(make_model(options, shape, device), chunk=options.chunk).train()
+        self.probe = sorted(pairs, key=lambda pair: pair.tokens)[-PROBE:]
+        self.expected = self._logps(padded)
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
+        self.tried: dict[tuple[str, ...], str | None] = {}
+
+    def measure(self, setting: Setting) -> Timed:
+        """Times steps in a setting. Raises ``Refused``."""
+        self._prepare(setting)
+        gap = float((self._logps(LAYOUTS[setting.layout]) - self.expected).abs().mean())
+        if self.options.dtype == "float32" and not gap <= SAME:
+            raise Refused(f"log-probabilities are {gap:.2g} from those of padded rows, rounding allows {SAME:g}")
+        recipe = self.recipe(setting.method)
+        optimizer = None if recipe is None else self._optimizer(setting.method, recipe)
+        step = Step(self.policy, setting.layout, cut(self.pairs, setting.layout, setting.tokens), optimizer)
+        step.run()  # makes what is made once
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        seconds = [timed(step.run) for _ in range(self.options.rounds)]
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
+        scored = sum(len(row) for pair in self.pairs for row in pair.rows)
+        trained = setting.method == FULL
+        flops = step_flops(
+            self.shape, sum(step.sizes), scored, step.seen, trained=trained, recomputed=setting.recomputed
+        )
+        return Timed(seconds, step.sizes, flops, peak, self.estimate(setting, max(step.sizes), recipe).total, gap)
+
+    def release(self) -> None:
+        """Lets go of gradients and of what a failed step held."""
+        self.policy.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def recipe(self, method: str) -> Optimizer | None:
+        """The optimiser of ``hardware=1x80gb``, AdamW on float32 weights and adapters; None without an update.
+
+        The learning rate is next to nothing: the weights stay, so that each setting is held to the same numbers.
+        """
+        if self.options.optimizer == "none":
+            return None
+        if method == LORA or self.options.dtype == "float32":
+            return Optimizer(lr=STILL)
+        return Optimizer(lr=STILL, moments="8bit", stochastic_rounding=True) if find_spec("torchao") else None
+
+    def estimate(self, setting: Setting, tokens: int, recipe: Optimizer | None) -> MemoryEstimate:
+        """What ``attnpo.training.memory`` says of a step with micro-batches of ``tokens`` tokens."""
+        lora = LoraSpec() if setting.method == LORA else None
+        spec = ModelSpec(
+            "random",
+            dtype=self.options.dtype,
+            gradient_checkpointing=setting.recomputed,
+            logps_chunk=self.options.chunk,
+            lora=lora,
+        )
+        made = estimate_training(
+            self.shape.config(),
+            spec,
+            recipe or Optimizer(),
+            precision="bf16-true" if self.options.dtype == "bfloat16" else "32-true",
+            max_length=self.options.max_length,
+            reference="cached",
+            tokens=tokens,
+            eval_tokens=1,  # nothing is validated
+        )
+        if recipe is not None:
+            return made
+        return MemoryEstimate(
+            made.title, tuple(row for row in made.rows if "moments" not in row.name and UPDATE not in row.moments)
+        )
+
+    def _prepare(self, setting: Setting) -> None:
+        """Gives the model a setting's blocks: plain or compiled, recomputed or not, with adapters or without."""
+        model = self.policy.model
+        for block in layer_stack(model):
+            block.__dict__.pop("forward", None)  # of compiled blocks
+        if setting.method == LORA and not has_adapters(model):
+            self.optimizers.clear()
+            self.release()
+            torch._dynamo.reset()
+            add_lora(model, LoraSpec())
+        elif setting.method == FULL and has_adapters(model):
+            raise Refused("the model has adapters by now")
+        self._try(("layout", setting.layout), partial(reason_against, setting.layout, [self.policy], (), self.device))
+        if setting.compiled:
+            backend, layout = self.options.backend, LAYOUTS[setting.layout]
+            say(f"compiling by {backend}: the first time takes about a minute on a GPU")
+            attend_as_before(model)
+            check = partial(require_same_numbers, model, backend, layout, self.device, autocast=False)
+            self._try(("compiled", setting.layout), check)
+        # Newer transformers call it activation checkpointing, and warn under the older name.
+        names = ("activation_checkpointing_enable", "activation_checkpointing_disable")
+        if not hasattr(model, names[0]):
+            names = ("gradient_checkpointing_enable", "gradient_checkpointing_disable")
+        getattr(model, names[0 if setting.recomputed else 1])()
+        if setting.compiled:
+            compile_blocks(model, self.options.backend)
+
+    def _try(self, what: tuple[str, ...], trial: "partial[str | None]") -> None:
+        """Asks a trial once. Raises ``Refused`` with its reason."""
+        if what[1] == "padded" and what[0] == "layout":
+            return
+        if what not in self.tried:
+            try:
+                self.tried[what] = trial()
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # noqa: BLE001  # of any compiler or kernel
+                self.tried[what] = str(error)
+        if (reason := self.tried[what]) is not None:
+            raise Refused(reason)
+
+    def _optimizer(self, method: str, recipe: Optimizer) -> torch.optim.Optimizer:
+        if method not in self.optimizers:
+            trained = [one for one in self.policy.parameters() if one.requires_grad]
+            self.optimizers[method] = recipe.make(trained)
+        return self.optimizers[method]
+
+    def _logps(self, layout: Layout) -> Tensor:
+        """Log-probabilities of the probe's response tokens; with a graph, as compiled blocks are run in training."""
+        attend_as_before(self.policy.model)
+        batch = batch_of(self.probe, layout, len(self.probe)).to(self.device)
+        return stats_of(self.policy, batch).logps.detach()[batch.main.response_mask].float()
