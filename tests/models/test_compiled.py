@@ -133,6 +133,15 @@ def test_the_usual_backend_gives_the_same_numbers(exact_llama: Build) -> None:
         assert gap(numbers(model, "shared_prefix"), expected) < 1e-10
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("default")  # the compiler's
+def test_the_usual_backend_gives_the_same_numbers_on_a_gpu(tiny: Build) -> None:
+    """By the trial of a run: a few layers in float32, which decide, and in bfloat16."""
+    model = tiny("llama").to("cuda", torch.bfloat16)
+    require_same_numbers(model, "inductor", shared_prefix, torch.device("cuda"), autocast=False)
+
+
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_adapters_are_compiled_with_their_block(
     tiny: Build, graphs: list[int], quantize: str | None, tmp_path: Path

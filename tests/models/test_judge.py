@@ -164,11 +164,20 @@ def test_dropout_is_off_while_reading(tiny: Build) -> None:
     assert torch.equal(one, two)
 
 
-def test_bfloat16_rows_are_near_in_total_variation(tiny: Build, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+        ),
+    ],
+)
+def test_bfloat16_rows_are_near_in_total_variation(tiny: Build, tmp_path: Path, device: str) -> None:
     tiny("llama").save_pretrained(tmp_path / "m")
     exact, low = (
-        CausalJudge(load_model(tmp_path / "m", dtype=dtype)).read(IDS, layers=[1, 2, 3, 4], rollout=True)
-        for dtype in ("float32", "bfloat16")
+        CausalJudge(load_model(tmp_path / "m", dtype=dtype).to(where)).read(IDS, layers=[1, 2, 3, 4], rollout=True)
+        for dtype, where in (("float32", "cpu"), ("bfloat16", device))
     )
     for a, b in zip(exact, low, strict=True):
         assert b.rows.dtype == torch.float32

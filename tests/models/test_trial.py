@@ -17,6 +17,12 @@ from attnpo.models.trial import choose, first_layers
 from tests.models.varlen import Calls, attend_plainly
 
 Build = Callable[..., PreTrainedModel]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+    ),
+]
 
 
 def deep(seed: int, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -40,15 +46,16 @@ def mix_neighbours(module: object, inputs: object, output: Tensor) -> Tensor:
     return output + 0.01 * output.roll(1, dims=1)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(2))
 def test_deep_models_in_bfloat16_share_prompts_unless_a_layer_leaks(
-    seed: int, caplog: pytest.LogCaptureFixture
+    seed: int, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = deep(seed)
-    assert choose("auto", [ScoredLM(model)]) is LAYOUTS["shared_prefix"]
+    model = deep(seed).to(device)
+    assert choose("auto", [ScoredLM(model)], device=device) is LAYOUTS["shared_prefix"]
     model.model.layers[(7, 30)[seed]].register_forward_hook(mix_neighbours)
     with caplog.at_level(logging.INFO, "attnpo"):
-        assert choose("auto", [ScoredLM(model)]) is padded
+        assert choose("auto", [ScoredLM(model)], device=device) is padded
     assert "LlamaForCausalLM changes the numbers of a sequence with the tokens of others" in caplog.text
 
 
@@ -100,11 +107,12 @@ def test_few_layers_are_the_same_each_time_and_have_a_small_vocabulary(tiny: Bui
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_deep_judge_in_bfloat16_reads_rows_of_several_prompts_unless_a_layer_leaks(
-    seed: int, caplog: pytest.LogCaptureFixture
+    seed: int, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, prompts = deep(seed), [[1, 5, 9, 3], [4, 6, 2]]
+    model, prompts = deep(seed).to(device), [[1, 5, 9, 3], [4, 6, 2]]
     with caplog.at_level(logging.INFO, "attnpo"):
         CausalJudge(model).read(prompts, layers=[32])
         assert "prompts are padded instead" not in caplog.text

@@ -1,6 +1,6 @@
 """The memory estimate against the numbers of Llama-3-8B and against what small models really hold."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -274,35 +274,66 @@ def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: i
     """What a forward and backward allocate beside weights and gradients: never more than estimated, at least 4/5."""
     dtype, mixed = FORMATS[name]
     config = small(layers, vocab=vocab)
-    model = made(config, dtype)
-    policy = ScoredLM(model, chunk=128).train()
-    if every:
-        model.activation_checkpointing_enable(every_n_layers=every)
-    half = list(range(1, width // 2 + 1))
-    laid = padded([(half, half)] * 2, pad_id=0)
-
-    def step() -> None:
-        with autocast(mixed):
-            loss = policy(laid.inputs, laid.response_ids, laid.response_mask).logps.sum()
-        loss.backward()
-
+    step = step_of(made(config, dtype), every, width, mixed)
     step()  # gradients exist from here on
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     peak = max(live_bytes(profiler.profiler.kineto_results.events()))
-    estimate = estimate_training(
-        config,
-        spec(dtype, checkpointing=every > 0, every=max(1, every), chunk=128),
-        Optimizer(),
-        precision="bf16-mixed" if mixed else "32-true",
-        max_length=width,
-        reference="cached",
-    )
-    held = sum(row.size for row in estimate.rows if not row.moments)
-    counted = max(estimate.at(moment) for moment in STEP) - held
+    counted = counted_bytes(config, spec(dtype, checkpointing=every > 0, every=max(1, every), chunk=128), width, mixed)
     assert 0.99 * peak <= counted <= 1.25 * peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("every", [0, 1], ids=["none", "full"])
+@pytest.mark.parametrize("name", ["mixed", "bfloat16"])
+def test_peak_of_a_step_on_a_gpu(name: str, every: int) -> None:
+    """As above, of a model whose activations are far larger than what the allocator rounds up."""
+    dtype, mixed = ("float32", True) if name == "mixed" else ("bfloat16", False)
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    step = step_of(made(config, dtype).to("cuda"), every, 2048, mixed)
+    step()  # gradients exist from here on, and the workspaces of libraries
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    counted = counted_bytes(config, spec(dtype, checkpointing=every > 0, chunk=128), 2048, mixed)
+    assert 0.9 * peak <= counted <= 1.3 * peak
+
+
+def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], None]:
+    """Forward and backward of two rows of ``width`` tokens where the model is; each ``every``-th block recomputed."""
+    policy = ScoredLM(model, chunk=128).train()
+    if every:
+        model.activation_checkpointing_enable(every_n_layers=every)
+    half = list(range(1, width // 2 + 1))
+    laid = padded([(half, half)] * 2, pad_id=0)
+    inputs, ids, mask = (part.to(model.device) for part in laid)
+
+    def step() -> None:
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=mixed, cache_enabled=False):
+            loss = policy(inputs, ids, mask).logps.sum()
+        loss.backward()
+
+    return step
+
+
+def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool) -> int:
+    """What the estimate counts of a step beside weights, gradients and moments."""
+    precision = "bf16-mixed" if mixed else "bf16-true" if model.dtype == "bfloat16" else "32-true"
+    estimate = estimate_training(config, model, Optimizer(), precision=precision, max_length=width, reference="cached")
+    held = sum(row.size for row in estimate.rows if not row.moments)
+    return max(estimate.at(moment) for moment in STEP) - held
 
 
 # ------------------------------------------------------------------------------------------------ the log
