@@ -25,7 +25,7 @@ PAGES ?= $(wildcard outputs/*/report.html)
 .DEFAULT_GOAL := help
 # The tests start hundreds of short commands: none compiles the package anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup run test quick format bench lengths browser base screenshots figures notebooks trl trlweights readers families \
+.PHONY: help setup run test quick format bench gpu lengths browser base screenshots figures notebooks trl trlweights readers families \
 	clean
 
 help: ## list the targets
@@ -54,6 +54,9 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.extraction --short --json $(BENCH)/extraction.json $(ARGS)
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
 	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
+
+gpu: $(READY) ## what one GPU makes of it at 8B, in 8 minutes: tests, step, judge, TRL, a run; ARGS=--tiny on any machine
+	@$(BIN)/python -m experiments.benchmarks.gpu --json $(BENCH)/gpu.json $(ARGS)
 
 lengths: $(READY) ## how a step's time and memory grow from 2k to 16k tokens, on one CPU thread; ARGS="--lengths 2048 4096"
 	@$(BIN)/python -m experiments.benchmarks.step_length $(ARGS)

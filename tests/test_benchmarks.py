@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as library
 
@@ -23,10 +24,11 @@ from attnpo.judging import JudgeReading
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
-from experiments.benchmarks import extraction, gpu, harness, long_memory, pipeline, step, step_length
+from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.shapes import (
     EOS,
+    LLAMA3_8B,
     Pair,
     Shape,
     draw_lengths,
@@ -34,6 +36,7 @@ from experiments.benchmarks.shapes import (
     make_pairs,
     padded_tokens,
     random_llama,
+    step_flops,
     text_of,
     typical_lengths,
     word_tokenizer,
@@ -197,6 +200,8 @@ def test_the_floor_is_the_work_of_every_product_and_every_attended_pair() -> Non
     attended = sum(place + 1 for place in range(3)) + sum(3 + place + 1 for place in (*range(3), *range(2)))
     forward = 2 * sum(linear.values()) * 8 + 2 * head * 5 + 4 * 16 * 2 * attended
     assert floor_flops(shape, [pair]) == 3 * forward
+    frozen = 2 * (2 * sum(linear.values()) * 8 + 2 * head * 5) + 3 * 4 * 16 * 2 * attended
+    assert floor_flops(shape, [pair], trained=False) == frozen
 
 
 def test_texts_and_ids_are_the_same_thing() -> None:
@@ -422,39 +427,148 @@ def test_pipeline_knows_an_empty_store_from_a_warm_one(found: int, computed: int
 # ------------------------------------------------------------------------------------------------ GPU form
 
 
-@pytest.mark.parametrize("more", [[], ["--reference", "live", "--optimizer", "none", "--checkpointing"]])
-def test_the_gpu_form_runs_at_toy_size(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    saved = tmp_path / "gpu.json"
+def tiny_gpu(saved: Path, *more: str) -> dict[str, Any]:
+    """What the GPU form saves of one part at toy size; settings as they are tested here."""
     assert gpu.main(["--tiny", "--device", "cpu", "--json", str(saved), *more]) == 0
-    rows = rows_of(capsys.readouterr().out)
-    assert set(LAYOUTS) < rows.keys()
-    flops = json.loads(saved.read_text(encoding="utf-8"))["results"]["flops"]
-    assert 0 < flops["shared_prefix"] < flops["packed"] < flops["padded"]
+    parts: dict[str, Any] = json.loads(saved.read_text(encoding="utf-8"))["parts"]
+    return parts
+
+
+@pytest.mark.slow
+def test_the_gpu_form_runs_at_toy_size(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every part in a process of its own, and every row in the table and in the file."""
+    parts = tiny_gpu(tmp_path / "gpu.json", "--no-trl")
+    printed, said = capfd.readouterr()
+    assert "Traceback" not in printed + said and "nan" not in printed
+    shown = rows_of(printed)
+    assert list(parts) == list(gpu.STEPS) and all(part["results"]["done"] for part in parts.values())
+    rows = {name: part["results"]["rows"] for name, part in parts.items()}
+    assert all(row["name"] in shown and shown[row["name"]][-1] == row["note"] for part in rows.values() for row in part)
+    assert len(rows["tests"]) >= 5 and {row["note"] for row in rows["tests"]} == {"not run: needs CUDA"}
+    assert len(rows["step"]) == len(gpu_step.DEFAULT) and all(row["pairs_per_s"] > 0 for row in rows["step"])
+    assert {cells[-3] for name, cells in shown.items() if name.startswith(("full,", "lora,"))} == {"needs CUDA"}
+    tokens = {layout: sum(next(r for r in rows["step"] if layout in r["name"])["sizes"]) for layout in LAYOUTS}
+    assert tokens["shared_prefix"] < tokens["packed"] < tokens["padded"]
+    assert [row["name"] for row in rows["judge"]] == [extraction.AUTHORS, *(name for name, _ in extraction.BARS)]
+    assert all(row["pairs_per_s"] > 0 for row in rows["judge"])
+    assert {row["note"] for row in rows["trl"]} == {"not run: left out (--no-trl)"}
+    assert [row["name"] for row in rows["run"]] == ["store empty", "store warm"]
+    assert all(row["start"] > 0 and row["training"] > 0 and row["end"] > 0 for row in rows["run"])
+    part = parts["step"]
+    assert part["commit"] and part["date"] and part["versions"]["torch"] == torch.__version__ and not part["bars"]
+
+
+def test_a_setting_that_fails_is_a_row_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("full:padded:4096", "full:packed:4096", "full:shared_prefix:4096", "lora:padded:4096")
+    errors = iter((torch.OutOfMemoryError("CUDA"), SystemExit("a | b\nsecond line"), RuntimeError("no kernel"), None))
+    measure = gpu_step.Bench.measure
+
+    def failing(self: gpu_step.Bench, setting: gpu_step.Setting) -> gpu_step.Timed:
+        if (error := next(errors)) is not None:
+            raise error
+        return measure(self, setting)
+
+    monkeypatch.setattr(gpu_step.Bench, "measure", failing)
+    rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", *names)["step"]["results"]["rows"]
+    notes = [row["note"] for row in rows]
+    assert notes[:3] == ["out of memory", "SystemExit: a | b second line", "RuntimeError: no kernel"]
+    assert rows[3]["pairs_per_s"] > 0 and [bool(row.get("failed")) for row in rows] == [True, True, True, False]
+    shown = rows_of(capsys.readouterr().out)
+    assert shown["full, packed, 102 tokens, no checkpointing"][-1] == "SystemExit: a / b second line"
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
+    rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--seconds", "1e-9")["step"]["results"]["rows"]
+    assert [row["note"] for row in rows] == ["not run: no time left"] * len(gpu_step.DEFAULT)
+
+
+def test_a_part_that_hangs_is_ended_with_what_it_started() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    assert not gpu.finished([sys.executable, "-c", code], 2.0)
+    assert gpu.finished([sys.executable, "-c", ""], 60.0) and not gpu.finished([sys.executable, "-c", "1 / 0"], 60.0)
+
+
+def test_a_model_of_full_size_needs_a_gpu() -> None:
+    with pytest.raises(SystemExit, match="needs a GPU; --tiny runs all of it"):
+        gpu.main(["--device", "cpu"])
+    with pytest.raises(ValueError, match=r"expected METHOD:LAYOUT:TOKENS\[:checkpoint\]"):
+        gpu_step.Setting.parse("full:padded:4096:compiled")
+
+
+def test_outcomes_of_tests_become_a_row_for_each_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        "collected 4 items",
+        "tests/a.py::test_one[x-1] PASSED  [ 25%]",
+        "tests/a.py::test_two FAILED       [ 50%]",
+        "tests/b.py::test_one SKIPPED (no) [ 75%]",
+        "tests/b.py::test_two PASSED       [100%]",
+        "FAILED tests/a.py::test_two - assert 1 == 2",
+    ]
+    options = Namespace(json=tmp_path / "gpu.json")
+    sheet = harness.Sheet("tests", options, ("tests marked gpu", "passed", "failed", "skipped", "seconds"))
+    gpu.add_outcomes(sheet, lines)
+    shown = rows_of(capsys.readouterr().out)
+    assert shown["tests/a.py"][:3] == ["1", "1", "0"] and shown["tests/a.py"][-1] == "failed: test_two"
+    assert shown["tests/b.py"][:3] == ["1", "0", "1"]
+    assert [row["failures"] for row in sheet.results["rows"]] == [1, 0]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_flops_of_a_step_are_those_that_torch_counts(layout: str, recomputed: bool) -> None:
+    """But for attention, which torch does not count on a CPU."""
+    shape, pairs = Shape(width=32, layers=2, heads=4, kv_heads=1, mlp=48, vocab=64), short_pairs(4)
+    model = random_llama(shape, 0)
+    if recomputed:
+        model.activation_checkpointing_enable()
+    made = gpu_step.Step(ScoredLM(model, chunk=16).train(), layout, gpu_step.cut(pairs, layout, 100), None)
+    with FlopCounterMode(display=False) as counter:
+        made.run()
+    scored = sum(len(row) for pair in pairs for row in pair.rows)
+    assert step_flops(shape, sum(made.sizes), scored, 0, recomputed=recomputed) == counter.get_total_flops()
+    whole = step_flops(shape, sum(made.sizes), scored, made.seen)
+    assert (whole == floor_flops(shape, pairs)) == (layout == "shared_prefix")
+
+
+def test_the_estimate_is_near_what_an_h100_held() -> None:
+    """Peaks of the laboratory at commit f53c3a2, without an optimiser (docs/performance.md)."""
+    options = Namespace(dtype="bfloat16", chunk=1024, max_length=2048)
+    bench = gpu_step.Bench.__new__(gpu_step.Bench)
+    bench.shape, bench.options = LLAMA3_8B, options
+    measured = {"full:shared_prefix:4096:checkpoint": 34.3, "full:shared_prefix:16384:checkpoint": 38.2}
+    for text, held in (measured | {"lora:shared_prefix:8192": 65.5}).items():
+        setting = gpu_step.Setting.parse(text)
+        assert bench.estimate(setting, setting.tokens, None).total / gpu.GIB == pytest.approx(held, rel=0.05), text
+
+
+@pytest.mark.skipif(not TRL_PYTHON.is_file(), reason="no TRL environment (.venv-trl); `make trl` builds it")
+def test_the_gpu_form_runs_beside_trl(tmp_path: Path) -> None:
+    rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "trl")["trl"]["results"]["rows"]
+    assert [row["pairs_per_s"] > 0 for row in rows if "pairs_per_s" in row] == [True] * 5 and len(rows) == 7
 
 
 def test_the_gpu_form_keeps_rotary_frequencies_in_full_precision() -> None:
-    model = gpu.make_model(Namespace(seed=0, dtype="bfloat16"), gpu.TINY, torch.device("cpu"))
+    model = gpu_step.make_model(Namespace(seed=0, dtype="bfloat16"), gpu.TINY, torch.device("cpu"))
     assert model.dtype == torch.bfloat16
     assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
-def test_the_gpu_form_refuses_a_layout_with_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_form_refuses_a_layout_with_other_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(rows: Any, pad_id: int) -> Any:
         return padded([([*prompt[:-1], 5], response) for prompt, response in rows], pad_id)
 
-    policy, pairs = ScoredLM(random_llama(gpu.TINY, 0)), short_pairs(2)
-    assert gpu.apart(policy, pairs, LAYOUTS["shared_prefix"]) < 1e-5 < gpu.apart(policy, pairs, wrong)
     monkeypatch.setitem(LAYOUTS, "packed", wrong)
-    with pytest.raises(SystemExit, match=r"packed: expected at most 0\.0001 by rounding in float32"):
-        gpu.main(["--tiny", "--device", "cpu", "--dtype", "float32", "--layouts", "packed"])
-
-
-def test_a_live_reference_gives_the_losses_of_a_cached_one() -> None:
-    pairs = short_pairs(4)
-    models = [ScoredLM(random_llama(gpu.TINY, 0)).train() for _ in range(2)]
-    cut = [pairs[:2], pairs[2:]]
-    losses = [gpu.Step(models[0], other, padded, cut, None).run() for other in (None, models[1].requires_grad_(False))]
-    assert losses == pytest.approx([0.6931472] * 2, abs=1e-6)  # policy and reference are the same
+    rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
+        "rows"
+    ]
+    assert "refused: LlamaForCausalLM gives other numbers" in rows[0]["note"]
+    monkeypatch.setattr(gpu_step, "reason_against", lambda *_: None)
+    rows = tiny_gpu(tmp_path / "gpu.json", "--steps", "step", "--settings", "full:packed:4096")["step"]["results"][
+        "rows"
+    ]
+    assert re.match(r"refused: log-probabilities are \S+ from those of padded rows", rows[0]["note"])
 
 
 # ------------------------------------------------------------------------------------------------ imports, docs
@@ -489,12 +603,13 @@ def imported(start: str) -> tuple[set[str], set[str]]:
     return seen, packages - set(sys.stdlib_module_names)
 
 
-def test_the_gpu_form_needs_few_rooms() -> None:
-    modules, packages = imported("experiments.benchmarks.gpu")
-    rooms = {module.split(".")[1] for module in modules if module.startswith("attnpo.")}
-    assert rooms == {"errors", "files", "schema", "judging", "models", "objectives"}
-    # numpy and tokenizers come with transformers; jaxtyping is the schema's.
-    assert packages <= {"torch", "transformers", "tokenizers", "numpy", "jaxtyping"}
+def test_the_gpu_form_needs_what_the_package_needs() -> None:
+    """Beside that, extras alone: peft for adapters, torchao for its optimiser; a row without them says so."""
+    _, packages = imported("experiments.benchmarks.gpu")
+    known = (ROOT / "setup.cfg").read_text(encoding="utf-8").partition("install_requires")[2].partition("[options")[0]
+    wanted = set(re.findall(r"^    ([\w-]+)>", known, re.MULTILINE)) | {"hydra", "Levenshtein"}
+    # What these bring with them.
+    assert packages - wanted == {"huggingface_hub", "peft", "tokenizers", "torchao", "yaml"}
 
 
 def test_the_worker_needs_no_more_than_trl_brings() -> None:

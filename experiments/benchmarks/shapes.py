@@ -218,12 +218,13 @@ def step_flops(
 
     ``tokens`` go through the layers, ``scored`` through the head, and ``seen`` pairs of query and key attend. Without
     ``trained`` no weight gets a gradient (adapters do, whose own products are not counted); ``recomputed`` layers run
-    forward twice.
+    forward twice, but for their last product, whose output the backward does not read.
     """
     *layer, head = (inputs * outputs for inputs, outputs in shape.products())
     linear, attention = 2 * shape.layers * sum(layer) * tokens, 4 * shape.width * shape.layers * seen
     products = 3 if trained else 2
-    return float(products * (linear + 2 * head * scored) + 3 * attention + recomputed * (linear + attention))
+    again = linear + attention - 2 * shape.layers * layer[-1] * tokens if recomputed else 0
+    return float(products * (linear + 2 * head * scored) + 3 * attention + again)
 
 
 def floor_flops(shape: Shape, pairs: Sequence[Pair], *, trained: bool = True) -> float:
