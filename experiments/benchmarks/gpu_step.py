@@ -77,9 +77,9 @@ DEFAULT = [
     "full:shared_prefix:8192:compile",
     "full:shared_prefix:16384:checkpoint:compile",
     "full:shared_prefix:16384:checkpoint",
+    "full:padded:4096:checkpoint",
     "full:shared_prefix:4096:checkpoint",
     "full:packed:16384:checkpoint",
-    "full:padded:4096:checkpoint",
     "full:padded:16384:checkpoint",
     "full:shared_prefix:4096",
     "lora:shared_prefix:8192:compile",
@@ -162,9 +162,11 @@ class Step:
 
 
 def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
-    """Log-probabilities of a micro-batch, as training asks for them."""
-    rows = batch.main
-    found: TokenStats = policy(rows.inputs, rows.response_ids, rows.response_mask)
+    """Log-probabilities of a micro-batch as training asks for them: in half precision under autocast (bf16-mixed)."""
+    rows, half = batch.main, policy.model.dtype == torch.bfloat16
+    kind = rows.response_ids.device.type
+    with torch.autocast(kind, torch.bfloat16, enabled=half, cache_enabled=False):  # as Lightning's
+        found: TokenStats = policy(rows.inputs, rows.response_ids, rows.response_mask)
     return found
 
 
@@ -253,7 +255,7 @@ class Bench:
             self.shape.config(),
             spec,
             recipe or Optimizer(),
-            precision="bf16-true" if self.options.dtype == "bfloat16" else "32-true",
+            precision="bf16-mixed" if self.options.dtype == "bfloat16" else "32-true",
             max_length=self.options.max_length,
             reference="cached",
             tokens=tokens,
@@ -282,7 +284,8 @@ class Bench:
             backend, layout = self.options.backend, LAYOUTS[setting.layout]
             say(f"compiling by {backend}: the first time takes about a minute on a GPU")
             attend_as_before(model)
-            check = partial(require_same_numbers, model, backend, layout, self.device, autocast=False)
+            half = self.options.dtype == "bfloat16"
+            check = partial(require_same_numbers, model, backend, layout, self.device, autocast=half)
             self._try(("compiled", setting.layout), check)
         # Newer transformers call it activation checkpointing, and warn under the older name.
         names = ("activation_checkpointing_enable", "activation_checkpointing_disable")

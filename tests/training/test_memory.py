@@ -291,7 +291,7 @@ def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: i
 @pytest.mark.parametrize("name", ["mixed", "bfloat16"])
 def test_peak_of_a_step_on_a_gpu(name: str, every: int) -> None:
     """As above, of a model whose activations are far larger than what the allocator rounds up."""
-    dtype, mixed = ("float32", True) if name == "mixed" else ("bfloat16", False)
+    dtype, mixed = FORMATS[name]
     config = LlamaConfig(
         vocab_size=8000,
         hidden_size=1024,
@@ -330,7 +330,7 @@ def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], Non
 
 def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool) -> int:
     """What the estimate counts of a step beside weights, gradients and moments."""
-    precision = "bf16-mixed" if mixed else "bf16-true" if model.dtype == "bfloat16" else "32-true"
+    precision = "bf16-mixed" if mixed else "32-true"
     estimate = estimate_training(config, model, Optimizer(), precision=precision, max_length=width, reference="cached")
     held = sum(row.size for row in estimate.rows if not row.moments)
     return max(estimate.at(moment) for moment in STEP) - held
