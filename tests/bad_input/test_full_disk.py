@@ -31,13 +31,21 @@ LARGEST = 900  # bytes: a lock fits, nothing that a command leaves does
 
 @contextmanager
 def files_up_to(size: int) -> Iterator[None]:
-    """A disk that is full within any file beyond ``size`` bytes."""
+    """A disk that is full within any file beyond ``size`` bytes.
+
+    What is imported there is not compiled to a file, which Python would leave cut short and never read again.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    compiles = sys.dont_write_bytecode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+        sys.dont_write_bytecode = True
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            sys.dont_write_bytecode = compiles
 
 
 @pytest.fixture(scope="module")
