@@ -192,7 +192,7 @@ def report_problems(problems: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Composition:
-    """What a configuration was composed of: overrides, the user's own folder, the option chosen of every group.
+    """Parts that made a configuration: overrides, the user's own folder, the option chosen of every group.
 
     ``environment``: of a saved one, digests of the texts that were read from the environment, by key.
     """
@@ -366,7 +366,7 @@ def plain(cfg: DictConfig) -> dict[str, Json]:
 
 
 def as_yaml(values: Mapping[str, Json]) -> str:
-    """A configuration's plain values as YAML without secrets, which reads as the same."""
+    """Writes a configuration's plain values as YAML without secrets, which reads as the same."""
     saved = to_savable(values)
     if (found := digest_read_values(values)) and isinstance(composed := saved.get("composed"), dict):
         composed["environment"] = found

@@ -72,7 +72,7 @@ def _hide(text: str, secret: str) -> str:
 
 
 def is_masked(text: str, key: str) -> bool:
-    """Whether the value of ``key`` lacks credentials that were masked."""
+    """Tells whether the value of ``key`` lacks credentials that were masked."""
     return _MASKED.search(text) is not None or (text == MASK and BODY in key)
 
 
@@ -120,7 +120,7 @@ def identify(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_same_identity(stored: object, value: object) -> bool:
-    """Whether ``stored`` is ``value``, or what ``identify`` makes of it, in this process or was made in another."""
+    """Tells if ``stored`` is ``value``, or what ``identify`` makes of it, in this process or was made in another."""
     if isinstance(stored, list) and isinstance(value, list | tuple):
         return len(stored) == len(value) and all(map(is_same_identity, stored, value))
     if isinstance(stored, str) and isinstance(value, str):

@@ -428,7 +428,7 @@ def test_pipeline_knows_an_empty_store_from_a_warm_one(found: int, computed: int
 
 
 def tiny_gpu(saved: Path, *more: str) -> dict[str, Any]:
-    """What the GPU form saves of one part at toy size; settings as they are tested here."""
+    """Runs the GPU form and reads what it saves of one part at toy size; settings as they are tested here."""
     assert gpu.main(["--tiny", "--device", "cpu", "--json", str(saved), *more]) == 0
     parts: dict[str, Any] = json.loads(saved.read_text(encoding="utf-8"))["parts"]
     return parts
@@ -486,8 +486,10 @@ def test_what_there_is_no_time_for_is_named(tmp_path: Path) -> None:
 
 def test_a_part_that_hangs_is_ended_with_what_it_started() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
-    assert not gpu.finished([sys.executable, "-c", code], 2.0)
-    assert gpu.finished([sys.executable, "-c", ""], 60.0) and not gpu.finished([sys.executable, "-c", "1 / 0"], 60.0)
+    assert not gpu.is_finished([sys.executable, "-c", code], 2.0)
+    assert gpu.is_finished([sys.executable, "-c", ""], 60.0) and not gpu.is_finished(
+        [sys.executable, "-c", "1 / 0"], 60.0
+    )
 
 
 def test_a_model_of_full_size_needs_a_gpu() -> None:

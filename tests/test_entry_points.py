@@ -415,7 +415,7 @@ def test_a_signal_while_composing_ends_a_command_with_one_line() -> None:
 
 
 def test_a_folder_that_is_gone_is_told(tmp_path: Path) -> None:
-    """The one that a command is started in."""
+    """Removes the folder that a command is started in."""
     gone = tmp_path / "gone"
     gone.mkdir()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The suite and its set-up on other machines: another Python, a GPU, libraries that warn when they are compiled."""
+"""Suite and set-up on other machines: another Python, a GPU, libraries that warn when they are compiled."""
 
 import os
 import subprocess

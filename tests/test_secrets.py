@@ -58,7 +58,7 @@ def leaks(*folders: Path) -> list[str]:
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> str:
-    """What was printed, without a secret in it."""
+    """Returns what was printed, without a secret in it."""
     seen = capsys.readouterr()
     assert [secret for secret in SECRETS if secret in seen.out + seen.err] == []
     return seen.out + seen.err

@@ -78,7 +78,7 @@ class OpenAIGrader:
 
     @property
     def _place(self) -> str:
-        """The address for readers."""
+        """Returns the address for readers."""
         return str(redact(self.address))
 
     @property

@@ -121,7 +121,7 @@ class Plan:
 
     @classmethod
     def over(cls, alone: Int[Tensor, "n 3"], branches: Int[Tensor, "n T"], length: int, device: torch.device) -> "Plan":
-        """The plan of n branches in a row of ``length`` tokens; each has at least one token alone.
+        """Plans n branches in a row of ``length`` tokens; each has at least one token alone.
 
         Raises ``ValueError`` when the stretches do not cover the row once.
         """
@@ -132,7 +132,7 @@ class Plan:
         return cls(alone, branches, device)
 
     @cached_property
-    def bucketed(self) -> tuple[tuple[Bucket, ...], Int[Tensor, "N"]]:
+    def layout_in_buckets(self) -> tuple[tuple[Bucket, ...], Int[Tensor, "N"]]:
         """Gathers segments into buckets that hold every token once; also where each token's output is among all."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0
@@ -147,7 +147,7 @@ class Plan:
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Returns segments of like size together."""
-        return self.bucketed[0]
+        return self.layout_in_buckets[0]
 
     @cached_property
     def varlen(self) -> VarlenRow | None:
@@ -222,7 +222,7 @@ class Plan:
             output = core(index, queries, keys, values)
             outputs.append(output.transpose(1, 2).flatten(2).flatten(0, 1))
         joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        return joined.index_select(0, self.bucketed[1]).view(1, -1, query.shape[1], value.shape[-1])
+        return joined.index_select(0, self.layout_in_buckets[1]).view(1, -1, query.shape[1], value.shape[-1])
 
 
 def find_kernel(device: torch.device) -> Callable[..., object] | None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 NO_KEY = "none"  # the client wants one, and would else take OPENAI_API_KEY to a server that it is not meant for
 REFUSED = "the server's model refused"
 CALLS = "tool calls in place of a text"
-ESCAPED = "lone surrogates, which no file can hold, are written as \\udXXX"
+ESCAPED = "lone surrogates, which no file can hold, are written as \\u escapes"
 WITHOUT_TEXT = ("length", "content_filter", "tool_calls", "function_call")  # finish reasons that explain an empty text
 MOST_TOKENS = 2**53  # of a count that can be one
 
@@ -68,7 +68,7 @@ def _within(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_
     """Bounds the time of a whole reply: a read timeout begins anew with every byte that a server sends."""
     from httpx2 import ReadTimeout
 
-    def bounded(*args: _P.args, **kwargs: _P.kwargs) -> "httpx2.Response":
+    def send_in_time(*args: _P.args, **kwargs: _P.kwargs) -> "httpx2.Response":
         whole: Future[httpx2.Response] = Future()
 
         def work() -> None:
@@ -83,7 +83,7 @@ def _within(seconds: float, send: Callable[_P, "httpx2.Response"]) -> Callable[_
         except TimeoutError:
             raise ReadTimeout(f"no whole reply within {seconds:g} s") from None
 
-    return bounded
+    return send_in_time
 
 
 def _refuse_other_than_completions(response: "httpx2.Response") -> None:

@@ -38,7 +38,7 @@ LOW_PRECISION_SLACK = 10
 
 
 class Blocks:
-    """The number of the block that a forward is in, from 1, and the output of each block by its number."""
+    """Follows which block a forward is in, counted from 1, and keeps the output of each block."""
 
     def __init__(self, backbone: nn.Module) -> None:
         self.blocks = layer_stack(backbone)
@@ -68,7 +68,7 @@ class Blocks:
 
 
 def differ(actual: Tensor, expected: Tensor) -> bool:
-    """Whether numbers differ by more than two kernels may, which is much in low precision."""
+    """Tells whether numbers differ by more than two kernels may, which is much in low precision."""
     slack = 1 if expected.dtype in (torch.float32, torch.float64) else LOW_PRECISION_SLACK
     return not float((actual - expected).abs().max()) <= slack * probe_bound(expected)  # NaN is no match either
 
@@ -184,7 +184,7 @@ Mode = Callable[[nn.Module], AbstractContextManager[None]]
 def choose(
     name: str, models: Sequence[ScoredLM], requests: Collection[str] = (), device: torch.device | str = "cpu"
 ) -> Layout:
-    """The layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
+    """Returns the layout ``name`` if every model gives the same numbers with it as with ``padded``; else another.
 
     The log says which was not taken and why. ``auto`` is the first of ``shared_prefix`` and ``packed`` that can be
     taken. Each model is run on a probe of a few dozen tokens where it is; in low precision and for training on a GPU,
@@ -454,7 +454,7 @@ def _probed(
 
 
 def _dropout(model: nn.Module) -> float:
-    """The largest rate at which a module of the model drops out in training."""
+    """Returns the largest rate at which a module of the model drops out in training."""
     rates: list[object] = []
     for module in model.modules():
         # Modules that call the function themselves keep its rate as a number; others hold a module under that name.

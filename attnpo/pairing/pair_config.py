@@ -49,7 +49,7 @@ class PairConfig(Root):
 
     @property
     def dry_run(self) -> bool:
-        """Whether the ranker only says what ranking takes: ``limits.dry_run`` of one that has limits."""
+        """Tells whether the ranker only says what ranking takes: ``limits.dry_run`` of one that has limits."""
         return getattr(getattr(self.ranker, "limits", None), "dry_run", False) is True
 
     def path(self) -> Path:

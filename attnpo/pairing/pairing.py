@@ -31,7 +31,7 @@ UNRANKED = "prompts left unranked"
 
 
 def make_pairs(cfg: PairConfig) -> Path | None:
-    """The file with the pairs that a config asks for; None after a dry run, or while scores are missing.
+    """Makes the file of pairs that a config asks for; None after a dry run, or while scores are missing.
 
     In a job of several processes each scores its share of the prompts; the last one writes the pairs.
 

@@ -15,7 +15,7 @@ PLACES = ("name", "resume")
 
 
 def ending(cfg: RunConfig, folder: Path, result: RunResult) -> Iterator[str]:
-    """What came out of a finished run, then up to three commands, each on a line of its own."""
+    """Yields the outcome of a finished run, then up to three commands, each on a line of its own."""
     yield f"came out: {outcome_text(result)}"
     yield f"page and all numbers: {folder}"
     yield "next, each as it can be pasted:"

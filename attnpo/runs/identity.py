@@ -73,7 +73,7 @@ def numbers_of(cfg: RunConfig) -> dict[str, object]:
 
 
 def saved_numbers(path: Path, cfg: RunConfig) -> dict[str, object]:
-    """The same of the config that a run has saved at ``path``, for comparison with ``cfg``.
+    """Reads the same of the config that a run has saved at ``path``, for comparison with ``cfg``.
 
     What it had from the environment, which may be another by now, is the digest of that.
     """

@@ -27,7 +27,7 @@ GROUPS = {"helps": "better than", "harms": "worse than", "no clear difference": 
 
 
 def ending(cfg: FitConfig, outcome: Outcome) -> Iterator[str]:
-    """What came out of a study, then up to three commands, each on a line of its own."""
+    """Yields the outcome of a study, then up to three commands, each on a line of its own."""
     yield "came out:"
     for world in outcome.worlds:
         for text in came_out(outcome, world):

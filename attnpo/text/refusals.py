@@ -16,7 +16,7 @@ class TokenWithoutRow(RefusedText):
 
 
 class RunawayTemplate(UserError):
-    """A chat template that does not come to an end within its limits."""
+    """Chat template that does not come to an end within its limits."""
 
 
 def check_text(text: str, what: str) -> None:

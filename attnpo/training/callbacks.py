@@ -151,7 +151,7 @@ class FinalValidation(L.Callback):
 
 
 class Movement(L.Callback):
-    """What training did to the trained weights; a resumed run goes on from what the state noted.
+    """Measures what training did to the trained weights; a resumed run goes on from what the state noted.
 
     ``metrics`` after the last step: ``moved/weights`` is 1 where their sum is another than before and 0 where it is the
     same, ``moved/growth`` the largest magnitude over that before, ``moved/grad_norm`` the largest gradient norm.

@@ -1,4 +1,4 @@
-"""What one GPU makes of this project: `make gpu`, at most 8 minutes on one card, at the size of Llama-3-8B.
+"""Times what this project does on one GPU: `make gpu`, at most 8 minutes on one card, at the size of Llama-3-8B.
 
     make gpu                                                       all parts, each in a process of its own
     python -m experiments.benchmarks.gpu [--seconds 480] [--json FILE]                       the same
@@ -70,7 +70,7 @@ TINY = Shape(width=32, layers=2, heads=4, kv_heads=1, mlp=112, vocab=512)
 RUN = {"tiny": TINY, "1b": Shape(width=2048, layers=16, heads=32, kv_heads=8, mlp=8192, vocab=128256), "8b": LLAMA3_8B}
 SMALLER = 40  # budgets of tokens at toy size
 SECONDS = {"tests": 45, "step": 250, "judge": 35, "trl": 80, "run": 70}
-"""What the parts take at most; what one leaves the next may have."""
+"""Seconds that the parts take at most; what one leaves the next may have."""
 FULL_SHARE = 0.7  # of the time of ``step``, after which adapters have their turn
 OVER = 15  # seconds from the end of a part's time, after which it starts nothing, to the end of its process
 BARS = {FULL: 13.0, LORA: 16.0}
@@ -81,17 +81,17 @@ TRL_SETTINGS = ((4, True), (2, False), (8, True), (1, False), (4, False), (16, T
 
 
 def device_of(options: Namespace) -> torch.device:
-    """The device as it was asked for."""
+    """Returns the device as it was asked for."""
     return torch.device(options.device)
 
 
 def shape_of(options: Namespace) -> Shape:
-    """The model's shape."""
+    """Returns the model's shape."""
     return TINY if options.tiny else LLAMA3_8B
 
 
 def pairs_of(options: Namespace) -> list[Pair]:
-    """The pairs of a step."""
+    """Makes the pairs of a step."""
     scale = 0.1 if options.tiny else 1.0
     lengths = typical_lengths(options.pairs, 4, options.seed, scale=scale, limit=options.max_length)
     return make_pairs(lengths, shape_of(options).vocab, options.seed)
@@ -113,7 +113,7 @@ def attempt(sheet: Sheet, name: str, options: Namespace, work: Callable[[], None
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one short line."""
+    """Says an error in one short line."""
     return " ".join(str(error).split())[:200]
 
 
@@ -220,7 +220,7 @@ def time_step(sheet: Sheet, bench: Bench, setting: Setting, floor: float, rate: 
 
 
 def step_bars(rows: Sequence[dict[str, Any]]) -> list[Bar]:
-    """The bars of the issue on one H100."""
+    """Returns the bars on one H100."""
     bars = []
     for method, least in BARS.items():
         speeds = [row["pairs_per_s"] for row in rows if row.get("method") == method]
@@ -435,7 +435,7 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
             continue
         command = [sys.executable, "-m", "experiments.benchmarks.gpu", *arguments, "--steps", name]
         command += ["--seconds", f"{left:.0f}", "--json", str(options.json)]
-        failed += not finished(command, left + OVER)
+        failed += not is_finished(command, left + OVER)
         if not saved_parts(options.json).get(name, {}).get("results", {}).get("done"):
             print(f"{name}: cut off, or failed; its rows so far are in {options.json}", flush=True)
     parts = saved_parts(options.json)
@@ -447,8 +447,8 @@ def run_all(options: Namespace, arguments: Sequence[str]) -> int:
     return int(failed > 0)
 
 
-def finished(command: Sequence[str], limit: float) -> bool:
-    """Whether a process ended well in its time; it is ended with all that it started when it did not."""
+def is_finished(command: Sequence[str], limit: float) -> bool:
+    """Tells whether a process ended well in its time; it is ended with all that it started when it did not."""
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
         try:
             return process.wait(timeout=limit) == 0

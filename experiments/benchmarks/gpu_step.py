@@ -43,7 +43,7 @@ FLAGS = ("checkpoint", "compile")
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is timed in: ``method:layout:tokens`` and, after more colons, ``checkpoint`` and ``compile``.
+    """Setting of a timed step: ``method:layout:tokens`` and, after more colons, ``checkpoint`` and ``compile``.
 
     ``tokens`` is the budget of a micro-batch, as ``batch.tokens``.
     """
@@ -118,7 +118,7 @@ def batch_of(pairs: Sequence[Pair], layout: Layout, step_pairs: int) -> Preferen
     return PreferenceBatch({"main": rows}, torch.ones(len(pairs)), names, step_pairs=step_pairs)
 
 
-def attended(pairs: Sequence[Pair], layout: str) -> int:
+def count_attended(pairs: Sequence[Pair], layout: str) -> int:
     """Pairs of query and key that causal attention over a micro-batch computes."""
     branches = [len(pair.prompt) + len(row) for pair in pairs for row in pair.rows]
     if layout == "padded":
@@ -137,7 +137,7 @@ class Step:
         self.device = next(policy.parameters()).device
         total = sum(map(len, parts))
         self.batches = [batch_of(part, LAYOUTS[layout], total).to(self.device) for part in parts]
-        self.seen = sum(attended(part, layout) for part in parts)
+        self.seen = sum(count_attended(part, layout) for part in parts)
 
     @property
     def sizes(self) -> list[int]:
@@ -145,7 +145,7 @@ class Step:
         return [batch.main.inputs.input_ids.numel() for batch in self.batches if batch.main.inputs is not None]
 
     def run(self) -> float:
-        """The loss of the step."""
+        """Returns the loss of the step."""
         attend_as_before(self.policy.model)  # rows of another layout may have run before
         loss = torch.zeros((), device=self.device)
         for batch in self.batches:
@@ -174,14 +174,14 @@ def stats_of(policy: ScoredLM, batch: PreferenceBatch) -> TokenStats:
 
 
 def make_model(options: Namespace, shape: Shape, device: torch.device, **more: Any) -> PreTrainedModel:
-    """A random model on ``device``, made in its dtype (a cast would round the rotary frequencies)."""
+    """Makes a random model on ``device`` in its dtype (a cast would round the rotary frequencies)."""
     with device:
         return random_llama(shape, options.seed, dtype=getattr(torch, options.dtype), **more)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """What was found of a setting: seconds of each step, its work, and bytes at the peak (None on a CPU)."""
+    """Findings of a setting: seconds of each step, its work, and bytes at the peak (None on a CPU)."""
 
     seconds: list[float]
     sizes: list[int]
@@ -192,7 +192,7 @@ class Timed:
 
 
 class Bench:
-    """The model that all settings share, weights and optimiser states with it; adapters come once, after the rest."""
+    """Model that all settings share, weights and optimiser states with it; adapters come once, after the rest."""
 
     def __init__(self, options: Namespace, shape: Shape, device: torch.device, pairs: Sequence[Pair]) -> None:
         self.options, self.shape, self.device, self.pairs = options, shape, device, pairs
@@ -231,7 +231,7 @@ class Bench:
             torch.cuda.empty_cache()
 
     def recipe(self, method: str) -> Optimizer | None:
-        """The optimiser of ``hardware=1x80gb``, AdamW on float32 weights and adapters; None without an update.
+        """Makes the optimiser of ``hardware=1x80gb``, AdamW on float32 weights and adapters; None without an update.
 
         The learning rate is next to nothing: the weights stay, so that each setting is held to the same numbers.
         """
@@ -242,7 +242,7 @@ class Bench:
         return Optimizer(lr=STILL, moments="8bit", stochastic_rounding=True) if find_spec("torchao") else None
 
     def estimate(self, setting: Setting, tokens: int, recipe: Optimizer | None) -> MemoryEstimate:
-        """What ``attnpo.training.memory`` says of a step with micro-batches of ``tokens`` tokens."""
+        """Estimates by ``attnpo.training.memory`` a step with micro-batches of ``tokens`` tokens."""
         lora = LoraSpec() if setting.method == LORA else None
         spec = ModelSpec(
             "random",

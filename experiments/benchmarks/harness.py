@@ -195,7 +195,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit that is checked out; None where there is no git or no repository."""
+    """Names the commit that is checked out; None where there is no git or no repository."""
     with suppress(OSError):
         found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         return found.stdout.strip() or None
@@ -248,7 +248,7 @@ def record(
     bars: Sequence[Bar],
     more: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What is written of a benchmark: arguments as ``finish``."""
+    """Returns the record of a benchmark: arguments as ``finish``."""
     return {
         "benchmark": name,
         "command": shlex.join(["python", "-m", f"experiments.benchmarks.{name}", *sys.argv[1:]]),
@@ -309,7 +309,7 @@ class Sheet:
 
 
 def saved_parts(path: Path) -> dict[str, Any]:
-    """The parts that a file of ``Sheet`` holds, none where there is no such file."""
+    """Reads the parts that a file of ``Sheet`` holds, none where there is no such file."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         parts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["parts"]
         return parts

@@ -106,7 +106,7 @@ class World:
         return seconds
 
     def command(self, store: Path, beta: float) -> list[str]:
-        """The next run as one types it."""
+        """Returns the next run as one types it."""
         self.runs += 1
         name, options = f"run{self.runs}", self.options
         command = [sys.executable, "-m", "attnpo.fit", "setting=real_smoke", "judge=pairwise", "callbacks=none"]
@@ -119,7 +119,7 @@ class World:
         return [*command, f"trainer.threads={torch.get_num_threads()}", *options.override]
 
     def result(self) -> dict[str, Any]:
-        """What the last run wrote of itself."""
+        """Reads what the last run wrote of itself."""
         file = self.folder / "runs" / f"run{self.runs}" / "result.json"
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return found

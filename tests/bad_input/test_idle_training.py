@@ -23,7 +23,7 @@ SOMETHING = {"trust": 1, "chosen_weights": [[0, 4, 1.0]], "rejected_weights": [[
 
 
 def weighing(attempts: Attempts, given: Mapping[str, Mapping[str, Any]]) -> World:
-    """The world with columns of weights, those of ``given`` in each row of a file."""
+    """Gives the world columns of weights, those of ``given`` in each row of a file."""
     world = attempts.with_rows([{**row, **given["train"]} for row in deepcopy(attempts.rows)])
     path = world.data / "test.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What holds more than can be read: files nested too deeply or multiplied by aliases, templates without end."""
+"""Files that hold more than can be read: files nested too deeply or multiplied by aliases, templates without end."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_a_model_folder_with_a_file_nested_too_deeply(attempts: Attempts, record
 
 @pytest.mark.parametrize("case", FOLDERS)
 def test_a_configuration_that_cannot_be_held(case: str, tmp_path: Path) -> None:
-    """The user's own, and that of a run."""
+    """Reads both the user's own and that of a run."""
     file = tmp_path / "weights" / "own.yaml"
     file.parent.mkdir()
     file.write_text(FOLDERS[case])

@@ -35,7 +35,7 @@ class Given:
         self.of_pair = [f"answers.path={self.answers}", "ranker=column", "ranker.column=points"]
 
     def run(self, command: str, *words: str) -> int:
-        """The exit status of a command by its name, with these words after its own."""
+        """Returns the exit status of a command by its name, with these words after its own."""
         self.capsys.readouterr()
         mains: dict[str, Callable[..., int]] = {"weigh": weigh.main, "generate": generate.main, "pair": pair.main}
         if command == "show":
@@ -45,7 +45,7 @@ class Given:
         return run_entry(mains[command], command, [*getattr(self, f"of_{command}"), *words], "", "")
 
     def refused(self, command: str, *words: str) -> str:
-        """The one line of a command that ends with status 2."""
+        """Returns the one line of a command that ends with status 2."""
         status = self.run(command, *words)
         error = self.capsys.readouterr().err
         assert status == 2, f"exit status {status}"

@@ -19,27 +19,27 @@ Damage = Callable[[Rows], Rows]
 MAINS: dict[str, Any] = {"generate": generate.main, "pair": pair.main}
 
 
-def edited(at: int, **values: object) -> Damage:
+def edit_row(at: int, **values: object) -> Damage:
     """Writes other values into a row."""
     return lambda rows: [{**row, **values} if place == at else row for place, row in enumerate(rows)]
 
 
-def changed(at: int, name: str, to: Callable[[Any], object]) -> Damage:
+def change_value(at: int, name: str, to: Callable[[Any], object]) -> Damage:
     """Writes into a row what ``to`` makes of its value."""
-    return lambda rows: edited(at, **{name: to(rows[at][name])})(rows)
+    return lambda rows: edit_row(at, **{name: to(rows[at][name])})(rows)
 
 
-def exchanged(one: int, other: int, *names: str) -> Damage:
+def exchange(one: int, other: int, *names: str) -> Damage:
     """Exchanges the values of two rows."""
 
     def exchange(rows: Rows) -> Rows:
         first, second = ({name: row[name] for name in names} for row in (rows[one], rows[other]))
-        return edited(other, **first)(edited(one, **second)(rows))
+        return edit_row(other, **first)(edit_row(one, **second)(rows))
 
     return exchange
 
 
-def added(at: int, **values: object) -> Damage:
+def add_row(at: int, **values: object) -> Damage:
     """Adds a row once more, with other values."""
     return lambda rows: [*rows, {**rows[at], **values}]
 
@@ -52,33 +52,33 @@ def place_of(which: Callable[..., int], rows: Rows) -> int:
 LINES: dict[str, Damage] = {
     "order: all turned round": lambda rows: rows[::-1],
     "order: first line last": lambda rows: [*rows[1:], rows[0]],
-    "ids: another row's": lambda rows: edited(0, id=rows[2]["id"], draw=rows[2]["draw"])(rows),
-    "ids: another draw": edited(0, draw=7),
+    "ids: another row's": lambda rows: edit_row(0, id=rows[2]["id"], draw=rows[2]["draw"])(rows),
+    "ids: another draw": edit_row(0, draw=7),
     "ids: a line twice": lambda rows: [rows[0], *rows],
-    "ids: exchanged": exchanged(0, 4, "id"),
+    "ids: exchanged": exchange(0, 4, "id"),
     "nulls: a line": lambda rows: [None, *rows[1:]],
-    "nulls: an id": edited(1, id=None),
+    "nulls: an id": edit_row(1, id=None),
     "counts: a line less": lambda rows: rows[:-1],
 }
 ANSWERS: dict[str, Damage] = {
     **LINES,
-    "letters: one in an answer": changed(1, "answer", lambda text: f"x{text[1:]}"),
-    "letters: one in a prompt": changed(0, "prompt", lambda turns: [{**turns[0], "content": "x"}]),
-    "order: answers of one prompt exchanged": exchanged(0, 1, "answer"),
-    "order: answers of two prompts exchanged": exchanged(0, 4, "answer", "tokens", "finish_reason"),
-    "ids: a second line under one": added(0, answer="another"),
-    "nulls: an answer": edited(1, answer=None),
-    "counts: a token more": changed(0, "tokens", lambda count: count + 1),
+    "letters: one in an answer": change_value(1, "answer", lambda text: f"x{text[1:]}"),
+    "letters: one in a prompt": change_value(0, "prompt", lambda turns: [{**turns[0], "content": "x"}]),
+    "order: answers of one prompt exchanged": exchange(0, 1, "answer"),
+    "order: answers of two prompts exchanged": exchange(0, 4, "answer", "tokens", "finish_reason"),
+    "ids: a second line under one": add_row(0, answer="another"),
+    "nulls: an answer": edit_row(1, answer=None),
+    "counts: a token more": change_value(0, "tokens", lambda count: count + 1),
 }
 SCORES: dict[str, Damage] = {
     **LINES,
-    "scores: a little more": changed(1, "score", lambda score: score + 0.5),
-    "scores: another sign": changed(0, "score", lambda score: -score),
-    "scores: exchanged": lambda rows: exchanged(place_of(min, rows), place_of(max, rows), "score")(rows),
-    "scores: a second line under one": added(0, score=99.0),
-    "scores: null with a reason": edited(0, score=None, reason="none"),
-    "scores: text": changed(1, "score", str),
-    "scores: no number": edited(1, score=float("nan")),
+    "scores: a little more": change_value(1, "score", lambda score: score + 0.5),
+    "scores: another sign": change_value(0, "score", lambda score: -score),
+    "scores: exchanged": lambda rows: exchange(place_of(min, rows), place_of(max, rows), "score")(rows),
+    "scores: a second line under one": add_row(0, score=99.0),
+    "scores: null with a reason": edit_row(0, score=None, reason="none"),
+    "scores: text": change_value(1, "score", str),
+    "scores: no number": edit_row(1, score=float("nan")),
 }
 CASES = [
     *(("generate", "answers.jsonl", name, damage) for name, damage in ANSWERS.items()),
@@ -103,7 +103,7 @@ class Place:
         self.folder, self.world = folder, world
 
     def run(self, entry: str, *more: str) -> int:
-        """The exit status of a command that was given before."""
+        """Returns the exit status of a command that was given before."""
         words = {
             "generate": [
                 *(f"model.path={self.world.model}", f"data.path={self.world.store.parent / 'prompts.jsonl'}"),
@@ -181,7 +181,7 @@ def test_a_damage_of_an_unfinished_file_is_noticed(place: Place, capsys: pytest.
     account = place.folder / "answers.json"
     key = json.loads(account.read_text(encoding="utf-8"))["key"]
     account.write_text(json.dumps({"key": key}), encoding="utf-8")
-    spoil(place.folder / "answers.jsonl", lambda rows: edited(1, answer="another")(rows[:4]))
+    spoil(place.folder / "answers.jsonl", lambda rows: edit_row(1, answer="another")(rows[:4]))
     assert place.run("generate") == 2
     assert "answers.jsonl, line 2: " in capsys.readouterr().err
 

@@ -154,7 +154,7 @@ def test_every_token_is_in_one_bucket_and_sees_its_branch() -> None:
     assert inputs.segments is not None
     plan = Plan.of(inputs.segments, length)
     places = torch.cat([bucket.queries.flatten() for bucket in plan.buckets])
-    assert torch.equal(places[plan.bucketed[1]], torch.arange(length))
+    assert torch.equal(places[plan.layout_in_buckets[1]], torch.arange(length))
     seen = torch.zeros(length, length, dtype=torch.bool)
     for bucket in plan.buckets:
         for queries, keys, query_at, key_at in zip(

@@ -56,7 +56,7 @@ def attend_plainly(
 
 @dataclass
 class Calls:
-    """The kernel's place on a CPU, with the options of each call; ``latest``: it knows grouped heads and splits."""
+    """Kernel's place on a CPU, with the options of each call; ``latest``: it knows grouped heads and splits."""
 
     latest: bool = True
     told: list[dict[str, object]] = field(default_factory=list)

@@ -23,7 +23,7 @@ LR = 1e-3
 
 
 class Stop(Exception):
-    """What ends a run in its middle."""
+    """Ends a run in its middle."""
 
 
 @pytest.fixture(scope="module")

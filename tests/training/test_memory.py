@@ -329,7 +329,7 @@ def step_of(model: Any, every: int, width: int, mixed: bool) -> Callable[[], Non
 
 
 def counted_bytes(config: LlamaConfig, model: ModelSpec, width: int, mixed: bool) -> int:
-    """What the estimate counts of a step beside weights, gradients and moments."""
+    """Returns what the estimate counts of a step beside weights, gradients and moments."""
     precision = "bf16-mixed" if mixed else "32-true"
     estimate = estimate_training(config, model, Optimizer(), precision=precision, max_length=width, reference="cached")
     held = sum(row.size for row in estimate.rows if not row.moments)
