@@ -28,8 +28,9 @@ from transformers import (
 from transformers.utils import logging as library
 from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, find_adapter_config_file
 
-from attnpo.files import SEAL, changed, file_digest, is_sealed, parse_json
+from attnpo.files import SEAL, changed, is_sealed, parse_json
 from attnpo.hub import hub, out_of_reach
+from attnpo.kept_digests import unchanged_digest
 from attnpo.models.described import Described, describe, on_meta, per_layer
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, digest
@@ -47,7 +48,6 @@ ADAPTERS = (ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME)  # read beside an a
 TEXT_PATTERNS = ("*.json", "*.jinja", "additional_chat_templates/*", "*.model", "*.txt")  # configs and tokenizer
 # bitsandbytes repacks 4-bit weights for CPUs with bf16 units in a forward in eval mode: rounded, without gradients.
 CPU_REPACKING = "support_avx512bf16_for_cpu"
-_file_digests: dict[tuple[str | int, ...], str] = {}
 
 
 class _LoadingInfo(TypedDict):
@@ -68,6 +68,7 @@ def load_model(
     device: torch.device | str = "cpu",
     reward: bool = False,
     fresh_head: bool = False,
+    tried: bool = False,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local folder or a hub name, its weights in ``dtype``.
 
@@ -75,6 +76,7 @@ def load_model(
     ``dtype``: float32, bfloat16, float16 or float64. ``quantize`` (nf4 or fp4, through bitsandbytes) keeps the blocks'
     linear layers in 4 bits, on ``device`` from the start, and multiplies in ``dtype``; embeddings and head stay whole.
     ``attn_implementation`` sdpa is eager where the class has no other, as with soft-caps and attention sinks.
+    ``tried``: it was loaded before with these weights, device and versions, and found causal.
     Raises ``UserError`` when nothing is there, when a folder lacks its config or weights or brings an adapter, when
     weights do not fill the model or have other shapes, when the hub cannot be reached, without bitsandbytes where it is
     needed, for an attention that the class does not have, and for a model whose tokens see later ones. Weights without
@@ -113,7 +115,8 @@ def load_model(
     _check_loaded(path, model, loaded[1], fresh_head)
     check_rotary(model)
     model.train(False)
-    require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
+    if not tried:
+        require_causal(cast(PreTrainedModel, model.base_model) if reward else model, str(path))
     return model
 
 
@@ -274,7 +277,7 @@ def load_config(path: str | Path, revision: str | None = None) -> PretrainedConf
 def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[str, str]:
     """Digests that identify a model's numbers: of config and weight files (local), or the resolved commit (hub).
 
-    The content of a local file is hashed once per process, unless the file was replaced or written to since. Raises
+    The content of a local file is hashed once (``kept_digests``), unless it was replaced or written to since. Raises
     ``UserError`` as ``load_model`` does for what is not there, is written in part, or brings an adapter.
     """
     source = _locate(path, "model")
@@ -286,8 +289,8 @@ def weights_fingerprint(path: str | Path, revision: str | None = None) -> dict[s
             commit = resolve_revision(source, revision=revision or "main", local_files_only=cached).resolved
         return {"hub": source, "commit": commit}
     _check_folder(source)
-    files = {file.name: _file_digest(file) for file in _weight_files(source)}
-    return {"config": _file_digest(source / "config.json"), "weights": digest(files)}
+    files = {file.name: unchanged_digest(file) for file in _weight_files(source)}
+    return {"config": unchanged_digest(source / "config.json"), "weights": digest(files)}
 
 
 def _locate(path: str | Path, what: str) -> Path | str:
@@ -334,9 +337,9 @@ def _check_config(folder: Path) -> None:
 def _check_sealed(folder: Path, patterns: tuple[str, ...]) -> None:
     """Refuses a sealed folder, such as a run's best/, when the files read of it differ from its own digests.
 
-    Files are hashed once per process and state on disk, as for ``weights_fingerprint``.
+    Files are hashed once per state on disk, as for ``weights_fingerprint``.
     """
-    if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=_file_digest)) is not None:
+    if is_sealed(folder) and (problem := changed(folder, only=patterns, digest=unchanged_digest)) is not None:
         raise UserError(
             f"{folder}: {problem}: copy or export the folder again; where the change is meant, remove its {SEAL}"
         )
@@ -370,15 +373,6 @@ def _check_folder(folder: Path) -> None:
 def _weight_files(folder: Path) -> list[Path]:
     files = {file for pattern in WEIGHT_PATTERNS for file in folder.glob(pattern)}
     return sorted(file for file in files if file.name not in ADAPTERS)
-
-
-def _file_digest(file: Path) -> str:
-    stat = file.stat()
-    # Copies may keep size and modification time, but not the inode's number and time of change.
-    key = (str(file.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-    if key not in _file_digests:
-        _file_digests[key] = file_digest(file)
-    return _file_digests[key]
 
 
 @contextmanager

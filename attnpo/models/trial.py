@@ -265,7 +265,7 @@ def reason_against(
     """Returns why the models cannot take a layout in training on ``device``, or None; arguments as ``choose``."""
     device = torch.device(device)
     for request in sorted(requests):
-        if request == "input_gradient" or request.startswith("group:"):
+        if asks_for_rows(request):
             return f"{request} is made from rows of one sequence each"
     for model in models:
         what = type(model.model).__name__
@@ -277,6 +277,11 @@ def reason_against(
         if reason is not None:
             return f"{what} {reason}"
     return None
+
+
+def asks_for_rows(request: str) -> bool:
+    """Returns whether what an objective or source asks for is made from rows of one sequence each."""
+    return request == "input_gradient" or request.startswith("group:")
 
 
 def _tried(wanted: str, model: ScoredLM, dtype: torch.dtype | None = None) -> str | None:

@@ -10,6 +10,7 @@ from transformers.utils import logging as quiet
 from attnpo.answers.answering import load_chat
 from attnpo.config import MISSING
 from attnpo.files import in_bytes
+from attnpo.kept_digests import keep_digests
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
 from attnpo.models.described import on_meta, require_exact
@@ -113,6 +114,7 @@ def make_context(cfg: RunConfig) -> RunContext:
     """
     # Model folders load and save in moments; their bars bury the log.
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
+    keep_digests(store_root(cfg) / "digests", full=cfg.digests == "full")
     cfg, prepared = settle(cfg)
     if cfg.model.compile is not None:
         require_backend(cfg.model.compile)

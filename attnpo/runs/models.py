@@ -27,7 +27,7 @@ from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
-from attnpo.models.trial import VERSION, choose, require_trainable
+from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError, digest
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
 LAYOUT_TRIALS = "layouts"  # the store's folder of layouts that models could take
+LOAD_TRIALS = "loaded"  # and of models that could be loaded and run
 
 
 @phase("reference pass")
@@ -94,12 +95,10 @@ def choose_layout(context: RunContext, models: Sequence[ScoredLM], requests: Col
         return choose(cfg.layout, models, requests, device)
     facts = {
         "layout": cfg.layout,
-        "model": reference_fingerprint(context),
         "lora": None if context.model.lora is None else asdict(context.model.lora),
         "reference": cfg.reference,
-        "requests": sorted(requests),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
+        "requests": [name for name in sorted(requests) if asks_for_rows(name)],
+        **_trial_facts(context),
     }
     path = Path(context.store.root) / LAYOUT_TRIALS / f"{digest(facts)[:20]}.json"
     kept = (read_record(path) or {}).get("taken")
@@ -110,6 +109,21 @@ def choose_layout(context: RunContext, models: Sequence[ScoredLM], requests: Col
     path.parent.mkdir(parents=True, exist_ok=True)
     write_record(path, {"of": facts, "taken": next(name for name, layout in LAYOUTS.items() if layout is taken)})
     return taken
+
+
+def _trial_facts(context: RunContext) -> dict[str, object]:
+    """Returns what identifies a trial of the run's model: weights, formats, device, versions."""
+    device = device_of(context.cfg.trainer.accelerator)
+    return {
+        "model": reference_fingerprint(context),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trial": VERSION},
+    }
+
+
+def _load_trial(context: RunContext) -> Path:
+    """Returns the file that the store has once the run's model was found causal and ran in training mode."""
+    return Path(context.store.root) / LOAD_TRIALS / f"{digest(_trial_facts(context))[:20]}.json"
 
 
 def reference_table(context: RunContext) -> Table:
@@ -147,6 +161,7 @@ def load_start(context: RunContext) -> PreTrainedModel:
         revision=model.revision,
         quantize=model.quantize,
         device=device_of(context.cfg.trainer.accelerator),
+        tried=read_record(_load_trial(context)) is not None,
     )
 
 
@@ -157,8 +172,11 @@ def load_policy(context: RunContext) -> ScoredLM:
     """
     if context.model.reward:
         return _load_reward(context)
-    model = load_start(context)
-    require_trainable(model, context.model.path)
+    model, trial = load_start(context), _load_trial(context)
+    if read_record(trial) is None:
+        require_trainable(model, context.model.path)
+        trial.parent.mkdir(parents=True, exist_ok=True)
+        write_record(trial, {"of": _trial_facts(context)})
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
     if context.model.router_aux_loss_coef:
@@ -198,6 +216,11 @@ def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> Non
     if backend is not None:
         autocast = context.cfg.trainer.precision == "bf16-mixed"
         device = device_of(context.cfg.trainer.accelerator)
+        log.info(
+            "model.compile=%s: compiling, now a few blocks like the model's to compare them with plain ones, then the "
+            "model's in the first step, which takes longer: a minute or more where the compiler has nothing cached",
+            backend,
+        )
         require_same_numbers(policy.model, backend, layout, device, autocast=autocast)
         compile_blocks(policy.model, backend)
 

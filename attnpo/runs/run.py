@@ -140,7 +140,7 @@ def _finish(
         if callbacks.checkpoints:
             keep_last(folder, resume)
     with spare(folder, "moving the policy back to its device"):
-        policy.to(device_of(cfg.trainer.accelerator))  # Lightning's teardown leaves it on the CPU
+        policy.to(device_of(cfg.trainer.accelerator))  # one that was sharded was put together on the CPU
         attend_as_before(policy.model)  # what is scored and sampled runs as any other model
     truth, sampled, drift = None, list[PreferencePair](), dict[str, Json]()
     with nullcontext() if point else spare(folder, "scoring by the truth"):

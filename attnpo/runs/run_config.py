@@ -8,6 +8,7 @@ from typing import ClassVar
 from attnpo.config import MISSING, Root
 from attnpo.data.base import PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
+from attnpo.kept_digests import CHOICES
 from attnpo.locks import TIMEOUT
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
@@ -32,7 +33,7 @@ from attnpo.runs.settings import (
     require_reference,
     require_whole,
 )
-from attnpo.schema import BOOKKEEPING, UserError, check_seed
+from attnpo.schema import BOOKKEEPING, UserError, check_choice, check_seed
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import CallbackSettings, LoggerSettings, TrainerSettings
 from attnpo.weights.apart import check_apart
@@ -86,6 +87,7 @@ class RunConfig(Root):
     store: str | None = field(default=None, metadata=BOOKKEEPING)
     resume: str | None = field(default=None, metadata=BOOKKEEPING)
     lock_timeout: float = field(default=TIMEOUT, metadata=BOOKKEEPING)
+    digests: str = field(default=CHOICES[0], metadata=BOOKKEEPING)
     prepare: Preparer | None = None
     truth: Truth | None = None
     drift: DriftSettings = field(default_factory=DriftSettings)
@@ -95,6 +97,7 @@ class RunConfig(Root):
         check_seed("seed", self.seed, self.seed_count())
         if not 0 < self.lock_timeout < math.inf:
             raise UserError(f"lock_timeout: expected seconds, more than 0, got {self.lock_timeout}")
+        check_choice("digests", self.digests, CHOICES)
         require_name(self.name)
         require_folder("output", self.output)
         require_folder("store", self.store)

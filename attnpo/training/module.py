@@ -130,6 +130,16 @@ class PreferenceModule(L.LightningModule):
             self.reference.eval()
         return self
 
+    def cpu(self) -> "PreferenceModule":
+        """Stays where it is: Lightning asks for the CPU after each validation and fit, and the next use moves back."""
+        return self
+
+    def on_train_end(self) -> None:
+        """Lets go of gradients and moments, which Lightning would move to the CPU: what is saved was saved before."""
+        for optimizer in self.trainer.optimizers:
+            optimizer.zero_grad()
+            optimizer.state.clear()
+
     def establish(self, training: bool) -> None:
         """Sets the policy's mode (from_pretrained leaves it in eval mode) and freezes the reference."""
         self.train(training)

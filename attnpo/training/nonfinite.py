@@ -137,12 +137,16 @@ def nonfinite_weights(model: nn.Module, processes: int) -> tuple[list[str], int]
         name: value.to_local() if isinstance(value, DTensor) else value.detach() for name, value in trained.items()
     }
     held = [name for name, value in shards.items() if value.numel()]  # a process may have no part of a short one
-    # The largest magnitude is NaN where a value is; the device is read once for all parameters.
-    peaks = [torch.linalg.vector_norm(shards[name].detach(), float("inf")).float() for name in held]
+    peaks = [peak(shards[name]) for name in held]  # the device is read once for all parameters
     finite = torch.stack(peaks).isfinite().tolist() if peaks else []
     bad_here = [name for name, good in zip(held, finite, strict=True) if not good]
     bad = {name for names in from_all_ranks(bad_here, processes) for name in names}
     return [name for name in trained if name in bad], len(trained)
+
+
+def peak(value: Tensor) -> Tensor:
+    """Returns the largest magnitude in float32, NaN where a value is; several times as fast on a CPU as a norm."""
+    return torch.stack(torch.aminmax(value.detach())).abs().amax().float()
 
 
 def check_weights(trainer: L.Trainer) -> None:

@@ -1,5 +1,6 @@
 """The optimiser's recipe: plain numbers, the learning-rate curve they describe, and the optimiser they make."""
 
+import logging
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from attnpo.schema import UserError, check_choice, check_least
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger(__name__)
 
 MOMENTS = ("float32", "8bit")
 WARMUPS = ("first", "zero")
@@ -139,6 +142,9 @@ class Optimizer:
                 f"optimizer.moments=8bit needs the package torchao ({error}): pip install 'attnpo[opt8bit]', or set "
                 "optimizer=adamw"
             ) from error
+        log.info(
+            "optimizer.moments=8bit: torchao compiles its update in the first step, which takes up to a minute longer"
+        )
         optimizer: torch.optim.Optimizer = AdamW8bit(
             groups,
             lr=self.lr,
