@@ -299,9 +299,15 @@ def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: st
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
-def test_compiled_blocks_train_alike(world: World, runs: dict[str, tuple[Path, RunResult]], tmp_path: Path) -> None:
+def test_compiled_blocks_train_alike(
+    world: World, runs: dict[str, tuple[Path, RunResult]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That the first step takes longer is said before anything is compiled."""
     cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=eager")
-    run(cfg, tmp_path / "compiled")
+    with caplog.at_level("INFO", "attnpo"):
+        run(cfg, tmp_path / "compiled")
+    said = caplog.text.find("model.compile=eager: compiling, now a few blocks like the model's")
+    assert 0 < said < caplog.text.find("gradients of compiled blocks are right to")
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
 

@@ -10,6 +10,7 @@ from attnpo import kept_digests
 from attnpo.models import loading
 from attnpo.runs import models as policies_room
 from attnpo.runs.run import run
+from attnpo.schema import UserError
 from tests.runs.worlds import World, build_world, judge_loads
 
 BARE = ("callbacks=none", "callbacks.samples=0", "trainer.max_steps=1")
@@ -99,3 +100,8 @@ def test_other_weights_under_the_same_name_are_tried_again(tmp_path: Path, calls
     # As the policy, and as the reference after that has passed.
     assert calls.trials == ["require_causal", "require_trainable", "choose"] and len(calls.loads) == 2
     assert calls.of_model(world) == ["model.safetensors"]
+
+
+def test_a_choice_of_digests_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="digests must be one of kept, full, got 'never'"):
+        World(tmp_path, tmp_path, tmp_path).config("digests=never")

@@ -15,6 +15,8 @@ from attnpo.models.layouts import padded
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import UserError
+from attnpo.training.callbacks import LARGE, _total
+from attnpo.training.nonfinite import peak
 from attnpo.training.resume_state import Continuation
 from attnpo.training.settings import TrainerSettings
 from tests.training.stored import epoch_order, stored_data, stored_reference
@@ -165,3 +167,29 @@ def test_a_run_needs_an_epoch_or_a_number_of_steps(epochs: int, steps: int) -> N
     with pytest.raises(UserError, match=rf"trainer\.max_epochs must be at least 1, or -1.*max_steps.*got {epochs}"):
         TrainerSettings(max_epochs=epochs, max_steps=steps)
     assert TrainerSettings(max_epochs=-1, max_steps=3).max_steps == 3
+
+
+def test_after_training_weights_stay_and_nothing_else_is_held(fit: Fit) -> None:
+    """Lightning moves all of it to the CPU, and after the validation before the first step as well."""
+    module = make_module(3)
+    fit(module, make_data(make_examples(8), BatchPlan(8, 4)), steps=1, epochs=1)
+    optimizer = module.trainer.optimizers[0]
+    assert optimizer.param_groups[0]["params"] and not optimizer.state
+    assert all(parameter.grad is None for parameter in module.parameters())
+    module.to("meta").cpu()
+    assert {parameter.device.type for parameter in module.policy.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_read_as_norms_and_sums_are(dtype: torch.dtype) -> None:
+    """Also where a matrix is so large that its rows are summed first: one rounding step in each hundredth weight."""
+    before = torch.randn(300, 400, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert before.numel() > LARGE
+    assert float(peak(before)) == float(torch.linalg.vector_norm(before, float("inf")))
+    assert float(_total(before)) == pytest.approx(float(before.double().sum()), rel=1e-5)
+    moved = before.clone()
+    moved.view(-1)[::100] = torch.nextafter(before.view(-1)[::100], torch.full((1,), 9, dtype=dtype))
+    assert float(_total(moved)) != float(_total(before))
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        moved[7, 5] = bad
+        assert not peak(moved).isfinite()

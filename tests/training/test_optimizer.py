@@ -235,10 +235,13 @@ def test_8bit_moments_take_both_groups(torchao: list[dict[str, Any]], rounding: 
 
 @pytest.mark.parametrize("rounding", [False, True])
 def test_8bit_moments_are_torchaos_with_every_number_of_the_recipe(
-    torchao: list[dict[str, Any]], rounding: bool
+    torchao: list[dict[str, Any]], rounding: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """That the library compiles in the first step is said before it."""
     parameters = weights(torch.bfloat16)
-    Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).make(iter(parameters))
+    with caplog.at_level("INFO", "attnpo"):
+        Optimizer(**NUMBERS, moments="8bit", stochastic_rounding=rounding).make(iter(parameters))
+    assert "torchao compiles its update in the first step, which takes up to a minute longer" in caplog.text
     (group,) = torchao[0].pop("params")
     assert len(torchao) == 1 and all(a is b for a, b in zip(group["params"], parameters, strict=True))
     rest = {"amsgrad": False, "block_size": 256, "bf16_stochastic_round": rounding}
