@@ -30,8 +30,8 @@ from transformers.utils.peft_utils import ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEI
 
 from attnpo.files import SEAL, changed, is_sealed, parse_json
 from attnpo.hub import hub, out_of_reach
-from attnpo.kept_digests import unchanged_digest
 from attnpo.models.described import Described, describe, on_meta, per_layer
+from attnpo.models.kept_digests import unchanged_digest
 from attnpo.models.trial import require_causal
 from attnpo.schema import UserError, digest
 

@@ -10,10 +10,10 @@ from transformers.utils import logging as quiet
 from attnpo.answers.answering import load_chat
 from attnpo.config import MISSING
 from attnpo.files import in_bytes
-from attnpo.kept_digests import keep_digests
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
 from attnpo.models.described import on_meta, require_exact
+from attnpo.models.kept_digests import keep_digests
 from attnpo.models.loading import (
     attention_of,
     load_config,

@@ -8,8 +8,8 @@ from typing import ClassVar
 from attnpo.config import MISSING, Root
 from attnpo.data.base import PairSource
 from attnpo.data.rules import AlignRules, BatchPlan, LengthRules
-from attnpo.kept_digests import CHOICES
 from attnpo.locks import TIMEOUT
+from attnpo.models.kept_digests import CHOICES
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.terms import AnchorOn

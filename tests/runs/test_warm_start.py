@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attnpo import kept_digests
-from attnpo.models import loading
+from attnpo.models import kept_digests, loading
 from attnpo.runs import models as policies_room
 from attnpo.runs.run import run
 from attnpo.schema import UserError

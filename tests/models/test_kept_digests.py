@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from attnpo import kept_digests
 from attnpo.files import file_digest
-from attnpo.kept_digests import keep_digests, unchanged_digest
+from attnpo.models import kept_digests
+from attnpo.models.kept_digests import keep_digests, unchanged_digest
 
 BYTES = b"weights" * 10
 
