@@ -185,6 +185,13 @@ def device_of(accelerator: str) -> "torch.device":
     return torch.device("cuda", local_rank() % torch.cuda.device_count())
 
 
+def memory_of(device: "torch.device") -> int | None:
+    """Bytes of memory that a device has; None where it is no GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 PACKAGES = (
     *("torch", "lightning", "transformers", "datasets", "torchmetrics", "hydra-core", "Levenshtein"),
     *("numpy", "tokenizers", "peft", "bitsandbytes", "torchao"),

@@ -87,6 +87,7 @@ class PreferenceDataModule(L.LightningDataModule):
         cost: what pairs cost under ``layout``, where the plan has a budget of tokens.
         epochs: how many the run has; which micro-batches its steps need is known from them.
         max_steps: optimiser steps of the run, if they and not the epochs end it.
+        auto: whether the plan's budget of training tokens is a choice, so that another may take its place.
 
     Raises:
         UserError: a split is empty, or has one pair where rows are made of several, or one above the plan's budget.
@@ -105,6 +106,7 @@ class PreferenceDataModule(L.LightningDataModule):
         cost: RowCost = PADDED,
         epochs: int = 1,
         max_steps: int = -1,
+        auto: bool = False,
     ) -> None:
         super().__init__()
         if not train:
@@ -118,11 +120,12 @@ class PreferenceDataModule(L.LightningDataModule):
                     f"{split} pairs, got 1; see the counts above for those dropped, and {key}"
                 )
         made = StepRows(ahead, max_length) if ahead else None
-        by_train = make_cutting(train, cost, "batch.tokens", plan.tokens, plan.per_forward)
-        by_val = make_cutting(val, cost, "batch.eval_tokens", plan.eval_tokens, plan.eval_per_forward)
+        by_train = make_cutting(train, cost, "batch.tokens", plan.budget, plan.per_forward)
+        by_val = make_cutting(val, cost, "batch.eval_tokens", plan.eval_budget, plan.eval_per_forward)
         self.train_batches = Batches(train, layout, pad_id, by_train, made)
         self.val_batches = Batches(val, layout, pad_id, by_val, made)
         self.plan, self.seed, self.epochs, self.max_steps = plan, seed, epochs, max_steps
+        self.chosen = plan.budget if auto else None
         self.sampler: StepBatches | None = None
         self._resume: SamplerState | None = None
 
@@ -155,9 +158,45 @@ class PreferenceDataModule(L.LightningDataModule):
         """
         return self._sampler(0, processes).split.accumulation
 
+    # ------------------------------------------------------------------------------------------------ the budget
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The tokens per forward of training and of validation, where budgets and not pairs decide."""
+        cuttings = (self.train_batches.cutting, self.val_batches.cutting)
+        return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, ByTokens))
+
+    def agree(self, budgets: Sequence[int]) -> None:
+        """Takes the budgets that all processes of a job can hold, in the order of ``budgets``."""
+        left = iter(budgets)
+        for batches in (self.train_batches, self.val_batches):
+            if isinstance(batches.cutting, ByTokens):
+                batches.cutting = replace(batches.cutting, budget=next(left))
+        self.chosen = self.chosen and budgets[0]
+
+    def halve(self) -> bool:
+        """Halves a chosen budget, as far as the longest pair allows; False where that leaves it as it was."""
+        cutting = self.train_batches.cutting
+        if self.chosen is None or not isinstance(cutting, ByTokens):
+            return False
+        longest = max(cutting.sizes[i] for i in range(len(self.train_batches.examples)))
+        self._take(max(cutting.budget // 2, longest))
+        return cutting.budget > longest
+
+    def _take(self, budget: int) -> None:
+        if isinstance(self.train_batches.cutting, ByTokens):
+            self.train_batches.cutting = replace(self.train_batches.cutting, budget=budget)
+
     def place(self, state: SamplerState) -> tuple[int, int, int]:
-        """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting."""
+        """(epoch, micro-batches of it consumed, micro-batches in it) of a saved ``state``, in this run's splitting.
+
+        Where the budget is a choice, a state saved inside a step goes on with its own, and so does one whose run began
+        with the same choice and found it too large.
+        """
         sampler = self._sampler(*self._ranks())
+        chosen, used = state.get("budgets", (0, 0))
+        if self.chosen is not None and (self.chosen == chosen or (used and sampler.is_inside(state))):
+            self._take(used)
+            sampler = self._sampler(*self._ranks())
         sampler.load_state_dict(state)
         return sampler.epoch, sampler.consumed, len(sampler)
 
@@ -186,7 +225,10 @@ class PreferenceDataModule(L.LightningDataModule):
         if self.trainer is None or self.sampler is None:
             return {}
         consumed: int = vars(self.trainer.fit_loop.epoch_loop.batch_progress.current)["processed"]
-        return dict(self.sampler.state_dict(consumed))
+        state = self.sampler.state_dict(consumed)
+        if self.chosen is not None:
+            state["budgets"] = [self.chosen, self.budgets[0]]
+        return dict(state)
 
     def load_state_dict(self, state_dict: dict[str, object]) -> None:
         """Makes the next training loader start after the consumed batches."""

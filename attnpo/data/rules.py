@@ -1,10 +1,12 @@
 """The rules of a run's data as plain, checked numbers: lengths, alignment, how a step is cut into micro-batches."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from attnpo.schema import BOOKKEEPING, UserError
 from attnpo.text.alignment import AlignMethod
+
+AUTO = "auto"
 
 
 class Overlong(Enum):
@@ -67,15 +69,16 @@ class BatchPlan:
 
     With ``tokens`` instead of ``micro``, the pairs of a step are sorted by length and put together so that a forward of
     one process holds at most so many tokens, padding included. ``eval_micro`` (8 where neither is given) and
-    ``eval_tokens`` are the same for validation. None of the four changes a number beyond rounding, only memory and
-    speed. Without ``shuffle`` every epoch has the training pairs in the order of their rows.
+    ``eval_tokens`` are the same for validation. A budget may be "auto", as many tokens as the memory estimate has room
+    for, which gives way to a number of pairs. None of the four changes a number beyond rounding, only memory and speed.
+    Without ``shuffle`` every epoch has the training pairs in the order of their rows.
     """
 
     pairs: int = 32
     micro: int | None = field(default=None, metadata=BOOKKEEPING)
     eval_micro: int | None = field(default=None, metadata=BOOKKEEPING)
-    tokens: int | None = field(default=None, metadata=BOOKKEEPING)
-    eval_tokens: int | None = field(default=None, metadata=BOOKKEEPING)
+    tokens: int | str | None = field(default=None, metadata=BOOKKEEPING)
+    eval_tokens: int | str | None = field(default=None, metadata=BOOKKEEPING)
     shuffle: bool = True
 
     def __post_init__(self) -> None:
@@ -83,10 +86,13 @@ class BatchPlan:
             raise UserError(f"batch.pairs must be at least 1, got {self.pairs}")
         for start in ("", "eval_"):
             micro, tokens = f"{start}micro", f"{start}tokens"
+            if getattr(self, tokens) == AUTO and getattr(self, micro) is not None:
+                object.__setattr__(self, tokens, None)
             given = {name: getattr(self, name) for name in (micro, tokens) if getattr(self, name) is not None}
             for name, value in given.items():
-                if value < 1:
-                    raise UserError(f"batch.{name} must be at least 1, or null, got {value}")
+                if value != AUTO and (isinstance(value, str) or value < 1):
+                    auto = f" or {AUTO}" * (name == tokens)
+                    raise UserError(f"batch.{name} must be at least 1, or null{auto}, got {value!r}")
             if len(given) == 2:
                 raise UserError(
                     f"batch.{micro} {given[micro]} and batch.{tokens} {given[tokens]} both say what a forward holds: "
@@ -102,6 +108,22 @@ class BatchPlan:
     def eval_per_forward(self) -> int:
         """Pairs per forward of validation where no budget of tokens decides."""
         return self.eval_micro or 8
+
+    @property
+    def budget(self) -> int | None:
+        """Tokens per forward of training; None where pairs are counted, or nothing is decided yet."""
+        return self.tokens if isinstance(self.tokens, int) else None
+
+    @property
+    def eval_budget(self) -> int | None:
+        """The same of validation."""
+        return self.eval_tokens if isinstance(self.eval_tokens, int) else None
+
+    def decided(self, max_length: int) -> "BatchPlan":
+        """The plan with every ``auto`` at its least: the longest pair, padded; in validation two of them."""
+        tokens = 2 * max_length if self.tokens == AUTO else self.tokens
+        eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
+        return replace(self, tokens=tokens, eval_tokens=eval_tokens)
 
     def accumulation(self, world_size: int) -> int | None:
         """Micro-batches per optimiser step on each of ``world_size`` ranks; None where the pairs' lengths decide.

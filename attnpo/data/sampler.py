@@ -66,12 +66,14 @@ class SamplerState(TypedDict):
 
     ``batches`` of ``epoch`` were consumed, of the order that ``order`` decides, in steps cut as ``layout`` says (also
     as micro-batch, accumulation and number of processes). Without these two it is a state of this very plan.
+    ``budgets``: of tokens, as chosen by the memory estimate and as used in the end.
     """
 
     epoch: int
     batches: int
     order: NotRequired[dict[str, int]]
     layout: NotRequired[SavedSplit | Sequence[int]]
+    budgets: NotRequired[Sequence[int]]
 
 
 def steps_in(num_pairs: int, size: int, world_size: int) -> int:
@@ -267,6 +269,14 @@ class StepBatches(Sampler[PlannedBatch]):
         short = ByCount(micro).micros((), rest, ranks) if rest >= ranks else 0
         return Split(ByCount(micro).rule, accumulation, short, ranks)
 
+    def is_inside(self, state: SamplerState) -> bool:
+        """Whether ``state`` was saved inside an optimiser step."""
+        return self._divides(int(state["batches"]), self._split_of(state.get("layout")))
+
+    def _divides(self, batches: int, split: Split) -> bool:
+        last = self._full * split.accumulation
+        return batches != last + split.short and (batches > last or batches % split.accumulation > 0)
+
     def _translate(self, batches: int, saved: Split) -> int:
         """The number of batches consumed in the split ``saved``, counted in this one."""
         if saved == self.split:
@@ -281,7 +291,7 @@ class StepBatches(Sampler[PlannedBatch]):
         last = self._full * saved.accumulation
         if saved.short and batches == last + saved.short:
             return len(self)
-        if batches <= last and batches % saved.accumulation == 0:
+        if not self._divides(batches, saved):
             return batches // saved.accumulation * self.split.accumulation
         raise UserError(
             "the run was saved inside an optimiser step, so it can only be resumed with the same split: "

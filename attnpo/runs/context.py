@@ -9,6 +9,7 @@ from transformers.utils import logging as quiet
 
 from attnpo.answers.answering import load_chat
 from attnpo.config import MISSING
+from attnpo.data.rules import BatchPlan
 from attnpo.files import in_bytes
 from attnpo.live import phase
 from attnpo.models.compiled import require_backend
@@ -47,11 +48,15 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every later step stands on: a settled config and the objects that read text."""
+    """What every later step stands on: a settled config and the objects that read text.
+
+    ``model`` and ``batch`` are those of the config with what ``auto`` became.
+    """
 
     cfg: RunConfig
     store: Store
     model: ModelSpec
+    batch: BatchPlan
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     prepared: dict[str, object]
@@ -121,7 +126,8 @@ def make_context(cfg: RunConfig) -> RunContext:
     model, chat = load_chat(cfg.model)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-    context = RunContext(cfg, Store(store_root(cfg)), model, chat.tokenizer, chat, prepared)
+    batch = cfg.batch.decided(cfg.lengths.max_length)
+    context = RunContext(cfg, Store(store_root(cfg)), model, batch, chat.tokenizer, chat, prepared)
     judged = ""
     require_reader(cfg.weights, cfg.objective)
     if "generator" in cfg.weights.requires:

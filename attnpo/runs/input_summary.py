@@ -157,7 +157,7 @@ def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Itera
 def plan_lines(inputs: Inputs) -> Iterator[str]:
     """How the pairs become optimiser steps, and when the run is validated and saved."""
     cfg = inputs.context.cfg
-    plan, settings, kept = cfg.batch, cfg.trainer, cfg.callbacks
+    plan, settings, kept = inputs.context.batch, cfg.trainer, cfg.callbacks
     processes = planned_processes(cfg.trainer)
     accumulation = plan.accumulation(processes)
     cut = f" = {plan.per_forward} per forward x {accumulation} accumulated x"
@@ -264,9 +264,8 @@ def _require_examples(inputs: Inputs, split: str) -> None:
 
 def _require_budgets(inputs: Inputs) -> None:
     """Refuses early what the data module would. Which layout auto will be is not known: the least counts."""
-    cfg = inputs.context.cfg
-    cost = COSTS.get(cfg.layout, SHARED_PREFIX)
-    budgets = {"train": ("tokens", cfg.batch.tokens), "val": ("eval_tokens", cfg.batch.eval_tokens)}
+    cost, plan = COSTS.get(inputs.context.cfg.layout, SHARED_PREFIX), inputs.context.batch
+    budgets = {"train": ("tokens", plan.budget), "val": ("eval_tokens", plan.eval_budget)}
     for split, (key, budget) in budgets.items():
         require_room(inputs.examples[split].examples, cost, budget, f"batch.{key}")
 

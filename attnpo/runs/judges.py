@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 
 import torch
@@ -10,11 +11,13 @@ import torch
 from attnpo.answers.answering import chat_generator
 from attnpo.config_files import read_template
 from attnpo.judging import JudgeModel
-from attnpo.models.described import stated_positions, token_rows
+from attnpo.machine import memory_of
+from attnpo.models.described import describe, stated_positions, token_rows
 from attnpo.models.generate import ends_of_folder, longest_sequence
 from attnpo.models.judge import CausalJudge, kernel_for
 from attnpo.models.loading import (
     described,
+    load_config,
     load_model,
     load_tokenizer,
     model_depth,
@@ -25,11 +28,12 @@ from attnpo.models.loading import (
 from attnpo.models.spec import ModelSpec
 from attnpo.models.trace_writer import TraceWriter
 from attnpo.runs.judge_traces import TRACES, KeptTraces, ThinkingJudge, trace_key
-from attnpo.runs.settings import Judge, Verbalizer
+from attnpo.runs.settings import TOKEN_BUDGET, Judge, Verbalizer
 from attnpo.schema import SIDES, Generator, Message, PairWeights, PreferencePair, Sampling, UserError, digest
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts
 from attnpo.text.score_prompt import ScoreQuestions
+from attnpo.training.memory import MemoryEstimate, estimate_pass, most_tokens
 from attnpo.weights.answer_statistics import AnswerStatistics, answer_statistics
 from attnpo.weights.base import Tools
 from attnpo.weights.cache import Store, Table
@@ -117,6 +121,25 @@ class RunJudge:
         """A token of the judge as text."""
         return str(self.tokenizer.decode([token]))
 
+    def estimate(self, budget: int) -> MemoryEstimate:
+        """What the judge pass needs with so many tokens in a forward, and one prompt at least."""
+        config, length = load_config(self.path, self.revision), self.settings.max_length
+        mapped = length if describe(config).mapped else 0
+        return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
+
+    def budget(self, capacity: int | None) -> int:
+        """The tokens of a forward on a device of so many bytes, where they are known.
+
+        What a judge that thinks first keeps of a prompt is not in the estimate, so that its number is the least.
+        """
+        asked = self.settings.token_budget
+        if not isinstance(asked, str):
+            return asked
+        if capacity is not None and self.settings.trace is None:
+            with suppress(Exception):  # a config that cannot be read for it, which is said with the estimate
+                return most_tokens(lambda tokens: self.estimate(tokens).fits(capacity), TOKEN_BUDGET)
+        return TOKEN_BUDGET
+
     def tools(self, device: torch.device, *, keep: bool = True) -> Tools:
         """Model and prompts for capturing; loads the model onto ``device``.
 
@@ -127,7 +150,8 @@ class RunJudge:
             self.path, dtype=self.settings.dtype, revision=self.revision, attn_implementation=found.reading
         )
         model.to(device)  # type: ignore[arg-type]
-        plain = CausalJudge(model, token_budget=self.settings.token_budget, kernel=kernel_for(found))
+        budget = self.budget(memory_of(device))
+        plain = CausalJudge(model, token_budget=budget, kernel=kernel_for(found))
         judge = thinking(plain, self.prompts, KeptTraces(self._traces() if keep else None))
         return Tools(judge=judge, prompts=self.prompts, verdict=self.settings.verdict)
 

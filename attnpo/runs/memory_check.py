@@ -10,16 +10,16 @@ from transformers import PretrainedConfig
 
 from attnpo.config import Root, compose, groups, part
 from attnpo.data.rules import BatchPlan, LengthRules
-from attnpo.machine import device_of, planned_processes
-from attnpo.models.described import describe
+from attnpo.machine import device_of, memory_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import ModelSpec
 from attnpo.objectives.base import PreferenceObjective
 from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.run_config import RunConfig
+from attnpo.runs.settings import AUTO
 from attnpo.runs.startup import log_once
 from attnpo.schema import UserError
-from attnpo.training.memory import MemoryEstimate, estimate_pass, estimate_training
+from attnpo.training.memory import MemoryEstimate, estimate_training
 from attnpo.training.optimizer import Optimizer
 from attnpo.training.settings import TrainerSettings
 from attnpo.weights.base import WeightSource, online_reads
@@ -54,20 +54,20 @@ def log_memory(context: RunContext, *, training: bool = True) -> None:
         )
     capacity = capacity_of(cfg)
     if training:
-        _log_training(cfg, spec, load_config(spec.path, spec.revision), capacity)
+        _log_training(context, load_config(spec.path, spec.revision), capacity)
     if "judge" in cfg.weights.requires:
         judge = run_judge(context)
-        tokens = max(judge.settings.token_budget, judge.settings.max_length)
-        config = load_config(judge.path, judge.revision)
+        budget = judge.budget(capacity)
+        if judge.settings.token_budget == AUTO:
+            log_once([f"judge.token_budget={AUTO}: {budget:,} tokens per forward"])
         with estimating(judge.path):
-            mapped = judge.settings.max_length if describe(config).mapped else 0
-            found = estimate_pass(config, dtype=judge.settings.dtype, tokens=tokens, mapped=mapped)
-            log_once(found.lines(capacity))
+            log_once(judge.estimate(budget).lines(capacity))
 
 
-def _log_training(cfg: RunConfig, spec: ModelSpec, config: PretrainedConfig, capacity: int | None) -> None:
+def _log_training(context: RunContext, config: PretrainedConfig, capacity: int | None) -> None:
+    cfg = context.cfg
     with estimating(cfg.model.path):
-        found = training_estimate(cfg, config, spec)
+        found = training_estimate(cfg, config, context.model, context.batch)
         others = {}
         if capacity is not None and not found.fits(capacity):
             others = dict(alternatives(cfg, config))
@@ -88,15 +88,20 @@ def estimating(path: str) -> Iterator[None]:
 
 def capacity_of(cfg: RunConfig) -> int | None:
     """Bytes of the device this process will use; None without a GPU."""
-    device = device_of(cfg.trainer.accelerator)
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return memory_of(device_of(cfg.trainer.accelerator))
 
 
 def training_estimate(
-    cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSpec | None = None
+    cfg: RunConfig | Planned,
+    config: PretrainedConfig,
+    model: ModelSpec | None = None,
+    batch: BatchPlan | None = None,
 ) -> MemoryEstimate:
-    """What training this configuration needs on each device; ``model`` in place of its own, which may have ``auto``."""
-    plan = cfg.batch
+    """What training this configuration needs on each device; of its own model and plan the least that ``auto`` may be.
+
+    ``model`` and ``batch`` stand in their place.
+    """
+    plan = batch or cfg.batch.decided(cfg.lengths.max_length)
     return estimate_training(
         config,
         model or cfg.model,
@@ -108,8 +113,8 @@ def training_estimate(
         devices=planned_processes(cfg.trainer),
         micro=plan.per_forward,
         eval_micro=plan.eval_per_forward,
-        tokens=plan.tokens,
-        eval_tokens=plan.eval_tokens,
+        tokens=plan.budget,
+        eval_tokens=plan.eval_budget,
     )
 
 

@@ -1,42 +1,67 @@
-"""What ``model.gradient_checkpointing=auto`` and ``model.logps_chunk=auto`` become: the quickest that has room."""
+"""What every ``auto`` of a run's model and batch becomes: the quickest that has room, then as large as it can be."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from transformers import PretrainedConfig
 
+from attnpo.data.rules import BatchPlan
 from attnpo.machine import planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.runs.context import RunContext
-from attnpo.runs.memory_check import capacity_of, estimating, training_estimate
+from attnpo.runs.memory_check import Planned, capacity_of, estimating, training_estimate
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.startup import log_once
-from attnpo.training.memory import GIB, MIB, MemoryEstimate
+from attnpo.training.memory import GIB, MIB, MOST, MemoryEstimate, most_tokens
 
 KEYS = ("gradient_checkpointing", "logps_chunk")
+BUDGETS = ("tokens", "eval_tokens")
 
 
 def fit_memory(context: RunContext) -> RunContext:
-    """The context with every ``auto`` of its model decided by the memory estimate, and the reason logged once.
+    """The context with every ``auto`` of its model and batch decided by the memory estimate, the reason logged once.
 
-    The first of ``ModelSpec.choices`` that the device holds; the last, which needs least, where none fits, where the
-    device's memory cannot be read (a CPU), and where the model's config allows no estimate. The saved configuration
-    keeps ``auto``, so that a run may go on with another choice on another device.
+    The first of ``ModelSpec.choices`` that the device holds with the least budgets: blocks that keep their activations
+    are quicker with few tokens than others with many. Then the budgets, as large as they have room. The last choice,
+    which needs least, where none fits, where the device's memory cannot be read (a CPU), and where the model's config
+    allows no estimate. The saved configuration keeps ``auto``, so that a run may go on with another choice on another
+    device.
     """
-    choices = context.model.choices()
-    if len(choices) == 1:
+    asked, batch, choices = context.model, context.batch, context.model.choices()
+    if batch == context.cfg.batch and len(choices) == 1:
         return context
     estimates: list[MemoryEstimate] = []
-    with estimating(context.model.path):
-        config = load_config(context.model.path, context.model.revision)
-        estimates = [training_estimate(context.cfg, config, choice) for choice in choices]
     capacity = least_capacity(context.cfg)
     place, why = len(choices) - 1, "of least memory: there is no estimate"
-    if estimates:
+    with estimating(asked.path):
+        config = load_config(asked.path, asked.revision)
+        estimates = [training_estimate(context.cfg, config, choice, batch) for choice in choices]
         place, why = chosen(estimates, capacity)
-    log_once(_lines(context.model, choices, estimates, place, why))
-    return replace(context, model=choices[place])
+        if capacity is not None and estimates[place].fits(capacity):
+            batch = filled(context.cfg, config, choices[place], capacity)
+    log_once(_lines(context.cfg, choices, estimates, place, why, batch))
+    return replace(context, model=choices[place], batch=batch)
+
+
+def filled(cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
+    """The plan of a configuration with every ``auto`` as large as a device of so many bytes holds beside ``model``.
+
+    No larger than a process's share of a step, in training.
+    """
+    plan = cfg.batch.decided(cfg.lengths.max_length)
+    share = min(MOST, 2 * cfg.lengths.max_length * -(-plan.pairs // planned_processes(cfg.trainer)))
+
+    def fits(batch: BatchPlan) -> bool:
+        return training_estimate(cfg, config, model, batch).fits(capacity)
+
+    made, least = plan, (plan.budget, plan.eval_budget)
+    if cfg.batch.tokens == AUTO and least[0] is not None:
+        made = replace(made, tokens=most_tokens(lambda most: fits(replace(plan, tokens=most)), least[0], share))
+    if cfg.batch.eval_tokens == AUTO and least[1] is not None:
+        made = replace(made, eval_tokens=most_tokens(lambda most: fits(replace(plan, eval_tokens=most)), least[1]))
+    return made
 
 
 def chosen(estimates: Sequence[MemoryEstimate], capacity: int | None) -> tuple[int, str]:
@@ -64,9 +89,14 @@ def least_capacity(cfg: RunConfig) -> int | None:
 def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
     """What was left to the estimate, what it became, and what to set instead, in words."""
     keys = [key for key in KEYS if getattr(asked, key) == AUTO]
-    what = " and ".join(f"model.{key}={AUTO}" for key in keys)
+    what = _named([f"model.{key}" for key in keys])
     instead = " ".join(f"model.{key}={str(_least(asked, key)).lower()}" for key in keys)
     return what, _words(made), f"set {instead} for all processes"
+
+
+def _named(keys: Sequence[str]) -> str:
+    *others, last = (f"{key}={AUTO}" for key in keys)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _least(asked: ModelSpec, key: str) -> object:
@@ -82,9 +112,19 @@ def _words(choice: ModelSpec) -> str:
 
 
 def _lines(
-    asked: ModelSpec, choices: Sequence[ModelSpec], estimates: Sequence[MemoryEstimate], place: int, why: str
+    cfg: RunConfig,
+    choices: Sequence[ModelSpec],
+    estimates: Sequence[MemoryEstimate],
+    place: int,
+    why: str,
+    batch: BatchPlan,
 ) -> list[str]:
-    lines = [f"{decision(asked, asked)[0]}: {_words(choices[place])} ({why})"]
+    keys = [f"model.{key}" for key in KEYS if getattr(cfg.model, key) == AUTO]
+    keys += [f"batch.{key}" for key in BUDGETS if getattr(cfg.batch, key) == AUTO]
+    made = [_words(choices[place])]
+    made += [f"{batch.budget:,} tokens per forward"] if batch.budget else []
+    made += [f"{batch.eval_budget:,} in validation"] if batch.eval_budget else []
+    lines = [f"{_named(keys)}: {', '.join(made)} ({why})"]
     for choice, estimate in zip(choices, estimates, strict=False):
         unit, name = (GIB, "GiB") if estimate.total >= GIB else (MIB, "MiB")
         lines.append(f"  {estimate.total / unit:8.2f} {name} estimated: {_words(choice)}")

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 RESULT = "result.json"
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 FAILURES = "failures.txt"
+RECOMPUTED = "model.gradient_checkpointing"
 PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS, FAILURES)
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")
@@ -54,6 +55,8 @@ def check_same(stored: Mapping[str, object], asked: Mapping[str, object], place:
         old, new = stored.get(key, LATER.get(key, "nothing")), asked.get(key, "nothing")
         if key == LAYER and is_auto(new):
             continue  # compared when it is found, with the contents
+        if key == RECOMPUTED:
+            continue  # memory and speed alone
         if key not in stored and (new is None or key in (DECAY_ALL, FALLBACK)):
             continue  # an option that came later and is not used, or is as it was: see ``go_on``
         if component(old) != component(new) and not is_same_identity(old, new):

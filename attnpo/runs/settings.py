@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 
 AUTO = "auto"
+TOKEN_BUDGET = 16384  # tokens of a judge's forward
 LAYER = "weights.layer"
 CHOICE = "auto_layer"
 """Where the record of a choice stands: the folder in the store, the key in ``RunContext.prepared`` and in a result."""
@@ -90,7 +91,8 @@ class Judge(JudgeRules):
     ``path`` None is the run's own model and chat format. ``chat_template_kwargs``: values of variables that the judge's
     chat template reads ({enable_thinking: false}); None takes ``model.chat_template_kwargs`` where the judge is the
     run's own model, and none for another. ``verdict`` also reads the two label logits, which runs the
-    full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward.
+    full depth; without it the forward stops after the deepest stored layer. ``token_budget`` is tokens per forward;
+    "auto": as many as the memory estimate finds room for, ``TOKEN_BUDGET`` where it cannot be asked.
     ``other``: another model is meant, so ``path`` None is one that ``prepare`` has yet to build, never the own model.
     ``min_label_mass``: the probability that both labels together should have at the verdict position, in the mean over
     the first prompts; one half, since below it the judge more likely writes something else there than a verdict.
@@ -103,7 +105,7 @@ class Judge(JudgeRules):
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, object] | None = field(default=None, hash=False)
     verdict: bool = True
-    token_budget: int = field(default=16384, metadata=BOOKKEEPING)
+    token_budget: int | str = field(default=TOKEN_BUDGET, metadata=BOOKKEEPING)
     other: bool = False
     min_label_mass: float = field(default=0.5, metadata=BOOKKEEPING)
     low_label_mass: str = field(default=WARN, metadata=BOOKKEEPING)
@@ -112,7 +114,8 @@ class Judge(JudgeRules):
         super().__post_init__()
         check_choice("judge.dtype", self.dtype, DTYPES)
         check_choice("judge.low_label_mass", self.low_label_mass, (WARN, STOP))
-        check_least("judge", 1, token_budget=self.token_budget)
+        if self.token_budget != AUTO and (isinstance(self.token_budget, str) or self.token_budget < 1):
+            raise UserError(f"judge.token_budget must be at least 1, or {AUTO}, got {self.token_budget!r}")
         if not 0 <= self.min_label_mass <= 1:
             raise UserError(f"judge.min_label_mass: expected a probability from 0 to 1, got {self.min_label_mass}")
 

@@ -1,8 +1,9 @@
 """The training of one run: the policy, its reference, the batches and Lightning around them."""
 
+import gc
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
 from attnpo.data.prepare import ExampleSet
+from attnpo.data.rules import AUTO
 from attnpo.live import phase
 from attnpo.machine import as_launched, environment, require_world
 from attnpo.models.layouts import LAYOUTS, Layout, padded
@@ -43,10 +45,10 @@ from attnpo.runs.resume import contents_of
 from attnpo.runs.settings import require_parts
 from attnpo.schema import SIDES
 from attnpo.training.callbacks import Movement
-from attnpo.training.gather import SameEverywhere, WholePolicy
+from attnpo.training.gather import LeastBudgets, SameEverywhere, WholePolicy
 from attnpo.training.module import PreferenceModule, RowMaker
 from attnpo.training.reference_cache import KeptReference
-from attnpo.training.resume_state import Continuation
+from attnpo.training.resume_state import Continuation, random_state, set_random_state
 from attnpo.training.sampled_rows import AnchoredObjective, Anchors
 from attnpo.training.settings import TrainerSettings, total_steps
 from attnpo.training.signals import Interruption
@@ -110,18 +112,19 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
     if len(cfg.model.choices()) > 1:
         watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
+    if inputs.context.batch != cfg.batch:
+        watched.append(LeastBudgets(data))
     account = {"config": identify(numbers_of(cfg)), "contents": contents_of(inputs)}
-    with quiet_lightning():
-        trainer = make_trainer(
-            settings,
-            loggers,
-            [*watched, *make_callbacks(callbacks, settings, folder, exporter, account)],
-            folder,
-            accumulation=1,
-            environment=environment(),
-        )
-    require_world(trainer.world_size, settings)
-    trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+    watched += make_callbacks(callbacks, settings, folder, exporter, account)
+
+    def begin() -> L.Trainer:
+        with quiet_lightning():
+            trainer = make_trainer(settings, loggers, watched, folder, accumulation=1, environment=environment())
+        require_world(trainer.world_size, settings)
+        trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
+        return trainer
+
+    trainer = begin()
     steps = total_steps(settings, data.steps_per_epoch(trainer.world_size))
     makers = makers_of(inputs)
     transforms = inputs.weighed.transforms
@@ -130,7 +133,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
     )
     del models, reference  # the module alone holds the reference, and may let it go
-    trained = _fit(trainer, module, data, resume, folder / "last" if callbacks.checkpoints else None)
+    trained = _fit(trainer, begin, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     whole = gathered.state
     if whole is None and resume is not None and leading and sharded(policy):  # no step was left
         whole = saved_state(resume)
@@ -197,19 +200,25 @@ def _datamodule(
         examples["val"],
         layout,
         pad_id,
-        cfg.batch,
+        inputs.context.batch,
         cfg.seed,
         ahead=ahead,
         max_length=cfg.lengths.max_length,
         cost=next(COSTS[name] for name, made in LAYOUTS.items() if made is layout),
         epochs=settings.max_epochs,
         max_steps=settings.max_steps,
+        auto=cfg.batch.tokens == AUTO,
     )
 
 
 @phase("training")
 def _fit(
-    trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None, last: Path | None
+    trainer: L.Trainer,
+    begin: Callable[[], L.Trainer],
+    module: PreferenceModule,
+    data: PreferenceDataModule,
+    resume: Path | None,
+    last: Path | None,
 ) -> Trained:
     started, steps = time.perf_counter(), module.total_steps
     trained = sum(value.numel() for value in module.policy.model.parameters() if value.requires_grad)
@@ -222,11 +231,40 @@ def _fit(
             past.first = _metrics(trainer)
             log.info("before the first step: val/loss %.6f", past.first.get("val/loss", float("nan")))
         training_began()
-        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        before = random_state()
+        enough = _has_room(trainer, module, data, resume)
+    if not enough:
+        trainer = begin()
+        set_random_state(before)
+        with quiet_lightning(), interruption.reported(trainer, steps, last):
+            trainer.fit(module, data, ckpt_path=resume, weights_only=True)
     earlier = {name: value for name, value in past.metrics.items() if name not in NO_RESULT}
     first = {f"first/{name}": value for name, value in past.first.items()}
     metrics = {**earlier, **_metrics(trainer), **_one(trainer, Movement).metrics, **first}
     return Trained(module.policy, module.reference, metrics, trainer.global_step, time.perf_counter() - started)
+
+
+def _has_room(trainer: L.Trainer, module: PreferenceModule, data: PreferenceDataModule, resume: Path | None) -> bool:
+    """Trains; False where memory ran out in the first step of a single process whose budget could be halved.
+
+    Nothing is trained then, and no gradient is left.
+    """
+    budgets = data.budgets
+    try:
+        trainer.fit(module, data, ckpt_path=resume, weights_only=True)
+        return True
+    except torch.OutOfMemoryError:
+        if trainer.world_size > 1 or module.sharded or module.updated or not data.halve():
+            raise
+    log.warning(
+        "out of memory in the first step: batch.tokens=auto becomes %d tokens per forward, not %d, and the step starts "
+        "anew",
+        *(data.budgets[0], budgets[0]),
+    )
+    module.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return False
 
 
 def _one(trainer: L.Trainer, kind: type[Some]) -> Some:

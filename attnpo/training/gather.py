@@ -7,6 +7,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
+from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.models.logps import gathered
 from attnpo.schema import UserError
 
@@ -37,6 +38,23 @@ class SameEverywhere(L.Callback):
             first = {value: values.index(value) for value in reversed(values)}
             told = ", ".join(f"process {rank}: {value}" for value, rank in first.items())
             raise UserError(f"{self.what} became another choice on another device ({told}); {self.instead}")
+
+
+class LeastBudgets(L.Callback):
+    """Gives every process of a job the least budgets of tokens that any of them has chosen for ``data``.
+
+    So that all of them cut a step into as many micro-batches.
+    """
+
+    def __init__(self, data: PreferenceDataModule) -> None:
+        self.data = data
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Brings the budgets together (a collective: every rank takes part)."""
+        if trainer.world_size > 1:
+            found = from_all_ranks(self.data.budgets, trainer.world_size)
+            self.data.agree([min(of_ranks) for of_ranks in zip(*found, strict=True)])
+            trainer.accumulate_grad_batches = self.data.accumulation(trainer.world_size)
 
 
 class WholePolicy(L.Callback):

@@ -5,7 +5,8 @@ saves for Llama in torch 2.13; other blocks get the same formula as an approxima
 fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from transformers import PretrainedConfig
@@ -19,6 +20,7 @@ from attnpo.training.optimizer import Optimizer
 
 GIB, MIB = 1 << 30, 1 << 20
 FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
+ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how many, which keep any device at work
 FP32, BF16 = 4, 2
 FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
 
@@ -123,6 +125,12 @@ def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> 
     """Parameters of the causal LM that ``config`` describes, and those LoRA would add. UserError when it is none."""
     model = on_meta(config)
     return parameter_count(model), 0 if lora is None else adapters_of(model, lora)
+
+
+def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
+    """The largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
+    steps = range(1, max(0, most - least) // ROUND + 1)
+    return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
 
 
 def estimate_training(

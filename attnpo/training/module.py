@@ -95,6 +95,7 @@ class PreferenceModule(L.LightningModule):
         self.window = PairMeans()
         self.validation = PairMeans()
         self.sharded = False
+        self.updated = False  # whether an update has begun since training did
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
         self._losses: list[tuple[tuple[str, ...], Tensor]] = []  # of the pairs of the current validation
         self._state: dict[str, Tensor] = {}  # what the objective summed over the rows ahead of the current step
@@ -150,6 +151,7 @@ class PreferenceModule(L.LightningModule):
         """Starts an empty step; refuses models that are not as training needs them."""
         self._scored.clear()
         self.window.reset()
+        self.updated = False
         self.establish(training=True)
         check_ready(self.policy, self.reference, rounding=self.recipe.stochastic_rounding)
 
@@ -259,6 +261,7 @@ class PreferenceModule(L.LightningModule):
         Raises:
             UserError: the loss or the gradient norm is not finite. Both are those of all ranks, so all of them stop.
         """
+        self.updated = True
         lr = float(optimizer.param_groups[0]["lr"])  # some optimisers keep it as a tensor
         values = {f"train/{name}": value for name, value in self.window.compute().items()}
         self.window.reset()

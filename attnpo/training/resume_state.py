@@ -92,6 +92,7 @@ class Continuation(L.Callback):
         state = cast(SamplerState | None, checkpoint.get(PreferenceDataModule.__name__))
         if isinstance(data, PreferenceDataModule) and state and "loops" in contents:
             epoch, batches, length = data.place(state)
+            trainer.accumulate_grad_batches = data.accumulation(trainer.world_size)
             set_counters(contents["loops"]["fit_loop"], contents["global_step"], epoch, batches, length)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -17,7 +17,7 @@ from attnpo.config import compose, part
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.memory_check import Planned, training_estimate
 from attnpo.runs.memory_choice import chosen
-from attnpo.runs.settings import Judge
+from attnpo.runs.settings import TOKEN_BUDGET, Judge
 from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass
 from experiments.benchmarks.harness import table
 
@@ -72,7 +72,7 @@ def rows() -> Iterator[list[str]]:
                     continue
                 made = recipe(length, hardware, method)
                 model, training = decided(made, capacity)
-                tokens = max(made.judge.token_budget, made.judge.max_length)
+                tokens = max(TOKEN_BUDGET, made.judge.max_length)
                 judged = estimate_pass(SHAPE, dtype=made.judge.dtype, tokens=tokens)
                 fits = training.fits(capacity) and judged.fits(capacity)
                 whole_fits = fits if method == WHOLE else whole_fits

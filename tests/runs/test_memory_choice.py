@@ -78,7 +78,8 @@ def test_the_quickest_that_fits_is_taken_and_said_once(
         MemoryEstimate("training", (replace(one.rows[0], size=(4 - i) << 20),))
         for i, one in enumerate(estimates(context))
     ]
-    monkeypatch.setattr(memory_choice, "training_estimate", lambda cfg, config, model: found[ORDER.index(made(model))])
+    by_choice = dict(zip(ORDER, found, strict=True))
+    monkeypatch.setattr(memory_choice, "training_estimate", lambda cfg, config, model, batch: by_choice[made(model)])
     capacity = int(found[place].total / (1 - FREE_SHARE)) + 1
     monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: capacity)
     caplog.set_level(logging.INFO)

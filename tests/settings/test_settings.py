@@ -18,14 +18,15 @@ from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.runs import settings
-from attnpo.runs.memory_choice import chosen
+from attnpo.runs.memory_choice import chosen, filled
+from attnpo.runs.settings import TOKEN_BUDGET
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.studies.fit_config import FitConfig
 from attnpo.studies.study import expand_arms
 from attnpo.text.alignment import align
 from attnpo.text.chat import ChatFormat
 from attnpo.text.judge_template import JudgePrompts, JudgeRules
-from attnpo.training.memory import GIB, MemoryEstimate, estimate_pass, estimate_training
+from attnpo.training.memory import GIB, MOST, ROUND, MemoryEstimate, estimate_pass, estimate_training, most_tokens
 
 SETTINGS = ("llama3_8b_base_sft", "llama3_8b_instruct", "mistral_7b_base_sft")
 # Usable memory of each device in GiB and the number of devices.
@@ -198,6 +199,7 @@ def test_layers_of_the_papers_figure() -> None:
 LAYOUT = {
     *("trainer.accelerator", "trainer.devices", "trainer.strategy"),
     *("model.gradient_checkpointing", "model.logps_chunk"),
+    *("batch.tokens", "batch.eval_tokens", "judge.token_budget"),
 }
 # Keys that change the numbers, and the words by which the file's header says so.
 CHANGES: dict[str, dict[str, str]] = {
@@ -267,12 +269,20 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
-    found = [_estimate(cfg, model, config) for model in cfg.model.choices()]
-    return found[chosen(found, int(capacity * GIB))[0]]
+    room, choices, least = int(capacity * GIB), cfg.model.choices(), cfg.batch.decided(cfg.lengths.max_length)
+    place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
+    return _estimate(cfg, choices[place], config, filled(cfg, config, choices[place], room))
 
 
-def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig) -> MemoryEstimate:
-    plan: BatchPlan = cfg.batch
+def judge_estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
+    def made(tokens: int) -> MemoryEstimate:
+        return estimate_pass(config, dtype=cfg.judge.dtype, tokens=tokens)
+
+    assert cfg.judge.token_budget == "auto"
+    return made(most_tokens(lambda tokens: made(tokens).fits(int(capacity * GIB)), TOKEN_BUDGET))
+
+
+def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig, plan: BatchPlan) -> MemoryEstimate:
     devices = str(cfg.trainer.devices)
     return estimate_training(
         config,
@@ -285,8 +295,8 @@ def _estimate(cfg: FitConfig, model: ModelSpec, config: PretrainedConfig) -> Mem
         devices=int(devices) if devices.isdigit() else 1,
         micro=plan.per_forward,
         eval_micro=plan.eval_per_forward,
-        tokens=plan.tokens,
-        eval_tokens=plan.eval_tokens,
+        tokens=plan.budget,
+        eval_tokens=plan.eval_budget,
     )
 
 
@@ -298,16 +308,15 @@ def test_the_paper_models_fit_the_hardware(name: str, option: str) -> None:
     found = estimate(cfg, config_of(name), capacity)
     assert found.devices == devices
     assert found.fits(int(capacity * GIB)), found.lines(int(capacity * GIB))
-    judge = estimate_pass(config_of(name), dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
-    assert judge.fits(int(capacity * GIB))
+    assert judge_estimate(cfg, config_of(name), capacity).fits(int(capacity * GIB))
 
 
 # What each header says of an 8B model, in the order it says it: further overrides, or the judge.
 SAID: dict[str, list[list[str] | None]] = {
     "1x24gb": [[], None],
-    "1x80gb": [[], ["model.gradient_checkpointing=false"]],
+    "1x80gb": [[], ["model.gradient_checkpointing=true", "batch.tokens=4096", "batch.eval_tokens=8192"]],
     "2x80gb": [[]],
-    "1x141gb": [[], ["optimizer=adamw8bit", "model.gradient_checkpointing=false"]],
+    "1x141gb": [[], ["optimizer=adamw8bit"]],
     "8x80gb": [[]],
     "8x141gb": [[]],
 }
@@ -319,11 +328,35 @@ def test_headers_hold_the_estimates(option: str) -> None:
     for overrides in SAID[option]:
         cfg = composed(SETTINGS[0], f"hardware={option}", *(overrides or []))
         config = config_of(SETTINGS[0])
-        judge = estimate_pass(config, dtype=cfg.judge.dtype, tokens=cfg.judge.token_budget)
-        sizes.append((judge if overrides is None else estimate(cfg, config, HARDWARE[option][0])).total / GIB)
+        found = (judge_estimate if overrides is None else estimate)(cfg, config, HARDWARE[option][0])
+        sizes.append(found.total / GIB)
     text = header(CONFIG_DIR / "hardware" / f"{option}.yaml")
     said = [float(number) for number in re.findall(r"(?:\(8B model: |judge pass |\(| and )(\d+\.\d)(?= GiB|\))", text)]
     assert said == [round(size, 1) for size in sizes]
+
+
+# What fills each card for an 8B model: whether blocks are computed again, and tokens of a forward.
+FILLED = {
+    **{"1x24gb": (True, 13568), "1x80gb": (False, 4352), "2x80gb": (True, 4864), "1x141gb": (True, 14848)},
+    **{"8x80gb": (False, 4864), "8x141gb": (False, 12800)},
+}
+
+
+@pytest.mark.parametrize("option", HARDWARE)
+def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
+    """One more step of tokens would not fit; nor would blocks that keep their activations, where others are taken."""
+    capacity, config = int(HARDWARE[option][0] * GIB), config_of(SETTINGS[0])
+    cfg = composed(SETTINGS[0], f"hardware={option}")
+    again, tokens = FILLED[option]
+    for choice in cfg.model.choices():
+        plan = cfg.batch.decided(cfg.lengths.max_length)
+        if choice.recomputes == again:
+            plan = filled(cfg, config, choice, capacity)
+            assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
+            assert _estimate(cfg, choice, config, plan).fits(capacity)
+            assert not _estimate(cfg, choice, config, replace(plan, tokens=tokens + ROUND)).fits(capacity)
+            return
+        assert not _estimate(cfg, choice, config, plan).fits(capacity)
 
 
 # ------------------------------------------------------------------------------------------------ long pairs
@@ -341,7 +374,8 @@ def test_a_length_goes_with_any_setting_and_adds_up(name: str, length: int) -> N
     made, tokens = composed(name, f"lengths={length}k"), length * 1024
     assert (made.lengths.max_length, made.judge.max_length) == (tokens, tokens)
     assert FRAME + made.lengths.max_prompt_length + 2 * made.judge.max_response_length == tokens
-    assert (made.batch.tokens, made.batch.eval_tokens, made.batch.micro) == (2 * tokens, 2 * tokens, None)
+    assert (made.batch.tokens, made.batch.eval_tokens, made.batch.micro) == ("auto", 2 * tokens, None)
+    assert made.batch.decided(tokens).tokens == 2 * tokens
     assert (made.model.gradient_checkpointing, made.model.logps_chunk) == ("auto", "auto")
 
 
