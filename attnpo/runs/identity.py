@@ -15,7 +15,7 @@ from attnpo.component_fields import bookkeeping_keys
 from attnpo.config import CONFIG_DIR, build, plain, readable
 from attnpo.files import Json, file_digest, flat
 from attnpo.runs.run_config import RunConfig
-from attnpo.runs.settings import LAYER
+from attnpo.runs.settings import AUTO, LAYER
 from attnpo.runs.sources import PACKAGE
 from attnpo.schema import UserError
 from attnpo.training.settings import CallbackSettings, direction
@@ -53,6 +53,8 @@ SPANS = ("judge.span_closing", "judge.span_drop")
 DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
 # A run from before this key had a template of its own or by `model.chat_template`, so that it would not have been read.
 FALLBACK = "model.fallback_template"
+# Moves no number. ``auto`` counts as true, which every option of hardware had before.
+RECOMPUTED = "model.gradient_checkpointing"
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
     **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
@@ -150,6 +152,8 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
     every = {key: value for key, value in flat(values) if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
+    if every.get(RECOMPUTED) == AUTO:
+        every[RECOMPUTED] = True
     return every
 
 

@@ -15,7 +15,17 @@ from attnpo.files import SEAL, changed, file_digest, is_sealed, remove_unfinishe
 from attnpo.machine import machine_line, version_line
 from attnpo.models.loading import weights_fingerprint
 from attnpo.runs.folders import CONFIG, POLICIES
-from attnpo.runs.identity import DECAY_ALL, FALLBACK, LATER, code_of, component, may_lack, numbers_of, saved_numbers
+from attnpo.runs.identity import (
+    DECAY_ALL,
+    FALLBACK,
+    LATER,
+    RECOMPUTED,
+    code_of,
+    component,
+    may_lack,
+    numbers_of,
+    saved_numbers,
+)
 from attnpo.runs.inputs import Inputs
 from attnpo.runs.result import RunResult
 from attnpo.runs.run_config import RunConfig
@@ -30,7 +40,6 @@ log = logging.getLogger(__name__)
 RESULT = "result.json"
 MADE = (CONFIG, RESULT)  # what the seal of a run folder covers: the rest is for readers, or sealed in its own folder
 FAILURES = "failures.txt"
-RECOMPUTED = "model.gradient_checkpointing"
 PAGES = ("generations.jsonl", "curves.png", "drift.png", "report.html", PROMPTS, FAILURES)
 # What a folder may hold without being that of a run yet: the log and error of a study's point, a config cut short.
 UNNAMED = ("log.txt", "error.txt", f"{CONFIG}.part")

@@ -147,6 +147,34 @@ def test_the_accumulation_is_that_of_the_worst_step_of_all_epochs() -> None:
     assert [budgeted(PADDED).steps_per_epoch(processes) for processes in (1, 5)] == [3, 2]
 
 
+def test_a_chosen_budget_is_halved_as_far_as_the_longest_pair_allows_and_one_that_was_set_stays() -> None:
+    data = budgeted(PADDED, 64, auto=True)
+    longest = max(cost_of(example, PADDED) for example in make_examples(20))
+    assert (data.halve(), data.budgets) == (True, (max(32, longest), 64))
+    while data.halve():
+        pass
+    assert data.budgets[0] == longest and not data.halve()
+    fixed = budgeted(PADDED, 64)
+    assert (fixed.halve(), fixed.budgets) == (False, (64, 64))
+
+
+def test_a_state_goes_on_with_the_budget_it_was_saved_with() -> None:
+    """Inside a step with any choice; between steps where the run began with the same choice, which was too large."""
+    sampler = budgeted(PADDED, 40)._sampler(0, 1)
+    per_step = sampler.split.accumulation
+    assert per_step > 1
+    for batches, chosen, used in ((1, 64, 40), (1, 96, 40), (per_step, 64, 40), (per_step, 96, 96)):
+        data = budgeted(PADDED, chosen, auto=True)
+        _, consumed, length = data.place({**sampler.state_dict(batches), "budgets": [64, 40]})
+        assert data.budgets == (used, 64), (batches, chosen)
+        expected = budgeted(PADDED, used)._sampler(0, 1)
+        assert (consumed == batches) if used == 40 else (consumed == expected.split.accumulation)
+        assert length == len(expected)
+    fixed = budgeted(PADDED, 64)
+    with pytest.raises(UserError, match="inside an optimiser step"):
+        fixed.place({**sampler.state_dict(1), "budgets": [64, 40]})
+
+
 @pytest.mark.parametrize("cost", COSTS.values(), ids=sorted(COSTS))
 @pytest.mark.parametrize("key", ["tokens", "eval_tokens"])
 def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> None:

@@ -1,6 +1,7 @@
 """What ``auto`` becomes by the memory estimate: the quickest choice that fits, said once, the same on every process."""
 
 import logging
+from collections.abc import Container
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,21 +10,25 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from torch import Tensor
 
 from attnpo.models.loading import load_config
 from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import ModelSpec
-from attnpo.runs import memory_check, memory_choice, startup, training
-from attnpo.runs.context import RunContext, make_context
-from attnpo.runs.identity import numbers_of
+from attnpo.runs import judges, memory_check, memory_choice, startup, training
+from attnpo.runs.context import RunContext, make_context, run_judge
+from attnpo.runs.identity import numbers_of, result_of
 from attnpo.runs.memory_check import log_memory, training_estimate
 from attnpo.runs.memory_choice import KEYS, decision, fit_memory, least_capacity
 from attnpo.runs.models import load_policy
 from attnpo.runs.run import run
-from attnpo.schema import UserError
+from attnpo.runs.settings import TOKEN_BUDGET
+from attnpo.schema import PreferenceBatch, UserError
 from attnpo.training import gather
+from attnpo.training.checkpoint_folders import STATE
 from attnpo.training.gather import SameEverywhere
-from attnpo.training.memory import FREE_SHARE, MemoryEstimate
+from attnpo.training.memory import FREE_SHARE, MOST, ROUND, MemoryEstimate
+from attnpo.training.module import PreferenceModule
 from tests.runs.worlds import World, build_world
 
 AUTO = tuple(f"model.{key}=auto" for key in KEYS)
@@ -185,3 +190,126 @@ def test_processes_that_decide_otherwise_are_refused(context: RunContext, monkey
         said = str(caught.value)
         assert "process 0: activations kept, 1024 tokens" in said and "process 2: activations computed again" in said
         assert "set model.gradient_checkpointing=true model.logps_chunk=256 for all processes" in said
+
+
+# ------------------------------------------------------------------------------------------------ budgets of tokens
+
+FILL = (
+    *("batch.micro=null", "batch.eval_micro=null", "batch.tokens=auto", "batch.eval_tokens=auto"),
+    *("lengths.max_length=64", "lengths.max_prompt_length=40", "weights=uniform", "reference=live"),
+    *("model.dtype=float64", "trainer.max_steps=2", "trainer.validate_every=1", "layout=padded"),
+)
+
+
+def test_budgets_are_as_large_as_a_step_where_there_is_room_and_the_least_where_none_is_known(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step is 4 pairs of two rows of 64 tokens; a number of pairs leaves no budget to choose."""
+    caplog.set_level(logging.INFO)
+    context = make_context(world.config(*FILL))
+    assert (context.batch.budget, context.batch.eval_budget) == (128, 256)
+    assert fit_memory(context).batch == context.batch
+    monkeypatch.setattr(memory_choice, "capacity_of", lambda cfg: 1 << 40)
+    found = fit_memory(context)
+    assert (found.batch.budget, found.batch.eval_budget) == (512 - 128, MOST)
+    said = [line for line in caplog.messages if "batch.tokens=auto" in line]
+    assert len(said) == 2 and said[1].startswith("batch.tokens=auto and batch.eval_tokens=auto: activations kept, ")
+    assert "384 tokens per forward, 32,768 in validation (the quickest that fits the device's 1024.0 GiB)" in said[1]
+    counted = make_context(world.config("batch.tokens=auto", "batch.eval_tokens=auto"))
+    assert (counted.batch.tokens, counted.batch.micro, fit_memory(counted)) == (None, 2, counted)
+    assert numbers_of(counted.cfg) == numbers_of(world.config())
+
+
+def test_the_judge_reads_as_many_tokens_as_fit(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a judge that thinks first keeps is not estimated."""
+    caplog.set_level(logging.INFO)
+    context = make_context(world.config("weights=attention", "judge.token_budget=auto"))
+    judge = run_judge(context)
+    assert judge.budget(None) == judge.budget(1) == TOKEN_BUDGET
+    room = int(judge.estimate(20000).total / (1 - FREE_SHARE)) + 1
+    assert 20000 - ROUND < judge.budget(room) <= 20000 and judge.budget(1 << 40) == MOST
+    monkeypatch.setattr(judges, "memory_of", lambda device: room)
+    assert judge.tools(torch.device("cpu")).judge.token_budget == judge.budget(room)
+    monkeypatch.setattr(memory_check, "capacity_of", lambda cfg: room)
+    log_memory(context, training=False)
+    assert f"judge.token_budget=auto: {judge.budget(room):,} tokens per forward" in caplog.messages
+    with pytest.raises(UserError, match=r"judge\.token_budget must be at least 1, or auto, got 0"):
+        world.config("judge.token_budget=0")
+
+
+class Starved:
+    """Out of memory in calls of the training step, each after another one's backward; notes what they began with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Container[int]) -> None:
+        self.random: list[Tensor] = []
+        self.left: list[bool] = []
+        original = PreferenceModule.training_step
+
+        def step(module: PreferenceModule, batch: PreferenceBatch, batch_idx: int) -> Tensor:
+            self.random.append(torch.get_rng_state())
+            self.left.append(any(parameter.grad is not None for parameter in module.policy.parameters()))
+            torch.rand(3)
+            if len(self.random) in fails:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(module, batch, batch_idx)
+
+        monkeypatch.setattr(PreferenceModule, "training_step", step)
+
+
+def final(folder: Path) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = torch.load(folder / "last" / STATE, weights_only=True)["state_dict"]
+    return state
+
+
+def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_number(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its second micro-batch, so that gradients are there. A resumed run keeps the half, also if blocks are recomputed."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(memory_choice, "least_capacity", lambda cfg: 1 << 40)
+    monkeypatch.setattr(memory_choice, "MOST", 128)
+    whole = run(world.config(*FILL), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        starved = Starved(patch, {2})
+        found = run(world.config(*FILL), tmp_path / "half")
+    assert whole is not None and found is not None and found.steps == whole.steps == 2
+    (said,) = [line for line in caplog.messages if "out of memory" in line]
+    assert "batch.tokens=auto becomes 64 tokens per forward, not 128, and the step starts anew" in said
+    assert torch.equal(starved.random[0], starved.random[2]) and starved.left[:3] == [False, True, False]
+    for key, value in final(tmp_path / "whole").items():
+        torch.testing.assert_close(final(tmp_path / "half")[key], value, rtol=1e-9, atol=1e-12)
+    for key, number in whole.metrics.items():
+        assert found.metrics[key] == pytest.approx(number, rel=1e-6, abs=1e-9), key
+    saved = torch.load(tmp_path / "half" / "last" / STATE, weights_only=True)["PreferenceDataModule"]
+    assert saved["budgets"] == [128, 64] and "tokens: auto" in (tmp_path / "half" / "config.yaml").read_text()
+    caplog.clear()
+    words = (f"resume={tmp_path / 'half' / 'best'}", "model.gradient_checkpointing=true")
+    run(world.config(*FILL, *words), tmp_path / "more")
+    assert any("resuming after optimiser step 1" in line for line in caplog.messages)
+    assert any("batch.tokens 64; padded rows" in line for line in caplog.messages)
+    for key, value in final(tmp_path / "whole").items():
+        torch.testing.assert_close(final(tmp_path / "more")[key], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"), [(range(2, 99), ()), ((2,), ("batch.tokens=128",)), ((4, 5, 6, 7), ())],
+    ids=["again", "as it was set", "in a later step"],
+)  # fmt: skip
+def test_memory_that_runs_out_otherwise_ends_the_run(
+    fails: Container[int], words: tuple[str, ...], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_choice, "least_capacity", lambda cfg: 1 << 40)
+    monkeypatch.setattr(memory_choice, "MOST", 128)
+    starved = Starved(monkeypatch, fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(world.config(*FILL, *words), tmp_path / "run")
+    assert len(starved.random) == (3 if fails == range(2, 99) else next(i for i in range(9) if i in fails))
+
+
+def test_a_hardware_option_names_the_points_and_runs_that_it_did_when_it_set_checkpointing(world: World) -> None:
+    now, before = (
+        world.config("hardware=1x141gb", f"model.gradient_checkpointing={each}") for each in ("auto", "true")
+    )
+    assert result_of(now) == result_of(before) and numbers_of(now) == numbers_of(before)

@@ -5,6 +5,7 @@ Usage: python several.py FOLDER. The process's place comes from the variables th
 the error of every process in ``error<rank>.txt``.
 """
 
+import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from attnpo.testbed.tokenizer import build_tokenizer
 from attnpo.training.callbacks import FinalValidation
 from attnpo.training.checkpoints import BestCheckpoint, LastCheckpoint
 from attnpo.training.export import Exporter
-from attnpo.training.gather import WholePolicy
+from attnpo.training.gather import LeastBudgets, WholePolicy
 from attnpo.training.loggers import make_loggers
 from attnpo.training.metrics_file import merge_metrics
 from attnpo.training.module import PreferenceModule
@@ -42,7 +43,8 @@ class Case:
 
     ``resumes`` names the case whose copy at STOP it continues. ``part`` trains the second layer alone. ``bad`` gives
     the second process's share of step 2 a pair whose loss is not finite. ``poison`` leaves no number in the second
-    process's share of the weights after step 2. ``tokens`` is a budget instead of ``micro``.
+    process's share of the weights after step 2. ``tokens`` is a budget instead of ``micro``; of an ``uneven``
+    one the second process has chosen twice as much.
     """
 
     strategy: str
@@ -54,6 +56,7 @@ class Case:
     bad: bool = False
     poison: bool = False
     tokens: int | None = None
+    uneven: bool = False
 
 
 CASES = {
@@ -68,6 +71,7 @@ CASES = {
     "fsdp, a layer, resumed": Case("fsdp", 2, resumes="fsdp, a layer", part=True),
     "ddp, a budget of tokens": Case("ddp", 1, tokens=40),
     "fsdp, a budget of tokens": Case("fsdp", 1, pairs=21, tokens=50),
+    "ddp, budgets of two sizes": Case("ddp", 1, tokens=40, uneven=True),
     "ddp, a bad pair": Case("ddp", 2, bad=True),
     "fsdp, a bad pair": Case("fsdp", 2, bad=True),
     "fsdp, poisoned": Case("fsdp", 2, checkpoints=True, poison=True),
@@ -121,6 +125,8 @@ def bad_pair(case: Case, plan: BatchPlan) -> int:
 def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[str, float]]:
     """The rows of metrics.csv; every process has to call it."""
     budget = case.tokens
+    if budget and case.uneven:
+        budget *= 1 + int(os.environ["RANK"])
     plan = BatchPlan(8, None if budget else case.micro, None if budget else 2, tokens=budget, eval_tokens=budget)
     settings = TrainerSettings(
         max_epochs=2,
@@ -139,6 +145,8 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
     if case.poison:
         callbacks.insert(0, Poison())
     module, data = make(case, plan, settings, devices)
+    if case.uneven:
+        callbacks.append(LeastBudgets(data))
     resume = None if case.resumes is None else folder / case.resumes / "stop.ckpt"
     with quiet_lightning():
         trainer = make_trainer(settings, make_loggers(LoggerSettings(), place, {}), callbacks, place, 1)
@@ -152,6 +160,8 @@ def run_case(case: Case, folder: Path, place: Path, devices: int) -> list[dict[s
                 raise
             (place / f"error{trainer.global_rank}.txt").write_text(str(error))
             return []
+    if case.uneven:
+        assert data.budgets == (case.tokens, case.tokens), "the least of both processes"
     if module.sharded:
         assert whole.state is not None and bool(whole.state) == trainer.is_global_zero, "kept on one process alone"
         if trainer.is_global_zero:

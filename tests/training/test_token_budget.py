@@ -27,14 +27,19 @@ NAMES = ("train/loss", "train/grad_norm", "train/rewards/margins", "train/reward
 
 
 def make(
-    module: PreferenceModule, plan: BatchPlan, name: str = "padded", ahead: tuple[str, ...] = (), epochs: int = 2
+    module: PreferenceModule,
+    plan: BatchPlan,
+    name: str = "padded",
+    ahead: tuple[str, ...] = (),
+    epochs: int = 2,
+    auto: bool = False,
 ) -> PreferenceDataModule:
     assert module.reference is not None
     layout = choose(name, [module.policy, module.reference])
     assert layout.__name__ == name
     val = make_examples(5, seed=99)
     return PreferenceDataModule(
-        make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, cost=COSTS[name], epochs=epochs
+        make_examples(PAIRS), val, layout, 0, plan, 0, ahead=ahead, cost=COSTS[name], epochs=epochs, auto=auto
     )
 
 
@@ -128,6 +133,30 @@ def test_rows_ahead_of_a_step_are_summed_alike(tmp_path: Path, tokens: int) -> N
         found.append(kept.found)
     assert_same(found[1], found[0])
     assert all(step["z"] > 0 for step in found[0])
+
+
+class Inside(L.Callback):
+    """A checkpoint after the first micro-batch of the second step."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: L.Trainer, *rest: object) -> None:
+        if trainer.global_step == 1 and not self.path.exists() and trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.path, weights_only=False)
+
+
+def test_a_run_saved_inside_a_step_goes_on_with_the_budget_that_was_chosen(tmp_path: Path) -> None:
+    """Also with more room: as many micro-batches of the step are left as there were."""
+    module = make_module(6)
+    data = make(module, BatchPlan(8, tokens=40), auto=True)
+    trained(module, data, tmp_path / "whole", Inside(tmp_path / "inside.ckpt"))
+    module = make_module(6)
+    again = make(module, BatchPlan(8, tokens=80), auto=True)
+    assert again.accumulation(1) < data.accumulation(1)
+    rows = trained(module, again, tmp_path / "again", resume=tmp_path / "inside.ckpt")
+    assert again.budgets == data.budgets and again.accumulation(1) == data.accumulation(1)
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5]
 
 
 class Copies(L.Callback):
