@@ -266,7 +266,7 @@ def final(folder: Path) -> dict[str, Tensor]:
 def test_memory_that_runs_out_in_the_first_step_halves_the_budget_and_moves_no_number(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In its second micro-batch, so that gradients are there. A resumed run keeps the half, also if blocks are recomputed."""
+    """In its second micro-batch, so that gradients are there. A resumed run keeps the half, recomputing or not."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(memory_choice, "least_capacity", lambda cfg: 1 << 40)
     monkeypatch.setattr(memory_choice, "MOST", 128)
