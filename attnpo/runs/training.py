@@ -132,6 +132,7 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     module = PreferenceModule(
         policy, reference, objective, cfg.optimizer, steps, online, makers, kept, transforms, coefficient
     )
+    module.one_fit = True
     del models, reference  # the module alone holds the reference, and may let it go
     trained = _fit(trainer, begin, module, data, resume, folder / "last" if callbacks.checkpoints else None)
     whole = gathered.state

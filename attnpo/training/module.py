@@ -95,6 +95,7 @@ class PreferenceModule(L.LightningModule):
         self.window = PairMeans()
         self.validation = PairMeans()
         self.sharded = False
+        self.one_fit = False  # whether nothing but the policy is asked for after training, which then ends sooner
         self.updated = False  # whether an update has begun since training did
         self._scored: list[Scored] = []  # the micro-batches of the current optimiser step
         self._losses: list[tuple[tuple[str, ...], Tensor]] = []  # of the pairs of the current validation
@@ -132,12 +133,12 @@ class PreferenceModule(L.LightningModule):
         return self
 
     def cpu(self) -> "PreferenceModule":
-        """Stays where it is: Lightning asks for the CPU after each validation and fit, and the next use moves back."""
-        return self
+        """Moves to the CPU; with ``one_fit`` it stays, as Lightning asks for this after each validation and fit."""
+        return self if self.one_fit else super().cpu()
 
     def on_train_end(self) -> None:
-        """Lets go of gradients and moments, which Lightning would move to the CPU: what is saved was saved before."""
-        for optimizer in self.trainer.optimizers:
+        """Lets go of gradients and moments with ``one_fit``: Lightning would move them to the CPU."""
+        for optimizer in self.trainer.optimizers if self.one_fit else ():
             optimizer.zero_grad()
             optimizer.state.clear()
 

@@ -169,15 +169,23 @@ def test_a_run_needs_an_epoch_or_a_number_of_steps(epochs: int, steps: int) -> N
     assert TrainerSettings(max_epochs=-1, max_steps=3).max_steps == 3
 
 
-def test_after_training_weights_stay_and_nothing_else_is_held(fit: Fit) -> None:
+def test_after_the_only_fit_weights_stay_and_nothing_else_is_held(fit: Fit) -> None:
     """Lightning moves all of it to the CPU, and after the validation before the first step as well."""
     module = make_module(3)
+    module.one_fit = True
     fit(module, make_data(make_examples(8), BatchPlan(8, 4)), steps=1, epochs=1)
     optimizer = module.trainer.optimizers[0]
     assert optimizer.param_groups[0]["params"] and not optimizer.state
     assert all(parameter.grad is None for parameter in module.parameters())
     module.to("meta").cpu()
     assert {parameter.device.type for parameter in module.policy.parameters()} == {"meta"}
+
+
+def test_a_module_of_ones_own_keeps_its_moments_after_training_and_goes_where_it_is_told(fit: Fit) -> None:
+    module = make_module(3)
+    fit(module, make_data(make_examples(8), BatchPlan(8, 4)), steps=1, epochs=1)
+    assert module.trainer.optimizers[0].state  # for trainer.save_checkpoint
+    assert {parameter.device.type for parameter in module.cpu().policy.parameters()} == {"cpu"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
