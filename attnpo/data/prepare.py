@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
@@ -70,7 +71,7 @@ class Tally:
 class ExampleSet:
     """Examples of one split and the account of how they came about: ``read == len(examples) + dropped``."""
 
-    examples: list[TrainingExample]
+    examples: Sequence[TrainingExample]
     tally: Tally
     read: int
     dropped: int
@@ -161,36 +162,46 @@ def make_example(
 class EncodedSet:
     """The pairs of one split that fit the length rules, with their training ids by side, in their order."""
 
-    pairs: list[PreferencePair]
-    encoded: list[dict[str, EncodedResponse]]
+    pairs: Sequence[PreferencePair]
+    encoded: Sequence[dict[str, EncodedResponse]]
     tally: Tally
     read: int
 
 
 def encode_pairs(
-    pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules, *, keep_same: bool = False
+    pairs: Iterable[PreferencePair],
+    chat: ChatFormat,
+    rules: LengthRules,
+    *,
+    keep_same: bool = False,
+    write: Callable[[int, PreferencePair, dict[str, EncodedResponse]], object] | None = None,
 ) -> EncodedSet:
     """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
+
+    Pairs that ``write`` is given, with their place in ``pairs`` and their ids, are not held.
 
     Comes before any judge runs, so that no judge pass is spent on a dropped pair. Raises UserError with all counts when
     there are pairs and none of them is left; one bad pair never ends a run.
     """
-    out = EncodedSet([], [], Tally(), 0)
-    read = 0
+    held: tuple[list[PreferencePair], list[dict[str, EncodedResponse]]] = ([], [])
+    tally, read, left = Tally(), 0, 0
     for pair in pairs:
+        encoded = encode_pair(pair, chat, rules, tally, keep_same=keep_same)
+        if encoded is not None and write is not None:
+            write(read, pair, encoded)
+        elif encoded is not None:
+            held[0].append(pair)
+            held[1].append(encoded)
         read += 1
-        encoded = encode_pair(pair, chat, rules, out.tally, keep_same=keep_same)
-        if encoded is not None:
-            out.pairs.append(pair)
-            out.encoded.append(encoded)
-    if read and not out.pairs:
+        left += encoded is not None
+    if read and not left:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(out.tally.lines())}); expected some whose responses "
+            f"none of {read} pairs can be trained on ({'; '.join(tally.lines())}); expected some whose responses "
             "differ and that fit lengths.max_length and the chat template: change these settings or the data"
-            + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
+            + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )
-    warn_of_rendered(out.tally.counts[IN_PROMPT], len(out.pairs), out.tally.first.get(IN_PROMPT, []))
-    return replace(out, read=read)
+    warn_of_rendered(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))
+    return EncodedSet(*held, tally, read)
 
 
 def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
@@ -208,6 +219,9 @@ def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> fl
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return 0.0
+    if isinstance(encoded.encoded, EncodedRows):
+        found, tokens = encoded.encoded.share_of(unknown)
+        return found / max(1, tokens)
     ids = [token for sides in encoded.encoded for side in SIDES for token in sides[side].response_ids]
     return ids.count(unknown) / max(1, len(ids))
 
@@ -250,6 +264,7 @@ def prepare_examples(
     align: AlignRules,
     layers: tuple[Row, ...] = (),
     transforms: Sequence[WeightTransform] = (),
+    write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
     """Training examples in their order, with the account of every cut and dropped pair.
 
@@ -259,13 +274,15 @@ def prepare_examples(
             for each of ``layers``. A pair that the source could not read has no rounds there and is dropped.
         align: how weights reach the training tokens, and the coverage a pair must have.
         transforms: changes of the finished rows, fitted (``fit_transforms``).
+        write: takes the examples with the place of each in ``encoded``; they are not held then.
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
-    examples, content, unmatched = [], 0, 0
+    examples: list[TrainingExample] = []
+    content, unmatched, left = 0, 0, 0
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
-    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+    for place, (pair, sides) in enumerate(zip(encoded.pairs, encoded.encoded, strict=True)):
         pair_id = pair.pair_id
         raw = captured.get(pair_id)
         if raw is not None and not raw.rounds:
@@ -292,8 +309,12 @@ def prepare_examples(
                 tally.add(f"no weighted token in the {side} response", pair_id)
         if example.pair_weight == 0:
             tally.add(VOID, pair_id)
-        examples.append(example)
-    return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
+        left += 1
+        if write is None:
+            examples.append(example)
+        else:
+            write(place, example)
+    return ExampleSet(examples, tally, encoded.read, encoded.read - left, content, unmatched)
 
 
 def percentiles(counts: Sequence[int]) -> dict[str, int]:

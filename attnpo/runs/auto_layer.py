@@ -13,6 +13,7 @@ from statistics import stdev
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
 from attnpo.console import command_text, world_size
 from attnpo.credentials import identify
+from attnpo.data.arrow_rows import ids_of
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
 from attnpo.machine import device_of
@@ -145,10 +146,10 @@ def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     return known
 
 
-def calibration_pairs(pairs: list[PreferencePair], count: int) -> list[PreferencePair]:
+def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
     """The first ``count`` different pairs in the order of their ids, which is that of no file."""
-    unique = {pair.pair_id: pair for pair in pairs}
-    return [unique[pair_id] for pair_id in sorted(unique)[:count]]
+    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
+    return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 
 
 def _score(

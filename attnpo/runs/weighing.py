@@ -53,22 +53,25 @@ class Weighed:
     ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
     read; ``label_mass`` is what was measured of the judge's labels, ``traces`` how long its traces are. ``transforms``
     are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair to capture it;
-    ``seconds``: what that took per pair, None where it is not known.
+    ``seconds``: what that took per pair, None where it is not known. ``rounds``: prompts that were read, ``cut``: those
+    that had to be cut.
     """
 
     source: WeightSource
-    captured: dict[str, PairWeights]
+    captured: Captured
     report: CaptureReport | None
     verdicts: JudgeStatistics | None
     layers: tuple[Row, ...]
     depth: int
     key: dict[str, object]
     answers: AnswerStatistics | None = None
-    transforms: tuple[WeightTransform, ...] = ()
+    transforms: Sequence[WeightTransform] = ()
     reads: int = 0
     seconds: float | None = None
     label_mass: LabelMass | None = None
     traces: TraceStatistics | None = None
+    rounds: int = 0
+    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,8 @@ def weigh(
         seconds=table.seconds_per_pair(captured),
         label_mass=label_mass,
         traces=None if method.trace is None else trace_statistics(list(captured.values()), method.trace),
+        rounds=sum(len(pair.rounds) for pair in captured.values()),
+        cut=sum(item.cut for pair in captured.values() for item in pair.rounds),
     )
 
 
