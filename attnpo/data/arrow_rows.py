@@ -123,10 +123,17 @@ class _Rows(Sequence[Some], Generic[Some]):
 # ------------------------------------------------------------------------------------------------ pairs
 
 
+class NoJson(Exception):
+    """What a further column of a pair holds has no form in JSON."""
+
+
 def pair_row(pair: PreferencePair) -> dict[str, object]:
-    """Returns a pair as a row. TypeError where a further column of it has no form in JSON."""
+    """Returns a pair as a row. Raises NoJson."""
     parts = [list(pair.prompt), pair.chosen, pair.rejected, dict(pair.extra), pair.apart]
-    return {"pair_id": pair.pair_id, "pair": json.dumps(parts)}
+    try:
+        return {"pair_id": pair.pair_id, "pair": json.dumps(parts)}
+    except (TypeError, ValueError) as error:
+        raise NoJson from error
 
 
 class PairRows(_Rows[PreferencePair]):
@@ -143,6 +150,11 @@ class PairRows(_Rows[PreferencePair]):
         at = row if self._rows is None else int(self._rows[row])
         prompt, chosen, rejected, extra, apart = json.loads(self._pairs[at].as_py())
         return PreferencePair(self._ids[at].as_py(), tuple(prompt), chosen, rejected, extra, apart)
+
+    @property
+    def size(self) -> int:
+        """Bytes of their texts."""
+        return int(self._pairs.nbytes)
 
     def take(self, rows: Counts) -> "PairRows":
         """Returns the pairs of some of all rows."""

@@ -2,13 +2,14 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from attnpo.data.arrow_rows import ExampleRows, sizes_of
+from attnpo.data.arrow_rows import ExampleRows, NoJson, sizes_of
 from attnpo.data.base import PairSet, PairSource, name_unused
 from attnpo.data.collate import TrainingExample
 from attnpo.data.overlap import Overlap, count_overlap, key_of_prompt, write_prompts
@@ -62,10 +63,11 @@ class Inputs:
 @phase("reading the pairs")
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits; logs which columns of the training data nothing reads."""
-    source, facts = context.cfg.data, facts_of_data(context)
-    if facts is not None and isinstance(source, PairSource):
-        pairs = prepare_pairs(Path(context.store.root), facts, source.load)
-    else:
+    source, found, pairs = context.cfg.data, facts_of_data(context), None
+    if found is not None and isinstance(source, PairSource):
+        with suppress(NoJson):  # such pairs are held in memory
+            pairs = prepare_pairs(Path(context.store.root), *found, source.load)
+    if pairs is None:
         pairs = {split: source.load(split) for split in SPLITS}
     weights = context.cfg.weights
     name_unused(pairs["train"], weights.columns if isinstance(weights, ColumnSource) else ())

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from attnpo.data.arrow_rows import (
@@ -28,6 +29,7 @@ from attnpo.data.arrow_rows import (
     ids_of,
     pair_row,
     schema_of_weights,
+    sizes_of,
     weighed_row,
 )
 from attnpo.data.base import SPLITS, PairSet, PairSource
@@ -60,6 +62,9 @@ Logps = Sequence[LogpPair]
 
 BYTES = 8 << 20
 """Of the data's files: from here on their pairs are prepared."""
+PER_TEXT = 3
+"""Bytes of training ids with their places for each byte of text, about."""
+BYTES_OF_WEIGHT = 4
 PAIRS_HELD = 4096
 """Pairs that are held in memory with all that is made of them, if they are no more."""
 
@@ -67,8 +72,11 @@ PAIRS_HELD = 4096
 # ------------------------------------------------------------------------------------------------ pairs
 
 
-def facts_of_data(context: RunContext) -> dict[str, object] | None:
-    """What decides the pairs of a run, by name; None for few of them, and for sources from outside the package."""
+def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
+    """What decides the pairs of a run, by name, and how many bytes they are.
+
+    None for few of them, and for sources from outside the package.
+    """
     source = context.cfg.data
     if type(source) is not PairSource:
         return None
@@ -82,11 +90,12 @@ def facts_of_data(context: RunContext) -> dict[str, object] | None:
         for file in files or ():
             found[str(file)] = unchanged_digest(file)
             size += file.stat().st_size
-    return {"data": context.cfg.values["data"], "files": found, "code": source_digest()} if size >= BYTES else None
+    facts = {"data": context.cfg.values["data"], "files": found, "code": source_digest()}
+    return (facts, size) if size >= BYTES else None
 
 
 def prepare_pairs(
-    store: Path, facts: Mapping[str, object], load: Callable[[str, Callable[[Any], None]], PairSet]
+    store: Path, facts: Mapping[str, object], size: int, load: Callable[[str, Callable[[Any], None]], PairSet]
 ) -> dict[str, PairSet]:
     """The pairs of both splits, prepared: ``load`` reads those of a split and hands each on. Says what it said then."""
 
@@ -104,7 +113,7 @@ def prepare_pairs(
                 }
         return {**accounts, "lines": lines}
 
-    made = prepared_rows(store, "pairs", facts, make)
+    made = prepared_rows(store, "pairs", facts, size, make)
     if not made.anew:
         repeat_lines(made.account["lines"])
     start, pairs = 0, {}
@@ -171,7 +180,8 @@ def prepare_ids(
                 accounts[split] = {"tally": asdict(found.tally), "read": found.read, "kept": rows.count}
         return {**accounts, "overlap": asdict(overlaps.count()), "lines": lines}
 
-    made = prepared_rows(store, "encoded", facts, make)
+    texts = sum(PER_TEXT * one.pairs.size for one in pairs.values() if isinstance(one.pairs, PairRows))
+    made = prepared_rows(store, "encoded", facts, texts, make)
     if not made.anew:
         repeat_lines(made.account["lines"])
     start, encoded = 0, {}
@@ -206,11 +216,13 @@ def facts_of_examples(
     captured: dict[str, object] = {}
     if method is not None:
         captured = weights_key(cfg.weights.resolve(method.depth or 1), method.model, method.prompts)
-    data = facts_of_data(context) or {} if isinstance(cfg.weights, ColumnSource) else {}
+    columns = facts_of_data(context) if isinstance(cfg.weights, ColumnSource) else ({}, 0)
+    if columns is None:
+        return None
     return {
         **facts,
         **named,
-        "columns": data,
+        "columns": columns[0],
         "captured": captured,
         "files": named_files(dict(flat(named))),
         "objective": type(cfg.objective).__name__,
@@ -252,7 +264,8 @@ def prepare_examples_of(
             one.flush()
         return {"weighed": _told(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
 
-    made = prepared_rows(Path(context.store.root), "weighed", facts, make)
+    tokens = sum(int(np.sum(sizes_of(one.encoded).responses)) for one in encoded.values())
+    made = prepared_rows(Path(context.store.root), "weighed", facts, BYTES_OF_WEIGHT * tokens, make)
     start, sets, measured = 0, {}, {}
     for split in SPLITS:
         account, ids = made.account[split], encoded[split].encoded
@@ -382,5 +395,6 @@ def prepare_logps(store: Path, table: Table, rows: ExampleRows, load: Callable[[
         out.flush()
         return {}
 
-    made = prepared_rows(store, "reference", {"examples": rows.name, "reference": table.key}, make)
+    size = BYTES_OF_WEIGHT * int(np.sum(rows.sizes().responses))
+    made = prepared_rows(store, "reference", {"examples": rows.name, "reference": table.key}, size, make)
     return replace(rows, logps=made.table)

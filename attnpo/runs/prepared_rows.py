@@ -9,6 +9,7 @@ gives back when that process ends, in whichever way.
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Prepared:
 
 
 def prepared_rows(
-    store: Path, kind: str, facts: Mapping[str, object], make: Callable[[Write], dict[str, object]]
+    store: Path, kind: str, facts: Mapping[str, object], about: int, make: Callable[[Write], dict[str, object]]
 ) -> Prepared:
     """Returns the rows of ``kind`` that ``facts`` name: those in the store, or what ``make`` gives to its ``Write``.
 
@@ -46,6 +47,7 @@ def prepared_rows(
         store: the store's folder.
         kind: the kind of rows, in a word.
         facts: everything that decides what the rows are, for JSON.
+        about: their size in bytes, for whoever waits for them.
         make: writes the rows' batches, one at least, and returns their account, for JSON.
 
     Raises:
@@ -59,7 +61,11 @@ def prepared_rows(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _alone(file):
-            return _read(file, facts, say=True) or _made(file, facts, make)
+            found = _read(file, facts, say=True)
+            if found is None:
+                log.info("%s rows are prepared: about %s in %s", kind, in_bytes(about), folder)
+                found = _made(file, facts, make)
+            return found
     except OSError as error:
         raise UserError(
             f"store: prepared rows cannot be written to {folder} ({error}); make room there, or name another folder "
@@ -94,6 +100,8 @@ def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prep
             problem = "is not as it was written"
             with suppress(OSError, pa.ArrowException):
                 if unchanged_digest(file) == record["sha256"]:
+                    os.utime(path)  # what ``prune`` goes by
+                    log.info("%s: prepared before", file.name)
                     return Prepared(_mapped(file), record["account"], anew=False)
     if say and path.is_file():  # without a record its maker was stopped
         log.warning("%s %s: its rows are prepared anew", file, problem)
@@ -122,7 +130,6 @@ def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[
             writer.close()
         share(temporary)
         to_disk(temporary)
-        log.info("prepared rows: %s in %s", in_bytes(temporary.stat().st_size), file)
         record = {"of": _plain(facts), "sha256": file_digest(temporary), "account": account}
         file.with_suffix(".json").unlink(missing_ok=True)
         os.replace(temporary, file)
@@ -132,6 +139,18 @@ def _made(file: Path, facts: Mapping[str, object], make: Callable[[Write], dict[
     stored = read_record(file.with_suffix(".json"))
     assert stored is not None
     return Prepared(_mapped(file), stored["account"], anew=True)
+
+
+def prune(store: Path, days: float) -> None:
+    """Removes prepared rows that no run has opened for so many days; a run that has them open keeps them."""
+    removed, size, folder = 0, 0, store / FOLDER
+    for file in sorted(folder.glob("*.arrow")):
+        record = file.with_suffix(".json")
+        if time.time() - (record if record.is_file() else file).stat().st_mtime >= 86400 * days:
+            removed, size = removed + 1, size + file.stat().st_size
+            record.unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+    log.info("%s: %d sets of prepared rows removed, %s", folder, removed, in_bytes(size))
 
 
 class _Writer:

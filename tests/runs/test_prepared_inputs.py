@@ -9,7 +9,7 @@ import pytest
 from attnpo.runs import prepared_inputs
 from attnpo.runs.prepared_rows import FOLDER
 from attnpo.runs.run import run
-from tests.runs.worlds import World, build_world
+from tests.runs.worlds import build_world
 
 BARE = ("callbacks=none", "trainer.max_steps=2", "judge.low_label_mass=warn")
 SETUPS = {
