@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 
 from attnpo.data.collate import TrainingExample
-from attnpo.schema import SIDES, EncodedResponse, PreferencePair
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, ids_of
 
 AT_ONCE = 1024  # rows of a record batch
 Counts = npt.NDArray[np.int64]
@@ -167,9 +167,42 @@ class PairRows(_Rows[PreferencePair]):
         return every if self._rows is None else [every[row] for row in self._rows]
 
 
-def ids_of(pairs: Sequence[PreferencePair]) -> list[str]:
-    """Returns the id of every pair; reads no text where they are rows of a table."""
-    return pairs.ids if isinstance(pairs, PairRows) else [pair.pair_id for pair in pairs]
+class Joined(_Rows[PreferencePair]):
+    """The pairs of several sequences, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[PreferencePair]]) -> None:
+        self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _make(self, row: int) -> PreferencePair:
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._parts[part][row - int(self._starts[part])]
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of every pair."""
+        return [pair_id for part in self._parts for pair_id in ids_of(part)]
+
+
+class Picked(_Rows[PreferencePair]):
+    """Those of ``pairs`` that have one of ``places``, in their order."""
+
+    def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
+        self._pairs, self._places = pairs, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _make(self, row: int) -> PreferencePair:
+        return self._pairs[self._places[row]]
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of every pair."""
+        every = ids_of(self._pairs)
+        return [every[place] for place in self._places]
 
 
 def pairs_of(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from attnpo.data.adapters import Columns, Note, RowProblem, adapt
-from attnpo.data.arrow_rows import ids_of
 from attnpo.data.json_lines import Lines, Table
 from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixture, draws, of_set
 from attnpo.data.shares import Shares, prompts_of, share_out
 from attnpo.data.tables import has_split, is_one_table, read_table, require_validation
-from attnpo.schema import PreferencePair, UserError, check_seed, digest
+from attnpo.schema import PreferencePair, UserError, check_seed, digest, ids_of
 from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from statistics import stdev
 from attnpo.analysis.faithfulness import EMPTIED, VERSION, Mode, Rankings, Removal, measure, rankings
 from attnpo.console import command_text, world_size
 from attnpo.credentials import identify
-from attnpo.data.arrow_rows import ids_of
 from attnpo.data.prepare import EncodedSet
 from attnpo.files import read_record, write_record
 from attnpo.machine import device_of
@@ -21,7 +20,7 @@ from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.judges import RunJudge
 from attnpo.runs.settings import CHOICE, AutoLayer, wants_auto
 from attnpo.runs.weighing import weigh
-from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.schema import PreferencePair, UserError, digest, ids_of
 from attnpo.weights.base import resolve_layer
 from attnpo.weights.capture import CAPTURE_VERSION
 from attnpo.weights.layers import attending

@@ -6,9 +6,9 @@ at all: smaller sets are made anew in moments, and held in memory.
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from attnpo.data.arrow_rows import (
     PairRows,
     Rows,
     encoded_row,
-    ids_of,
     pair_row,
     schema_of_weights,
     sizes_of,
@@ -46,14 +45,13 @@ from attnpo.runs.identity import files_of as named_files
 from attnpo.runs.prepared_rows import prepared_rows, record_lines, repeat_lines
 from attnpo.runs.sources import PACKAGE, source_digest
 from attnpo.runs.weighing import CaptureMethod, Weighed
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, digest
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import Arrival
 from attnpo.weights.base import ColumnSource
 from attnpo.weights.cache import Table
-from attnpo.weights.capture import WEIGHTS, CaptureReport, LogpPair, load_captured, weights_key
+from attnpo.weights.capture import WEIGHTS, CapturedRows, CaptureReport, LogpPair, weights_key
 from attnpo.weights.label_mass import LabelMass
-from attnpo.weights.layers import Row
 from attnpo.weights.trace_lengths import TraceStatistics
 from attnpo.weights.transforms import WeightTransform
 from attnpo.weights.verdicts import JudgeStatistics
@@ -282,9 +280,9 @@ def prepare_examples_of(
     return Examples(weighed, sets, measured)
 
 
-def _stored(context: RunContext, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> "StoredPairs":
+def _stored(context: RunContext, weighed: Weighed, encoded: Mapping[str, EncodedSet]) -> CapturedRows:
     ids = dict.fromkeys(pair_id for split in SPLITS for pair_id in ids_of(encoded[split].pairs))
-    return StoredPairs(context.store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
+    return CapturedRows(context.store.table(WEIGHTS, weighed.key), list(ids), weighed.layers)
 
 
 def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, object]:
@@ -354,30 +352,6 @@ class FittedLater(Sequence[WeightTransform]):
 
     def __getitem__(self, place: Any) -> Any:
         return self._fit()[place]
-
-
-@dataclass(frozen=True)
-class StoredPairs(Mapping[str, PairWeights]):
-    """Captured weights of pairs, read from the store's table when they are asked for."""
-
-    table: Table
-    ids: Sequence[str]
-    layers: tuple[Row, ...]
-
-    def __getitem__(self, pair_id: str) -> PairWeights:
-        if pair_id not in self._known:
-            raise KeyError(pair_id)
-        return load_captured(self.table, [pair_id], self.layers)[pair_id]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.ids)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @cached_property
-    def _known(self) -> set[str]:
-        return set(self.ids)
 
 
 # ------------------------------------------------------------------------------------------------ the reference
