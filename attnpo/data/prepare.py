@@ -4,14 +4,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, tee
 
 from transformers import PreTrainedTokenizerBase
 
 from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError
+from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
@@ -93,21 +94,26 @@ def encode_pair(
     Responses of the same token ids, which a trim or a cut may leave, tell no preference and drop their pair too;
     ``keep_same`` keeps it where nothing is trained on it.
     """
-    encoded, cut_prompt, cut_sides, special, apart = {}, False, dict[str, str](), [], []
+    return _take(pair, chat.encode_answers(*_conversation(pair)), chat, rules, tally, keep_same)
+
+
+def _conversation(pair: PreferencePair) -> tuple[Sequence[Message], list[str]]:
+    return pair.prompt, [pair.response(side) for side in SIDES]
+
+
+def _take(
+    pair: PreferencePair, found: EncodedAnswers, chat: ChatFormat, rules: LengthRules, tally: Tally, keep_same: bool
+) -> dict[str, EncodedResponse] | None:
+    if found.problem is not None:
+        event = f"dropped: {found.problem.reason}"
+        if event not in tally.words:
+            tally.words[event] = f"pair {pair.pair_id}: {found.problem}"
+            log.warning("dropped, and so are others like it: %s", tally.words[event])
+        tally.add(event, pair.pair_id)
+        return None
+    encoded, cut_prompt, cut_sides, special = {}, False, dict[str, str](), []
     keep_end = rules.keep is Keep.END
-    for side in SIDES:
-        merged = chat.counts[NOT_A_PREFIX]
-        try:
-            whole = chat.encode(pair.prompt, pair.response(side))
-        except RefusedText as problem:
-            event = f"dropped: {problem.reason}"
-            if event not in tally.words:
-                tally.words[event] = f"pair {pair.pair_id}: {problem}"
-                log.warning("dropped, and so are others like it: %s", tally.words[event])
-            tally.add(event, pair.pair_id)
-            return None
-        if chat.counts[NOT_A_PREFIX] > merged:
-            apart.append(side)
+    for side, whole in zip(SIDES, found.encoded, strict=True):
         encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length, keep_end=keep_end)
         if chat.special_inside(encoded[side], pair.response(side)):
             special.append(side)
@@ -134,7 +140,7 @@ def encode_pair(
         tally.add(IN_PROMPT, pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
-    for side in apart:
+    for side in compress(SIDES, found.apart):
         tally.add(f"{side} response {APART}", pair.pair_id)
     return encoded
 
@@ -185,8 +191,9 @@ def encode_pairs(
     """
     held: tuple[list[PreferencePair], list[dict[str, EncodedResponse]]] = ([], [])
     tally, read, left = Tally(), 0, 0
-    for pair in pairs:
-        encoded = encode_pair(pair, chat, rules, tally, keep_same=keep_same)
+    asked, given = tee(pairs)  # they are a few batches apart
+    for pair, found in zip(given, chat.encode_many(map(_conversation, asked)), strict=True):
+        encoded = _take(pair, found, chat, rules, tally, keep_same)
         if encoded is not None and write is not None:
             write(read, pair, encoded)
         elif encoded is not None:

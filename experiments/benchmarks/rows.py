@@ -1,0 +1,65 @@
+"""Writes a file of preference pairs at the paper's size: texts of their own in the lengths of a small sample.
+
+    python -m experiments.benchmarks.rows FILE [--rows 20000] [--seed 0] [--sample SAMPLE.jsonl]
+
+Each row takes the lengths of a row of the sample and fills them with sentences of the whole sample, drawn by the seed.
+"""
+
+import json
+import random
+import re
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from experiments.benchmarks.harness import ROOT
+
+SAMPLE = ROOT.parent / "shared" / "data" / "ultrafeedback_sample" / "train.jsonl"
+Row = Mapping[str, str]
+"""The texts of a pair: prompt, chosen and rejected response."""
+
+
+def read_sample(file: Path = SAMPLE) -> list[Row]:
+    """Reads the texts of a file of pairs whose sides are a user's turn and its answer."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [{"prompt": row["prompt"], **{side: row[side][-1]["content"] for side in SIDES}} for row in rows]
+
+
+SIDES = ("chosen", "rejected")
+
+
+def make_rows(sample: Sequence[Row], count: int, seed: int) -> Iterator[Row]:
+    """Yields ``count`` rows; a number in front of each prompt makes it the only one of its kind."""
+    rng = random.Random(seed)
+    sentences = {
+        part: [one for row in sample for side in sides for one in re.split(r"(?<=[.!?:\n])(?=\s)", row[side])]
+        for part, sides in {"prompt": ("prompt",), "answer": SIDES}.items()
+    }
+
+    def fill(text: str, part: str) -> str:
+        drawn = ""
+        while len(drawn) < len(text):
+            drawn += rng.choice(sentences[part])
+        return drawn[: len(text)].strip() or text
+
+    for number in range(count):
+        lengths = rng.choice(sample)
+        answers = {side: fill(lengths[side], "answer") for side in SIDES}
+        yield {"prompt": f"{number}. {fill(lengths['prompt'], 'prompt')}", **answers}
+
+
+def main() -> None:
+    """Writes the file."""
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sample", type=Path, default=SAMPLE)
+    options = parser.parse_args()
+    with options.file.open("w", encoding="utf-8") as out:
+        for row in make_rows(read_sample(options.sample), options.rows, options.seed):
+            out.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
