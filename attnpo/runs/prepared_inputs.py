@@ -175,7 +175,7 @@ def prepare_ids(
 
                 found = encode(split, take)
                 rows.flush()
-                accounts[split] = {"tally": asdict(found.tally), "read": found.read, "kept": rows.count}
+                accounts[split] = {"tally": vars(found.tally), "read": found.read, "kept": rows.count}
         return {**accounts, "overlap": asdict(overlaps.count()), "lines": lines}
 
     texts = sum(PER_TEXT * one.pairs.size for one in pairs.values() if isinstance(one.pairs, PairRows))
@@ -288,7 +288,7 @@ def _stored(context: RunContext, weighed: Weighed, encoded: Mapping[str, Encoded
 def _account(made: Examples, split: str, rows: Mapping[str, Rows]) -> dict[str, object]:
     found, measured = made.sets[split], made.measured[split]
     numbers = {name: getattr(found, name) for name in ("read", "dropped", "content_tokens", "unmatched_tokens")}
-    told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": asdict(found.tally)}
+    told = {"numbers": measured.numbers, "arrival": asdict(measured.arrival), "tally": vars(found.tally)}
     return {**numbers, **told, "kept": rows[split].count if split in rows else 0}
 
 

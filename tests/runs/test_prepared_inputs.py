@@ -12,8 +12,10 @@ from attnpo.runs.run import run
 from tests.runs.worlds import build_world
 
 BARE = ("callbacks=none", "trainer.max_steps=2", "judge.low_label_mass=warn")
+# Some responses are cut, which is counted.
+CUT = ("lengths.max_length=26", "lengths.max_prompt_length=20", "lengths.overlong=cut")
 SETUPS = {
-    "uniform": ("weights=uniform", "reference=live"),
+    "uniform": ("weights=uniform", "reference=live", *CUT),
     "attention": ("weights=attention", "reference=cached"),
     "fitted transform": ("weights=attention", "transform=position_profile", "reference=first_epoch"),
     "column": ("weights=uniform", "reference=cached", "batch.tokens=512", "batch.micro=null"),
