@@ -4,9 +4,9 @@
     python -m experiments.benchmarks.start [--short] [--rows 60000] [--sample FILE --tokenizer FOLDER] [--json FILE]
 
 Rows with texts of their own (``experiments.benchmarks.rows``), a model of two tiny layers, weights from attention of
-the last layer or uniform, two steps: what takes time is reading, tokenising and weighing. Cold is an empty store, warm
-the same command again; TRL keeps its tokenised rows in the cache of ``datasets``. The judge pass that fills the store comes
-between and is not counted. Every start is a process of its own, and so is its peak of resident memory.
+the last layer or uniform, two steps: what takes time is reading, tokenising and weighing. Cold is an empty store,
+warm the same command again; TRL keeps its tokenised rows in the cache of ``datasets``. The judge pass that fills the
+store comes between and is not counted. Every start is a process of its own, and so is its peak of resident memory.
 """
 
 import json
