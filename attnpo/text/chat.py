@@ -121,18 +121,18 @@ class _Conversation(NamedTuple):
 
     @property
     def begin(self) -> int:
-        """Where the response begins, the template's text around a trace included."""
+        """Returns where the response begins, the template's text around a trace included."""
         return self.before if len(self.pieces) > 1 else self.pieces[0].start
 
     @property
     def head(self) -> str:
-        """What the template writes between its generation prompt and the response, where that is no mere blank."""
+        """Returns what the template writes between its generation prompt and the response; empty for mere blanks."""
         head = self.full[self.before : self.begin]
         return head if head.strip() else ""
 
     @property
     def prompt(self) -> str:
-        """The text whose ids the prompt has."""
+        """Returns the text whose ids are the prompt's."""
         return self.full[: self.before] + self.head.rstrip()
 
 
@@ -145,7 +145,7 @@ class _Rendered(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """What of them is tokenised."""
+        """Returns what of them is tokenised."""
         return [text for one in self.conversations for text in (one.full, one.prompt)]
 
 
@@ -423,7 +423,7 @@ class ChatFormat:
 
     def _place(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
         placed: list[_Conversation] = []
-        unread, before = False, None
+        unread, before, problem = False, None, None
         try:
             with self._limited():
                 for response in responses:
@@ -435,9 +435,9 @@ class ChatFormat:
                     pieces = self._locate(prompt, before, full, response)
                     check_text(full, "the rendered text")
                     placed.append(_Conversation(full, len(before), pieces, response))
-        except UserError as problem:
-            return _Rendered(placed, problem, unread)
-        return _Rendered(placed, None, unread)
+        except UserError as error:
+            problem = error
+        return _Rendered(placed, problem, unread)
 
     def _finish(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
         found = EncodedAnswers([], [])

@@ -1,6 +1,8 @@
 """From pairs to examples: every cut and every dropped pair is counted."""
 
+import gc
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,36 @@ def test_the_share_of_unknown_tokens(chat: ChatFormat) -> None:
     assert unknown_share(known, chat.tokenizer) == 0
     assert unknown_share(encode_pairs([pair], chat, LengthRules()), chat.tokenizer) == pytest.approx(2 / 7)
     assert unknown_share(EncodedSet([], [], Tally(), 0), chat.tokenizer) == 0
+
+
+class Calls:
+    """Tokenizer that counts the texts that it is asked for one by one, and how often for many."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.single, self.many = backend, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        self.single += 1
+        return self.backend.encode(*args, **options)
+
+    def encode_batch(self, *args: Any, **options: Any) -> Any:
+        self.many += 1
+        return self.backend.encode_batch(*args, **options)
+
+
+def test_texts_are_tokenised_many_at_once(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(chat.tokenizer.backend_tokenizer)
+    monkeypatch.setattr(type(chat.tokenizer), "backend_tokenizer", calls)
+    chat = ChatFormat(chat.tokenizer)
+    calls.single = 0
+    pairs = [make_pair(2, 3, shift=number) for number in range(12)]
+    thresholds = gc.get_threshold()
+    assert len(encode_pairs(pairs, chat, LengthRules(200, 100)).pairs) == 12
+    assert (calls.single, calls.many) == (0, 2), "a batch of all texts, and an empty one at the end"
+    assert gc.get_threshold() == thresholds
 
 
 def test_the_lengths_this_file_counts_with(chat: ChatFormat) -> None:

@@ -168,34 +168,6 @@ def test_real_pairs_are_what_one_at_a_time_gives(shared: Path, formats: Formats,
     assert outcome(pairs, new, rules) == outcome(pairs, old, rules)
 
 
-class Calls:
-    """Tokenizer that counts how often it is asked for one text and for many."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend, self.single, self.many = backend, 0, 0
-
-    def encode(self, *args: Any, **options: Any) -> Any:
-        self.single += 1
-        return self.backend.encode(*args, **options)
-
-    def encode_batch(self, *args: Any, **options: Any) -> Any:
-        self.many += 1
-        return self.backend.encode_batch(*args, **options)
-
-
-def test_texts_are_tokenised_many_at_once(formats: Formats, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = formats("gpt2_chatml")
-    calls = Calls(chat._backend)
-    monkeypatch.setattr(ChatFormat, "_backend", calls)
-    pairs = [
-        PreferencePair.make([Message(role="user", content=f"{number}?")], f"Yes, {number}.", "No.")
-        for number in range(300)
-    ]
-    assert len(encode_pairs(pairs, chat, LengthRules()).pairs) == 300
-    assert calls.single == 0, "one call a text"
-    assert calls.many <= 3
-
-
 def test_pairs_are_read_a_few_batches_ahead_of_what_is_given(formats: Formats) -> None:
     read = 0
 
