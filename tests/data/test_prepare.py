@@ -1,6 +1,5 @@
 """From pairs to examples: every cut and every dropped pair is counted."""
 
-import gc
 from collections import Counter
 from typing import Any
 
@@ -92,10 +91,8 @@ def test_texts_are_tokenised_many_at_once(chat: ChatFormat, monkeypatch: pytest.
     chat = ChatFormat(chat.tokenizer)
     calls.single = 0
     pairs = [make_pair(2, 3, shift=number) for number in range(12)]
-    thresholds = gc.get_threshold()
     assert len(encode_pairs(pairs, chat, LengthRules(200, 100)).pairs) == 12
     assert (calls.single, calls.many) == (0, 2), "a batch of all texts, and an empty one at the end"
-    assert gc.get_threshold() == thresholds
 
 
 def test_the_lengths_this_file_counts_with(chat: ChatFormat) -> None:
