@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, tee
 
@@ -19,11 +19,12 @@ from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import (
     Finished,
+    PairToWeigh,
     TrainingWeights,
     check_transforms,
-    finished_weights,
+    finish_pairs,
     fitted,
-    training_weights,
+    weigh_pairs,
 )
 from attnpo.weights.transforms import WeightTransform
 
@@ -149,7 +150,7 @@ def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
     """The example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
-    void = not bool(weights.chosen.any()) and not bool(weights.rejected.any())
+    void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
         chosen=encoded["chosen"],
@@ -249,14 +250,21 @@ def fit_transforms(
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
     least = least_coverage(source, None if align is None else align.min_coverage)
+    readable = [asked for asked in _to_weigh(encoded, captured) if _is_readable(asked)]
     finished = {}
-    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        weights = captured.get(pair.pair_id)
-        if weights is None or weights.rounds:
-            rows = finished_weights(source, weights, sides, layers=layers, pair=pair)
-            if all(_said_enough(row, least) for row in rows.values()):
-                finished[pair.pair_id] = rows
+    for asked, rows in zip(readable, finish_pairs(source, readable, layers), strict=True):
+        if all(_said_enough(row, least) for row in rows.values()):
+            finished[asked.pair_id] = rows
     return fitted(transforms, finished)
+
+
+def _to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        yield PairToWeigh(captured.get(pair.pair_id), sides, pair)
+
+
+def _is_readable(asked: PairToWeigh) -> bool:
+    return asked.captured is None or bool(asked.captured.rounds)
 
 
 def _said_enough(row: Finished, least: float) -> bool:
@@ -289,18 +297,20 @@ def prepare_examples(
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
-    for place, (pair, sides) in enumerate(zip(encoded.pairs, encoded.encoded, strict=True)):
-        pair_id = pair.pair_id
-        raw = captured.get(pair_id)
+    partial, weigher = isinstance(source, PartialSource), source if isinstance(source, PairWeigher) else None
+    told, again = tee(_to_weigh(encoded, captured))
+    weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
+    for place, (pair, asked) in enumerate(zip(encoded.pairs, told, strict=True)):
+        pair_id, raw = pair.pair_id, asked.captured
         if raw is not None and not raw.rounds:
             tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
             continue
-        weights = training_weights(source, raw, sides, align.method, transforms, layers=layers, pair=pair)
+        weights = next(weighed)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:
             tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
-        if isinstance(source, PartialSource) and min(weights.coverage) == 0:
+        if partial and min(weights.coverage) == 0:
             tally.add(SILENT, pair_id)
             continue
         if min(weights.coverage) < least:
@@ -308,9 +318,7 @@ def prepare_examples(
             continue
         for side in weights.flat:
             tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
-        example = make_example(
-            pair_id, sides, weights, source.pair_weight(pair) if isinstance(source, PairWeigher) else 1.0
-        )
+        example = make_example(pair_id, asked.encoded, weights, 1.0 if weigher is None else weigher.pair_weight(pair))
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
                 tally.add(f"no weighted token in the {side} response", pair_id)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -36,6 +37,8 @@ REFERENCE_VERSION = "1"
 AT_ONCE = 4096  # pairs that are read from the store together: all of a small set
 CHUNK_ROWS = 32768
 """Pairs x rows at once: with a thousand heads a chunk of pairs would fill the memory with rows."""
+UNPACKED = 256
+"""Pairs whose columns are made tensors at once."""
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -151,7 +154,9 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
     for name in (VERDICTS, TRACES):
         for pair_id, row in table.read([one for one, columns in present.items() if name in columns], [name]).items():
             stored[pair_id] |= row
-    captured = {pair_id: unpack(pair_id, row, layers) for pair_id, row in stored.items()}
+    captured: dict[str, PairWeights] = {}
+    while stored:
+        captured |= unpack({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
     return captured | unreadable_pairs(table, pair_ids)
 
 

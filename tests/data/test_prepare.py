@@ -1,6 +1,7 @@
 """From pairs to examples: every cut and every dropped pair is counted."""
 
 from collections import Counter
+from cProfile import Profile
 from typing import Any
 
 import pytest
@@ -404,3 +405,20 @@ def test_weights_that_became_uniform_are_counted_and_named(chat: ChatFormat) -> 
     made = prepare_examples(encoded, Attention(layer=1).resolve(1), rows, AlignRules(), layers=(1,))
     event = "all raw weights of the rejected response are 0: uniform instead"
     assert (made.tally.counts, made.tally.first[event]) == ({event: 1}, [pair.pair_id[:8]])
+
+
+def test_many_judged_pairs_take_few_calls_each() -> None:
+    """Their weights are computed by arrays over many pairs: a call a token, a protocol's check a pair are not there."""
+    encoded, captured = EncodedSet([], [], Tally(), 300), {}
+    for number in range(300):
+        pair = PreferencePair.make([{"role": "user", "content": str(number)}], "a" * 60, "b" * 60)
+        ids, places = list(range(60)), [(at, at + 1) for at in range(60)]
+        own = TokenWeights(torch.tensor(ids), torch.tensor(places), torch.rand(1, 60))
+        encoded.pairs.append(pair)
+        encoded.encoded.append({side: EncodedResponse([1], [*ids, 99], [*places, (60, 60)]) for side in SIDES})
+        captured[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, own, own), Round(False, own, own)))
+    with Profile() as profile:
+        made = prepare_examples(encoded, Attention(1), captured, AlignRules(), (1,))
+    assert len(made.examples) == 300
+    calls = sum(entry.callcount for entry in profile.getstats()) / 300
+    assert calls < 350, f"{calls:.0f} calls for a pair"
