@@ -157,7 +157,7 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
     captured: dict[str, PairWeights] = {}
     while stored:
         captured |= unpack({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
-    return captured | unreadable_pairs(table, pair_ids)
+    return captured | _unreadable_among(table, present)
 
 
 class CapturedRows(Mapping[str, PairWeights]):
@@ -189,7 +189,12 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
 
     Pairs that are not stored (yet) are no error.
     """
-    refused = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
+    return _unreadable_among(table, table.columns_present(pair_ids))
+
+
+def _unreadable_among(table: Table, present: Mapping[str, set[str]]) -> dict[str, Unreadable]:
+    """The same of pairs whose stored columns are known."""
+    refused = [pair_id for pair_id, columns in present.items() if REFUSED in columns]
     unreadable = {}
     for pair_id, row in table.read(refused, [REFUSED]).items():
         why = fields_in(row[REFUSED])

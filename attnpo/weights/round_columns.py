@@ -93,14 +93,18 @@ def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeigh
     """The rounds of a pair with the verdicts and traces that ``row`` has."""
     judged = None if VERDICTS not in row else _arrays(row[VERDICTS])
     traced = None if TRACES not in row else _arrays(row[TRACES])
+    logits = (
+        [None] * len(rounds)
+        if judged is None
+        else torch.from_numpy(judged["logits"]).split_with_sizes([2] * len(rounds))
+    )
+    read = [-1] * len(rounds) if judged is None else judged["tokens"].tolist()
     for place, (chosen_is_a, cut, chosen, rejected) in enumerate(rounds):
-        logits, token, trace = None, None, None
-        if judged is not None:
-            logits = torch.from_numpy(judged["logits"][2 * place : 2 * place + 2])
-            token = int(judged["tokens"][place])
+        trace = None
         if traced is not None:
             trace = TraceLength(int(traced["tokens"][place]), bool(traced["closed"][place]))
-        yield Round(bool(chosen_is_a), chosen, rejected, logits, None if token == -1 else token, bool(cut), trace)
+        token = None if read[place] == -1 else read[place]
+        yield Round(bool(chosen_is_a), chosen, rejected, logits[place], token, bool(cut), trace)
 
 
 def _arrays(cell: Cell) -> dict[str, Array]:
