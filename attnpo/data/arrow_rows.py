@@ -101,7 +101,7 @@ class Rows:
         self._waiting.clear()
 
 
-class _Rows(Sequence[Some], Generic[Some]):
+class RowsOnDemand(Sequence[Some], Generic[Some]):
     """Rows that are made when they are asked for."""
 
     def _make(self, row: int) -> Some:
@@ -136,7 +136,7 @@ def pair_row(pair: PreferencePair) -> dict[str, object]:
         raise NoJson from error
 
 
-class PairRows(_Rows[PreferencePair]):
+class PairRows(RowsOnDemand[PreferencePair]):
     """The pairs of a table, or those of its ``rows`` alone."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
@@ -167,7 +167,7 @@ class PairRows(_Rows[PreferencePair]):
         return every if self._rows is None else [every[row] for row in self._rows]
 
 
-class Joined(_Rows[PreferencePair]):
+class Joined(RowsOnDemand[PreferencePair]):
     """The pairs of several sequences, one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[PreferencePair]]) -> None:
@@ -186,7 +186,7 @@ class Joined(_Rows[PreferencePair]):
         return [pair_id for part in self._parts for pair_id in ids_of(part)]
 
 
-class Picked(_Rows[PreferencePair]):
+class Picked(RowsOnDemand[PreferencePair]):
     """Those of ``pairs`` that have one of ``places``, in their order."""
 
     def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
@@ -227,7 +227,7 @@ def encoded_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> 
     return found
 
 
-class EncodedRows(_Rows[dict[str, EncodedResponse]]):
+class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
     """The training ids of pairs by side, in a table of ``ENCODED``."""
 
     def __init__(self, table: pa.Table) -> None:
@@ -319,7 +319,7 @@ def weighed_row(row: int, example: TrainingExample) -> dict[str, object]:
 
 
 @dataclass(eq=False)
-class ExampleRows(_Rows[TrainingExample]):
+class ExampleRows(RowsOnDemand[TrainingExample]):
     """Training examples: weights in a table of ``schema_of_weights``, on the ids of ``encoded``, with pairs' ``ids``.
 
     ``name`` is that of the weights, another for other ones. ``logps``: the reference's

@@ -25,6 +25,7 @@ from attnpo.data.arrow_rows import (
     ExampleRows,
     PairRows,
     Rows,
+    RowsOnDemand,
     encoded_row,
     pair_row,
     schema_of_weights,
@@ -42,7 +43,7 @@ from attnpo.models.kept_digests import unchanged_digest
 from attnpo.runs.context import RunContext
 from attnpo.runs.example_numbers import Measured
 from attnpo.runs.identity import files_of as named_files
-from attnpo.runs.prepared_rows import prepared_rows, record_lines, repeat_lines
+from attnpo.runs.prepared_rows import Account, prepared_rows, record_lines, repeat_lines
 from attnpo.runs.sources import PACKAGE, source_digest
 from attnpo.runs.weighing import CaptureMethod, Weighed
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, digest, ids_of
@@ -93,7 +94,10 @@ def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
 
 
 def prepare_pairs(
-    store: Path, facts: Mapping[str, object], size: int, load: Callable[[str, Callable[[Any], None]], PairSet]
+    store: Path,
+    facts: Mapping[str, object],
+    size: int,
+    load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
     """The pairs of both splits, prepared: ``load`` reads those of a split and hands each on. Says what it said then."""
 
@@ -192,7 +196,7 @@ def prepare_ids(
     return encoded, Overlap(**made.account["overlap"])
 
 
-def _tally(stored: Mapping[str, Any]) -> Tally:
+def _tally(stored: Account) -> Tally:
     return Tally(Counter(stored["counts"]), stored["first"], stored["words"])
 
 
@@ -298,7 +302,7 @@ _STATISTICS: dict[str, type[Any]] = {
     "label_mass": LabelMass,
     "traces": TraceStatistics,
 }
-_PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut", "layers")
+_PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
 def _told(weighed: Weighed) -> dict[str, object]:
@@ -309,7 +313,7 @@ def _told(weighed: Weighed) -> dict[str, object]:
 
 
 def _recalled(
-    context: RunContext, told: Mapping[str, Any], encoded: Mapping[str, EncodedSet], method: CaptureMethod | None
+    context: RunContext, told: Account, encoded: Mapping[str, EncodedSet], method: CaptureMethod | None
 ) -> Weighed:
     """The weights that made prepared examples, without what was captured; says what the judge does with its labels."""
     cfg = context.cfg
@@ -319,29 +323,30 @@ def _recalled(
     }
     if method is not None and method.labels is not None and statistics["label_mass"] is not None:
         method.labels.hold(statistics["label_mass"])
+    source = cfg.weights.resolve(told["depth"] or 1)
     weighed = Weighed(
-        source=cfg.weights.resolve(told["depth"] or 1),
+        source=source,
         captured={},
         report=None if method is None else CaptureReport(told["pairs"], 0, 0.0, None),
-        **{name: told[name] for name in _PLAIN if name != "layers"},
-        layers=_frozen(told["layers"]),
+        **{name: told[name] for name in _PLAIN},
+        layers=source.wanted() if method is not None else (),
         **statistics,
     )
     chosen = list(cfg.transforms.values())
 
     def fit() -> Sequence[WeightTransform]:
         captured = {} if method is None else _stored(context, weighed, encoded)
-        return fit_transforms(chosen, encoded["train"], weighed.source, captured, weighed.layers, cfg.align)
+        return fit_transforms(chosen, encoded["train"], source, captured, weighed.layers, cfg.align)
 
     fitted = FittedLater(fit) if any(one.needs_fit for one in chosen) else tuple(chosen)
     return replace(weighed, transforms=fitted)
 
 
-def _frozen(value: object) -> Any:
+def _frozen(value: object) -> object:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
-class FittedLater(Sequence[WeightTransform]):
+class FittedLater(RowsOnDemand[WeightTransform]):
     """Transforms that are fitted on the training pairs when they are asked for, which few runs do."""
 
     def __init__(self, fit: Callable[[], Sequence[WeightTransform]]) -> None:
@@ -350,8 +355,8 @@ class FittedLater(Sequence[WeightTransform]):
     def __len__(self) -> int:
         return len(self._fit())
 
-    def __getitem__(self, place: Any) -> Any:
-        return self._fit()[place]
+    def _make(self, row: int) -> WeightTransform:
+        return self._fit()[row]
 
 
 # ------------------------------------------------------------------------------------------------ the reference

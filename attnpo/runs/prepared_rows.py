@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "examples"
 Write = Callable[[pa.RecordBatch], None]
+Account = dict[str, Any]
+"""What is told of rows, as JSON gives it back."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Prepared:
     """Rows of a set, memory-mapped, with the account of how they came about; ``anew``: this process made them."""
 
     table: pa.Table
-    account: dict[str, Any]
+    account: Account
     anew: bool
 
 
@@ -108,7 +110,7 @@ def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prep
     return None
 
 
-def _plain(facts: Mapping[str, object]) -> dict[str, Any]:
+def _plain(facts: Mapping[str, object]) -> dict[str, str]:
     """What made rows, as it is told of them: each part by its digest."""
     return {name: digest(value)[:20] for name, value in facts.items()}
 
