@@ -2,7 +2,8 @@
 
 Owns what is compiled, and the trial that shows it to compute the same. Blocks of a kind share their code, so there is
 little to compile; adapters are inside, and recomputation, layouts, the vocabulary head and its chunks stay outside.
-Attention over segments is left out of the graphs: its shapes are new in every batch. So are calls with a key cache.
+Attention over segments is inside the graphs where it is one call of a kernel; in buckets it is left out of them, whose
+shapes are new in every batch. So are calls with a key cache.
 """
 
 import gc
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from attnpo.models.backbone import layer_stack, vocabulary
 from attnpo.models.layouts import Layout
-from attnpo.models.packed_attention import keep_out_of_graphs
+from attnpo.models.packed_attention import keep_out_of_graphs, prepare_graph
 from attnpo.models.scored import ScoredLM
 from attnpo.models.trial import EXACT, first_layers
 from attnpo.schema import UserError
@@ -31,6 +32,9 @@ Given = TypeVar("Given")
 
 LENGTHS = (48, 640)
 """Tokens of the pairs that blocks are tried on: the second has a shape that the first compilation did not see."""
+
+MOST_GRAPHS = 64
+"""Graphs of a block after which torch runs it plain: there is one with and without gradients, prefixes, windows."""
 
 BOUNDS = {torch.float64: 1e-4, torch.float32: 1e-3}  # norms compute in float32 in a float64 model, too
 SMALLEST = 0.01  # smaller gradients than this share of the largest are compared with that share: they may be rounding
@@ -45,6 +49,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     """
     require_backend(backend)
     keep_out_of_graphs()
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for block in layer_stack(model):
         run = torch.compile(block.forward, backend=backend, dynamic=True)
         if getattr(block, "gradient_checkpointing", False):
@@ -147,7 +152,10 @@ def _gaps(computed: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
 def _without_cache(run: Callable[Taken, Given], plain: Callable[Taken, Given]) -> Callable[Taken, Given]:
     def forward(*arguments: Taken.args, **more: Taken.kwargs) -> Given:
         # A cache is another object in every layer and grows by a token in every call: each would get a new graph.
-        return (run if more.get("past_key_values") is None else plain)(*arguments, **more)
+        if more.get("past_key_values") is not None:
+            return plain(*arguments, **more)
+        prepare_graph((*arguments, *more.values()))
+        return run(*arguments, **more)
 
     return forward
 

@@ -12,8 +12,8 @@ The plan travels in the keyword arguments of the forward and the rule in the mas
 finds both; there is no state outside a call. Calls without a plan get what the model had before.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from inspect import signature
 from typing import Required, TypedDict, TypeVar, Unpack
@@ -359,6 +359,7 @@ class Rule:
         self.described = described
         self._whole: dict[bool, Tensor | None] = {}
         self._masks: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._window: tuple[tuple[int, int] | None] | None = None
 
     def __getitem__(self, index: object) -> "Rule":
         """Returns the rule itself, for models that slice their whole mask; raises ``UserError`` for a part of it."""
@@ -378,9 +379,15 @@ class Rule:
         return bool(self.described.get("allow_is_causal_skip", True)) and (local is None or longest <= local)
 
     def window(self, longest: int) -> tuple[int, int] | None:
-        """Describes the rule as a window (``window_of``) for sequences of at most ``longest`` tokens, None if none."""
-        plain = self.described.get("allow_is_causal_skip", True) and not self.described.get("use_vmap", False)
-        return window_of(self.described["mask_function"], self.described.get("local_size"), longest) if plain else None
+        """Describes the rule as a window (``window_of``) for its forward's ``longest`` sequence, None if none.
+
+        Once: what a graph asks later was asked before (``prepare_graph``).
+        """
+        if self._window is None:
+            told = self.described
+            plain = told.get("allow_is_causal_skip", True) and not told.get("use_vmap", False)
+            self._window = (window_of(told["mask_function"], told.get("local_size"), longest) if plain else None,)
+        return self._window[0]
 
     def mask(self, plan: Plan, index: int, dtype: torch.dtype, *, skip: bool) -> Tensor | None:
         """The mask added to a bucket's scores, [n 1 q k]: 0 or -inf; None for a causal one if ``skip`` allows.
@@ -448,30 +455,46 @@ def _attend(
     fused: bool = True,
     **more: object,
 ) -> tuple[Tensor, None]:
-    """Attention output [batch T H d], by the plan if the call has one."""
+    """Attention output [batch T H d], by the plan if the call has one: at once where it can be, also in a graph."""
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    fused = (fused or segment_plan is not None) and softcap is None and s_aux is None
+    if segment_plan is not None:
+        if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
+            raise UserError("it builds its own mask, adds position biases or runs with a key cache")
+        if softcap is None and s_aux is None and not dropout:
+            at_once = segment_plan.attend_at_once(query, key, value, scale, attention_mask.window)
+            if at_once is not None:
+                return at_once, None
     core = _Core(scale, dropout, softcap, s_aux, fused)
-    if segment_plan is None:
-        mask = attention_mask.whole(fused) if isinstance(attention_mask, Rule) else attention_mask
+    return _outside(module, query, key, value, attention_mask, core, position_bias, segment_plan, **more), None
+
+
+def _attend_by_parts(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Rule | Tensor | None,
+    core: "_Core",
+    position_bias: Tensor | None,
+    plan: Plan | None,
+    **more: object,
+) -> Tensor:
+    """Attention output bucket by bucket, or that of a call without a plan."""
+    fused = (core.fused or plan is not None) and core.softcap is None and core.sinks is None
+    core = replace(core, fused=fused)
+    if plan is None:
+        whole = mask.whole(fused) if isinstance(mask, Rule) else mask
         if not fused and position_bias is None:
-            return core(query, key, value, mask).transpose(1, 2).contiguous(), None
-        output, _ = _WITHOUT_PLAN(
-            module, query, key, value, mask, dropout, scale, position_bias=position_bias, softcap=softcap, **more
-        )
-        return output, None
-    if not isinstance(attention_mask, Rule) or position_bias is not None or key.shape[2] != query.shape[2]:
-        raise UserError("it builds its own mask, adds position biases or runs with a key cache")
-    plan, rule = segment_plan, attention_mask
-    if fused and not dropout:
-        at_once = plan.attend_at_once(query, key, value, scale, rule.window)
-        if at_once is not None:
-            return at_once, None
+            return core(query, key, value, whole).transpose(1, 2).contiguous()
+        rest = {"position_bias": position_bias, "softcap": core.softcap, **more}
+        return _WITHOUT_PLAN(module, query, key, value, whole, core.dropout, core.scale, **rest)[0]
+    assert isinstance(mask, Rule)
+    rule = mask
 
     def one(index: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return core(queries, keys, values, rule.mask(plan, index, queries.dtype, skip=core.fused))
 
-    return plan.attend(query, key, value, one), None
+    return plan.attend(query, key, value, one)
 
 
 def fused_attention(
@@ -525,13 +548,27 @@ class _Core:
 
 
 def keep_out_of_graphs() -> None:
-    """Makes ``torch.compile`` call the attention over segments as it is instead of tracing it, from now on."""
+    """Makes ``torch.compile`` trace attention that is one call, and call any other as it is, from now on.
+
+    The shapes of buckets and masks are new in every batch.
+    """
     import torch.compiler
 
-    for registered, attend in _FUNCTIONS.items():
-        _register(registered, torch.compiler.disable(attend))  # type: ignore[no-untyped-call]
+    global _outside
+    _outside = torch.compiler.disable(_attend_by_parts)  # type: ignore[no-untyped-call]
 
 
+def prepare_graph(arguments: Iterable[object]) -> None:
+    """Makes what a block's attention at once needs of its row, so that a graph finds tensors and plain numbers."""
+    told = list(arguments)
+    for plan in told:
+        if isinstance(plan, Plan) and (varlen := plan.varlen) is not None:
+            for rule in told:
+                if isinstance(rule, Rule):
+                    rule.window(varlen.longest[1])
+
+
+_outside: Callable[..., Tensor] = _attend_by_parts
 _FUNCTIONS: dict[str, _Attention] = {NAMES["sdpa"]: _attend, NAMES["eager"]: partial(_attend, fused=False)}
 _register: Callable[[str, _Attention], None] = AttentionInterface.register
 for _name, _function in _FUNCTIONS.items():

@@ -11,6 +11,7 @@ CHUNKS = (1024, 256)  # tokens at once through the vocabulary head, of which ``a
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 FULL = ("float64", "float32")  # what weights are trained in without losing small updates
 QUANTIZED = ("nf4", "fp4")  # formats of 4 bits
+COMPILER = "inductor"  # the backend of torch.compile that ``auto`` takes
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ class ModelSpec:
     Either may be "auto": the quickest of ``choices`` that the memory estimate finds room for; until that is decided,
     the one of least memory. ``quantize`` (nf4 or fp4) keeps the blocks' linear layers in 4 bits beside ``lora``
     (QLoRA); ``dtype`` is then what they are multiplied in. ``compile`` names a backend of ``torch.compile`` for the
-    blocks of the policy, such as inductor. ``reward`` gives the policy a head for sequences in place of the
-    vocabulary's, fresh unless the folder has one: what is trained is a reward model. ``router_aux_loss_coef`` times the
-    load-balancing loss of a mixture's routers is added to each pair's loss.
+    blocks of the policy, such as inductor, or is "auto" (``backend``). ``reward`` gives the policy a head for sequences
+    in place of the vocabulary's, fresh unless the folder has one: what is trained is a reward model.
+    ``router_aux_loss_coef`` times the load-balancing loss of a mixture's routers is added to each pair's loss.
     """
 
     path: str
@@ -100,12 +101,13 @@ class ModelSpec:
             )
         check_least("model", 0, router_aux_loss_coef=self.router_aux_loss_coef)
         balance = self.router_aux_loss_coef or None
-        if balance and self.compile:
+        compiler = None if self.compile == AUTO else self.compile
+        if balance and compiler:
             raise UserError(
                 f"model.router_aux_loss_coef={balance:g} reads router logits inside the blocks, which compiled ones do "
                 "not hand out: set model.compile=null"
             )
-        parts = {"lora": self.lora, "quantize": self.quantize, "compile": self.compile, "router_aux_loss_coef": balance}
+        parts = {"lora": self.lora, "quantize": self.quantize, "compile": compiler, "router_aux_loss_coef": balance}
         given = [name for name, value in parts.items() if value is not None]
         if self.reward and given:
             raise UserError(
@@ -122,6 +124,23 @@ class ModelSpec:
     def chunk(self) -> int:
         """How many tokens meet the vocabulary head at once."""
         return CHUNKS[-1] if isinstance(self.logps_chunk, str) else self.logps_chunk
+
+    @property
+    def compiled(self) -> bool:
+        """Whether blocks keep for their backward what a compiler leaves of it."""
+        return self.compile in (AUTO, COMPILER)
+
+    def backend(self, device: str) -> tuple[str | None, str]:
+        """Returns the backend of ``torch.compile`` for the blocks on a kind of device, and the reason of ``auto``."""
+        if self.compile != AUTO:
+            return self.compile, "as it is set"
+        if device != "cuda":
+            return None, f"on a device of kind {device}"
+        if self.reward:
+            return None, "for a reward model"
+        if self.router_aux_loss_coef:
+            return None, "with model.router_aux_loss_coef, which reads inside the blocks"
+        return COMPILER, "on a CUDA device"
 
     def choices(self) -> list["ModelSpec"]:
         """What this may become once every ``auto`` is decided, the quickest first and the one of least memory last."""

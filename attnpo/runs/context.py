@@ -23,7 +23,7 @@ from attnpo.models.loading import (
     weights_fingerprint,
 )
 from attnpo.models.lora import reach
-from attnpo.models.spec import ModelSpec
+from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.objectives.base import LengthFrom
 from attnpo.runs.folders import store_root
 from attnpo.runs.judges import RunJudge, RunVerbalizer
@@ -121,7 +121,7 @@ def make_context(cfg: RunConfig) -> RunContext:
     quiet.disable_progress_bar()  # type: ignore[no-untyped-call]
     keep_digests(store_root(cfg) / "digests", full=cfg.digests == "full")
     cfg, prepared = settle(cfg)
-    if cfg.model.compile is not None:
+    if cfg.model.compile not in (None, AUTO):
         require_backend(cfg.model.compile)
     model, chat = load_chat(cfg.model)
     log_model(model)

@@ -55,6 +55,8 @@ DECAY, DECAY_ALL = "optimizer.weight_decay", "optimizer.decay_all"
 FALLBACK = "model.fallback_template"
 # Moves no number. ``auto`` counts as true, which every option of hardware had before.
 RECOMPUTED = "model.gradient_checkpointing"
+# Moves no number beyond rounding under ``auto``, which counts as null, as every option of hardware had it before.
+COMPILED = "model.compile"
 # Options that came later: what a config that lacks one of them meant.
 LATER = {
     **{"judge.span_drop": 2, "judge.prefill": None, "judge.chat_template_kwargs": None, "judge.trace": None},
@@ -154,6 +156,8 @@ def _values(values: Mapping[str, Json]) -> dict[str, object]:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
     if every.get(RECOMPUTED) == AUTO:
         every[RECOMPUTED] = True
+    if every.get(COMPILED) == AUTO:
+        every[COMPILED] = None
     return every
 
 

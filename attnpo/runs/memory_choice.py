@@ -7,7 +7,7 @@ import torch
 from transformers import PretrainedConfig
 
 from attnpo.data.rules import BatchPlan
-from attnpo.machine import planned_processes
+from attnpo.machine import device_of, planned_processes
 from attnpo.models.loading import load_config
 from attnpo.models.spec import AUTO, ModelSpec
 from attnpo.runs.context import RunContext
@@ -29,9 +29,14 @@ def fit_memory(context: RunContext) -> RunContext:
     allows no estimate. The saved configuration keeps ``auto``, so that a run may go on with another choice on another
     device.
     """
-    asked, batch, choices = context.model, context.batch, context.model.choices()
+    asked, batch = context.model, context.batch
+    if asked.compile == AUTO:
+        backend, reason = asked.backend(device_of(context.cfg.trainer.accelerator).type)
+        asked = replace(asked, compile=backend)
+        log_once([f"model.compile={AUTO}: {backend or 'blocks are not compiled'} ({reason})"])
+    choices = asked.choices()
     if batch == context.cfg.batch and len(choices) == 1:
-        return context
+        return replace(context, model=asked) if asked != context.model else context
     estimates: list[MemoryEstimate] = []
     capacity = least_capacity(context.cfg)
     place, why = len(choices) - 1, "of least memory: there is no estimate"
@@ -88,9 +93,10 @@ def least_capacity(cfg: RunConfig) -> int | None:
 
 def decision(asked: ModelSpec, made: ModelSpec) -> tuple[str, str, str]:
     """What was left to the estimate, what it became, and what to set instead, in words."""
-    keys = [key for key in KEYS if getattr(asked, key) == AUTO]
+    keys = [key for key in (*KEYS, "compile") if getattr(asked, key) == AUTO]
     what = _named([f"model.{key}" for key in keys])
-    instead = " ".join(f"model.{key}={str(_least(asked, key)).lower()}" for key in keys)
+    least = replace(asked.choices()[-1], compile=None)
+    instead = " ".join(f"model.{key}={str(getattr(least, key)).lower().replace('none', 'null')}" for key in keys)
     return what, _words(made), f"set {instead} for all processes"
 
 
@@ -99,16 +105,13 @@ def _named(keys: Sequence[str]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _least(asked: ModelSpec, key: str) -> object:
-    return getattr(asked.choices()[-1], key)
-
-
 def _words(choice: ModelSpec) -> str:
     blocks = "activations kept"
     if choice.recomputes:
         every = "" if choice.checkpoint_every == 1 else f" of one block in {choice.checkpoint_every}"
         blocks = f"activations{every} computed again"
-    return f"{blocks}, {choice.chunk} tokens at once through the vocabulary head"
+    compiled = "" if choice.compile is None else ", blocks compiled"
+    return f"{blocks}, {choice.chunk} tokens at once through the vocabulary head{compiled}"
 
 
 def _lines(

@@ -4,6 +4,7 @@ A stored reference is per-token float32 log-probabilities, so that no second mod
 """
 
 import logging
+import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +19,7 @@ from attnpo.console import command_text, world_size
 from attnpo.data.arrow_rows import ExampleRows, pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
-from attnpo.files import read_record, write_record
+from attnpo.files import Json, read_record, write_record
 from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.models.backbone import frozen, is_materialised
@@ -29,8 +30,10 @@ from attnpo.models.lora import AdapterOff, add_lora
 from attnpo.models.reward_policy import RewardPolicy
 from attnpo.models.router import require_router, say_unused
 from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import AUTO
 from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
+from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.prepared_inputs import prepare_logps
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError, digest
@@ -45,6 +48,8 @@ PAIRS_PER_SHARD = 1024
 BYTES_PER_TOKEN = 4
 LAYOUT_TRIALS = "layouts"  # the store's folder of layouts that models could take
 LOAD_TRIALS = "loaded"  # and of models that could be loaded and run
+COMPILE_TRIALS = "compiled"  # and of compiled blocks that were compared with plain ones
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"  # names the folder in which torch keeps compiled code
 
 
 @phase("reference pass")
@@ -107,15 +112,28 @@ def choose_layout(context: RunContext, models: Sequence[ScoredLM], requests: Col
         "requests": [name for name in sorted(requests) if asks_for_rows(name)],
         **_trial_facts(context),
     }
-    path = Path(context.store.root) / LAYOUT_TRIALS / f"{digest(facts)[:20]}.json"
+    path = _kept(context, LAYOUT_TRIALS, facts)
     kept = (read_record(path) or {}).get("taken")
     if kept in LAYOUTS:
         log.info("layout %s: tried before with this model, device and versions, as the store says", kept)
         return LAYOUTS[kept]
     taken = choose(cfg.layout, models, requests, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_record(path, {"of": facts, "taken": next(name for name, layout in LAYOUTS.items() if layout is taken)})
+    _keep(path, facts, taken=_name(taken))
     return taken
+
+
+def _name(layout: Layout) -> str:
+    return next(name for name, other in LAYOUTS.items() if other is layout)
+
+
+def _kept(context: RunContext, folder: str, facts: dict[str, object]) -> Path:
+    """Returns the store's file of a trial."""
+    return Path(context.store.root) / folder / f"{digest(facts)[:20]}.json"
+
+
+def _keep(path: Path, facts: dict[str, object], **found: Json) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_record(path, {"of": facts, **found})
 
 
 def _trial_facts(context: RunContext) -> dict[str, object]:
@@ -130,7 +148,7 @@ def _trial_facts(context: RunContext) -> dict[str, object]:
 
 def _load_trial(context: RunContext) -> Path:
     """Returns the file that the store has once the run's model was found causal and ran in training mode."""
-    return Path(context.store.root) / LOAD_TRIALS / f"{digest(_trial_facts(context))[:20]}.json"
+    return _kept(context, LOAD_TRIALS, _trial_facts(context))
 
 
 def reference_table(context: RunContext) -> Table:
@@ -188,8 +206,7 @@ def load_policy(context: RunContext) -> ScoredLM:
     model, trial = load_start(context), _load_trial(context)
     if read_record(trial) is None:
         require_trainable(model, context.model.path)
-        trial.parent.mkdir(parents=True, exist_ok=True)
-        write_record(trial, {"of": _trial_facts(context)})
+        _keep(trial, _trial_facts(context))
     if context.model.lora is not None:
         add_lora(model, context.model.lora)
     if context.model.router_aux_loss_coef:
@@ -220,22 +237,76 @@ def _load_reward(context: RunContext) -> RewardPolicy:
     return policy
 
 
-def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> None:
+def compile_policy(context: RunContext, policy: ScoredLM, layout: Layout) -> RunContext:
     """Compiles the blocks of a policy that is to be trained in ``layout``, if ``model.compile`` says so.
 
-    Raises ``UserError`` where compiled blocks do not run, or give other numbers than plain ones.
+    Returns the context; where ``auto`` finds blocks that do not run or give other numbers than plain ones, with memory
+    fitted to plain ones. A trial that came to numbers is kept in the store, and what torch compiles beside it.
+
+    Raises:
+        UserError: a backend that was named and does not run, or gives other numbers.
     """
-    backend = context.model.compile
-    if backend is not None:
-        autocast = context.cfg.trainer.precision == "bf16-mixed"
-        device = device_of(context.cfg.trainer.accelerator)
-        log.info(
-            "model.compile=%s: compiling, now a few blocks like the model's to compare them with plain ones, then the "
-            "model's in the first step, which takes longer: a minute or more where the compiler has nothing cached",
-            backend,
-        )
-        require_same_numbers(policy.model, backend, layout, device, autocast=autocast)
-        compile_blocks(policy.model, backend)
+    device = device_of(context.cfg.trainer.accelerator)
+    backend, _ = context.model.backend(device.type)
+    if backend is None:
+        return context
+    os.environ.setdefault(COMPILED_CODE, str((Path(context.store.root) / "inductor").absolute()))
+    log.info(
+        "model.compile=%s: compiling takes about a minute where nothing is cached (64 s for 8B on an H100), later some "
+        "seconds for a new layout: now a few blocks, unless the store has their comparison with plain ones, then the "
+        "model's in the first step; torch keeps the code in %s",
+        *(backend, os.environ[COMPILED_CODE]),
+    )
+    try:
+        _require_right(context, policy, backend, layout, device)
+    except UserError as error:
+        if context.cfg.model.compile != AUTO:
+            raise
+        log.warning("model.compile=%s: blocks are not compiled: %s", AUTO, error)
+        return _uncompiled(context, policy)
+    compile_blocks(policy.model, backend)
+    return context
+
+
+def _require_right(context: RunContext, policy: ScoredLM, backend: str, layout: Layout, device: torch.device) -> None:
+    """Raises ``UserError`` where compiled blocks do not run, or give other numbers, by the store's word if it has it.
+
+    Blocks that do not run are tried again at the next start: a compiler may be there by then.
+    """
+    facts = {"backend": backend, "layout": _name(layout), **_trial_facts(context)}
+    path = _kept(context, COMPILE_TRIALS, facts)
+    kept = read_record(path)
+    against = None if kept is None else kept.get("against")
+    if kept is None:
+        try:
+            autocast = context.cfg.trainer.precision == "bf16-mixed"
+            require_same_numbers(policy.model, backend, layout, device, autocast=autocast)
+        except UserError as error:
+            if error.__cause__ is not None:
+                raise
+            against = str(error)
+        _keep(path, facts, against=against)
+    else:
+        log.info("model.compile=%s: compared before with this model, device and versions, as the store says", backend)
+    if against is not None:
+        raise UserError(str(against))
+
+
+def _uncompiled(context: RunContext, policy: ScoredLM) -> RunContext:
+    """Returns the context with memory fitted to plain blocks, and sets ``policy`` as it says."""
+    asked, rules = context.cfg.model, context.cfg.lengths
+    plain = replace(
+        context.model,
+        compile=None,
+        gradient_checkpointing=asked.gradient_checkpointing,
+        checkpoint_every=asked.checkpoint_every,
+        logps_chunk=asked.logps_chunk,
+    )
+    fitted = fit_memory(replace(context, model=plain, batch=context.cfg.batch.decided(rules.max_length)))
+    policy.chunk = fitted.model.chunk
+    if fitted.model.recomputes:
+        policy.model.activation_checkpointing_enable(every_n_layers=fitted.model.checkpoint_every)
+    return fitted
 
 
 def load_reference(context: RunContext, policy: ScoredLM) -> ScoredLM:

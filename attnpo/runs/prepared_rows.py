@@ -26,6 +26,7 @@ from attnpo.schema import UserError
 log = logging.getLogger(__name__)
 
 FOLDER = "examples"
+LIVE = "attnpo.live"
 Write = Callable[[pa.RecordBatch], None]
 Account = dict[str, Any]
 """What is told of rows, as JSON gives it back."""
@@ -185,7 +186,7 @@ class _Recorder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keeps a line with its logger and level."""
-        if record.levelno >= logging.INFO:
+        if record.levelno >= logging.INFO and record.name != LIVE:  # how long it took is no part of it
             self._into.append((record.name, record.levelno, record.getMessage()))
         if self._above is not None and record.levelno >= self.shown:
             self._above.handle(record)

@@ -279,12 +279,11 @@ def require_whole(trainer: TrainerSettings, objective: PreferenceObjective) -> N
 
 def require_one_piece(trainer: TrainerSettings, model: ModelSpec) -> None:
     """Raises UserError for sharded weights in a form that this project does not shard."""
-    for name, value in (("quantize", model.quantize), ("compile", model.compile)):
-        if value is not None and trainer.strategy == "fsdp":
-            raise UserError(
-                f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp shards them: set "
-                f"trainer.strategy=auto or model.{name}=null"
-            )
+    if model.quantize is not None and trainer.strategy == "fsdp":
+        raise UserError(
+            f"model.quantize={model.quantize} works on whole weights, and trainer.strategy=fsdp shards them: set "
+            "trainer.strategy=auto or model.quantize=null"
+        )
 
 
 def require_parts(reference: str, model: ModelSpec, optimizer: Optimizer) -> None:

@@ -107,12 +107,12 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
     online = source if isinstance(source, OnlineSource) else None
     models = [model for model in (policy, reference) if model is not None]
     layout = padded if inputs.context.model.reward else choose_layout(inputs.context, models, reads)
-    compile_policy(inputs.context, policy, layout)
+    inputs = replace(inputs, context=compile_policy(inputs.context, policy, layout))
     data = _datamodule(inputs, examples, layout, settings)
     exporter = make_exporter(inputs, dtype=callbacks.export_dtype, card=callbacks.checkpoints and leading)
     gathered = WholePolicy()
     watched: list[L.Callback] = [gathered, *([kept] if kept else [])]
-    if len(cfg.model.choices()) > 1:
+    if len(cfg.model.choices()) > 1 or cfg.model.compile == AUTO:
         watched.append(SameEverywhere(*decision(cfg.model, inputs.context.model)))
     if inputs.context.batch != cfg.batch:
         watched.append(LeastBudgets(data))

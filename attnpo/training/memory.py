@@ -1,14 +1,15 @@
 """The memory a run needs on each device, from a model's config alone, before any weight is loaded.
 
 Activations are those of a decoder block with rotary attention, two norms and a gated MLP, counted off what autograd
-saves for Llama in torch 2.13; other blocks get the same formula as an approximation. Not in it: the CUDA context and
-fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
+saves for Llama in torch 2.13, as it is and compiled; other blocks get the same formulas as an approximation. Not in it:
+the CUDA context and fragmentation, for which ``MemoryEstimate.fits`` leaves a share of the device free.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import PretrainedConfig
 
 from attnpo.models.backbone import parameter_count
@@ -22,6 +23,8 @@ GIB, MIB = 1 << 30, 1 << 20
 FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
 ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how many, which keep any device at work
 FP32, BF16 = 4, 2
+REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
+"""Whether the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
 FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
 
 # Moments that can be the peak: a reference in memory reads the batch, the vocabulary head's backward, a block's, the
@@ -116,6 +119,15 @@ def saved_per_token(shape: Shape, compute: int, stream: int) -> int:
     return norms + 2 * FP32 + attention + compute * 4 * shape.inner
 
 
+def saved_by_compiled(shape: Shape, compute: int, stream: int) -> int:
+    """Bytes per token that one compiled block keeps for its backward, as torch's partitioner leaves them.
+
+    Its input, the two norms' statistics, the inputs of its products that no other number gives, and attention's.
+    """
+    attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
+    return stream * shape.hidden + 2 * FP32 + attention + compute * 3 * (shape.hidden + shape.inner)
+
+
 def working_per_token(shape: Shape, compute: int, stream: int) -> int:
     """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
     return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
@@ -165,6 +177,7 @@ def estimate_training(
         tokens or 2 * micro * max_length,
         *_recomputed(shape, model),
         quantized=model.quantize is not None,
+        compiled=model.compiled,
     )
     validated = eval_tokens or 2 * eval_micro * max_length
     rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"
@@ -174,6 +187,7 @@ def estimate_training(
         *_traffic(shape, weight, strategy, devices, trained=model.lora is None),
         *_reference_rows(step, reference, sharded),
         *_step_rows(step),
+        *(_compiled_rows(step, trained=model.lora is None) if sharded == 1 else []),
         _head_row(step, chunk, trained=model.lora is None),
         *_update_rows(shape, optimizer, sharded),
         MemoryRow(
@@ -236,6 +250,14 @@ class _Step:
     recomputed: int
     last_recomputed: bool
     quantized: bool = False
+    compiled: bool = False
+
+    @property
+    def saved(self) -> int:
+        """Bytes per token that a block keeps which is not recomputed."""
+        count = saved_by_compiled if self.compiled else saved_per_token
+        repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
+        return count(self.shape, self.compute, self.weight) + self.compute * repeated
 
     @property
     def held(self) -> int:
@@ -316,7 +338,7 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     """Activations of the longest micro-batch and the half-precision copies of weights that wait for its backward."""
     shape, tokens = step.shape, step.tokens
     stream = step.weight
-    each = saved_per_token(shape, step.compute, stream)
+    each = step.saved
     outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
     flowing = step.compute * shape.inner + 2 * stream * shape.hidden
@@ -338,6 +360,16 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     if step.copies and step.recomputed and not step.quantized:
         rows.append(MemoryRow("bf16 block copies", half // shape.layers, "autocast's copies of one block", (BLOCK,)))
     return rows
+
+
+def _compiled_rows(step: _Step, *, trained: bool) -> list[MemoryRow]:
+    """The gradients of a compiled block's weights: its backward gives them all at its end, to be added then.
+
+    Sharded ones are among those that are gathered.
+    """
+    size = step.weight * step.shape.block if trained else FP32 * step.shape.adapters // step.shape.layers
+    how = "of its weights, all at once at the end of its backward"
+    return [MemoryRow("compiled block's gradients", size, how, (BLOCK,))] if step.compiled else []
 
 
 def _head_row(step: _Step, chunk: int, *, trained: bool) -> MemoryRow:

@@ -250,6 +250,7 @@ class Bench:
             gradient_checkpointing=setting.recomputed,
             logps_chunk=self.options.chunk,
             lora=lora,
+            compile=self.options.backend if setting.compiled else None,
         )
         made = estimate_training(
             self.shape.config(),

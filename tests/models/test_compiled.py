@@ -21,6 +21,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.models.spec import LoraSpec
 from attnpo.models.trial import choose
 from attnpo.schema import UserError
+from tests.models.varlen import put_operator
 
 Build = Callable[..., PreTrainedModel]
 # What torch warns of while it traces is an error there under this project's rules.
@@ -117,7 +118,60 @@ def test_compiled_blocks_give_the_same_numbers(
     assert gap(numbers(model, layout), expected) < 1e-10
     assert graphs and max(graphs) > 20, "something must have been compiled"
     assert (kept(model, layout) < 0.8 * whole) == recomputed
-    assert len(graphs) < 20, "blocks share their graphs, and lengths do not make new ones"
+    assert len(graphs) < 30, "blocks share their graphs"
+    made = len(graphs)
+    numbers(model, layout)
+    assert len(graphs) == made, "lengths do not make new ones"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "recomputed", "count"),
+    [("llama", "shared_prefix", False, 1), ("llama", "shared_prefix", True, 1), ("mistral", "packed", False, 2)],
+)
+def test_attention_in_one_call_is_inside_the_graph(
+    tiny: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layout: str,
+    recomputed: bool,
+    count: int,
+    register: Callable[[str, Any], None],
+) -> None:
+    """One graph for all blocks and batches, whatever their lengths; another where no row is as long as the window."""
+    put_operator(monkeypatch, torch.float32)
+    model, names = tiny(family), list[str]()
+    policy = ScoredLM(model).train()
+
+    def keeping(graph: Any, inputs: Any) -> Any:
+        names.append(str(graph.graph))
+        return graph.forward
+
+    register("keeping", keeping)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> list[int]:
+        return torch.randint(3, 97, (int(torch.randint(1, 20, (), generator=generator)),), generator=generator).tolist()
+
+    prompts = [[draw() for _ in range(pairs)] for pairs in (1, 2, 3, 5, 4)]
+    batches = [*BATCHES, *([(prompt, draw()) for prompt in some * 2] for some in prompts)]
+
+    def run() -> list[Tensor]:
+        found = []
+        for rows in batches:
+            policy.zero_grad()
+            logps = policy(*LAYOUTS[layout](rows, 0)).logps
+            logps.sum().backward()
+            found += [logps.detach(), *(p.grad.clone() for p in policy.parameters() if p.grad is not None)]
+        return found
+
+    expected = run()
+    if recomputed:
+        model.activation_checkpointing_enable()
+    compile_blocks(model, "keeping")
+    torch._dynamo.utils.counters.clear()
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(run(), expected, strict=True))
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert len(names) == count and all("_varlen_attn" in name for name in names)
 
 
 @pytest.mark.slow

@@ -1,11 +1,15 @@
 """A plain reference of torch's attention over sequences of any lengths, which does not exist on a CPU."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from inspect import signature, unwrap
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import AttentionInterface
 
 from attnpo.models import packed_attention
 
@@ -52,6 +56,41 @@ def attend_plainly(
         weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(times, 1)))
     return torch.cat(outputs)
+
+
+def put_operator(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
+    """Puts torch's own operator in the kernel's place, which compilers know, with a plain one behind it on a CPU."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if "window_size" not in signature(varlen.varlen_attn).parameters:
+        pytest.skip("an earlier release's operator knows no windows")
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+    monkeypatch.setattr(packed_attention, "find_kernel", lambda device: varlen.varlen_attn, raising=False)
+    monkeypatch.setattr(packed_attention, "HALF", (torch.float16, torch.bfloat16, *dtypes), raising=False)
+    # Compilers cannot trace the checks of shapes that tests put around the package's functions.
+    for owner, name in ((packed_attention.Plan, "attend_at_once"), (packed_attention.Rule, "window")):
+        monkeypatch.setattr(owner, name, unwrap(getattr(owner, name, None) or len), raising=False)
+    mapping = AttentionInterface._global_mapping
+    monkeypatch.setitem(mapping, packed_attention.NAMES["sdpa"], unwrap(packed_attention._attend))
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor, Tensor]:
+    ends, (_, scale, window, gqa) = more[:4], more[4:8]
+    output = attend_plainly(query, key, value, *ends, scale=scale, window_size=tuple(window), enable_gqa=gqa)
+    return output, query.new_zeros(query.shape[1::-1], dtype=torch.float), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    """Differentiates in a thread of its own: inside an operator autograd is off."""
+    ends, (scale, window) = more[2:6], more[8:10]
+
+    def differentiate() -> tuple[Tensor, ...]:
+        rows = [part.detach().requires_grad_() for part in (query, key, value)]
+        output = attend_plainly(*rows, *ends, scale=scale, window_size=tuple(window), enable_gqa=True)
+        return torch.autograd.grad(output, rows, grad)
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(differentiate).result()
 
 
 @dataclass

@@ -3,8 +3,10 @@
 import importlib
 import json
 import math
+import os
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,21 @@ from transformers import PreTrainedModel
 
 from attnpo.config import check, load
 from attnpo.files import changed, sealed
+from attnpo.models.backbone import layer_stack
 from attnpo.models.layouts import LAYOUTS
 from attnpo.models.loading import load_model
 from attnpo.models.lora import AdapterOff, has_adapters
-from attnpo.models.spec import LoraSpec
+from attnpo.models.scored import ScoredLM
+from attnpo.models.spec import LoraSpec, ModelSpec
+from attnpo.runs import memory_choice
 from attnpo.runs.context import RunContext, make_context, reference_fingerprint
 from attnpo.runs.fill_store import fill_store
+from attnpo.runs.identity import numbers_of, saved_numbers
+from attnpo.runs.memory_choice import fit_memory
 from attnpo.runs.models import load_policy, load_reference, load_start
 from attnpo.runs.result import RunResult
 from attnpo.runs.run import run
+from attnpo.runs.run_config import RunConfig
 from attnpo.runs.training import Trained, train
 from attnpo.schema import UserError
 from attnpo.training.metrics_file import read_metrics
@@ -291,25 +299,124 @@ def test_four_bits_have_log_probs_of_their_own_in_the_store(world: World) -> Non
     assert keys[0] == keys[1] and keys[2] == {**keys[0], "quantize": "nf4"}
 
 
-@pytest.mark.parametrize(("name", "value"), [("quantize", "nf4"), ("compile", "inductor")])
-def test_weights_in_one_piece_are_not_sharded(world: World, name: str, value: str) -> None:
-    cfg = world.composed(*LORA, f"model.{name}={value}", "trainer.strategy=fsdp")
-    with pytest.raises(UserError, match=f"model.{name}={value} works on whole weights, and trainer.strategy=fsdp"):
+def test_weights_in_one_piece_are_not_sharded(world: World) -> None:
+    cfg = world.composed(*LORA, "model.quantize=nf4", "trainer.strategy=fsdp")
+    with pytest.raises(UserError, match=r"model\.quantize=nf4 works on whole weights, and trainer\.strategy=fsdp"):
         check(cfg)
+    check(world.composed(*LORA, "model.compile=inductor", "trainer.strategy=fsdp"))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
 def test_compiled_blocks_train_alike(
-    world: World, runs: dict[str, tuple[Path, RunResult]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: World,
+    runs: dict[str, tuple[Path, RunResult]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That the first step takes longer is said before anything is compiled."""
+    monkeypatch.setenv(policies_room.COMPILED_CODE, str(tmp_path / "code"))
     cfg = world.config(*LORA, "reference=adapter_off", "trainer.validate_every=1", "model.compile=eager")
     with caplog.at_level("INFO", "attnpo"):
         run(cfg, tmp_path / "compiled")
-    said = caplog.text.find("model.compile=eager: compiling, now a few blocks like the model's")
+    said = caplog.text.find("model.compile=eager: compiling takes about a minute where nothing is cached")
     assert 0 < said < caplog.text.find("gradients of compiled blocks are right to")
     for name in ("train/loss", "val/loss"):
         assert losses(tmp_path / "compiled", name) == pytest.approx(losses(runs["live"][0], name), rel=2e-5)
+
+
+# ------------------------------------------------------------------------------------------------ model.compile=auto
+
+
+def compiling(cfg: RunConfig, monkeypatch: pytest.MonkeyPatch, backend: str = "eager") -> tuple[RunContext, ScoredLM]:
+    """Context and policy of a run, as on a CUDA device where ``backend`` is the usual one."""
+    monkeypatch.setattr(ModelSpec, "backend", lambda self, device: (self.compile and backend, "of this test"), False)
+    context = fit_memory(make_context(cfg))
+    return context, load_policy(context)
+
+
+def is_compiled(policy: ScoredLM) -> bool:
+    return all("forward" in vars(block) for block in layer_stack(policy.model))
+
+
+def test_auto_leaves_blocks_as_they_are_on_a_cpu(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is no other run than one that compiles nothing."""
+    given = ("weights=uniform", "reference=live", "callbacks=none", "trainer.max_steps=1")
+    with caplog.at_level("INFO", "attnpo"):
+        found = run(world.config(*given, "model.compile=auto"), tmp_path / "auto")
+    plain = run(world.config(*given), tmp_path / "plain")
+    assert found is not None and plain is not None and found.metrics == plain.metrics
+    assert "model.compile=auto: blocks are not compiled (on a device of kind cpu)" in caplog.text
+    saved = saved_numbers(tmp_path / "plain" / "config.yaml", world.config(*given))
+    assert numbers_of(world.config(*given, "model.compile=auto")) == saved
+
+
+def test_auto_compiles_for_cuda_unless_something_reads_inside_the_blocks() -> None:
+    auto = ModelSpec("nowhere", compile="auto")
+    router, reward = replace(auto, router_aux_loss_coef=0.1), replace(auto, reward=True)
+    assert [spec.backend("cuda")[0] for spec in (auto, router, reward)] == ["inductor", None, None]
+    assert auto.backend("cpu")[0] is None and replace(auto, compile="eager").backend("cpu")[0] == "eager"
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
+def test_compiled_blocks_are_tried_once_for_a_model_and_its_versions(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """In another layout they are tried anew. Torch's code lies in the store, unless it has a folder already."""
+    monkeypatch.setenv(policies_room.COMPILED_CODE, "")
+    monkeypatch.delenv(policies_room.COMPILED_CODE)
+    tried = count_trials(monkeypatch)
+    cfg = world.config("weights=uniform", f"store={tmp_path}", "model.compile=auto")
+    with caplog.at_level("INFO", "attnpo"):
+        for layout in ("packed", "packed", "padded"):
+            context, policy = compiling(cfg, monkeypatch)
+            assert policies_room.compile_policy(context, policy, LAYOUTS[layout]) is context and is_compiled(policy)
+    assert tried == ["eager", "eager"]
+    assert caplog.text.count("compared before with this model, device and versions, as the store says") == 1
+    assert os.environ[policies_room.COMPILED_CODE] == str(tmp_path / "inductor")
+
+
+def count_trials(monkeypatch: pytest.MonkeyPatch, reason: Exception | None = None) -> list[str]:
+    """The backends that were tried; with a ``reason`` none of them is right."""
+    tried: list[str] = []
+    real = policies_room.require_same_numbers
+
+    def counted(model: PreTrainedModel, backend: str, *more: Any, **named: Any) -> None:
+        tried.append(backend)
+        if reason is not None:
+            raise UserError("wrong on this card") from (reason.__cause__ or None)
+        real(model, backend, *more, **named)
+
+    monkeypatch.setattr(policies_room, "require_same_numbers", counted)
+    return tried
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_blocks_that_do_not_compile_stay_plain_under_auto_and_are_refused_by_name(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, breaks: bool
+) -> None:
+    """Memory is then fitted to plain blocks. Wrong numbers are kept in the store, an absent toolchain is not."""
+    reason = Exception()
+    reason.__cause__ = RuntimeError("no toolchain") if breaks else None
+    tried = count_trials(monkeypatch, reason)
+    given = ("weights=uniform", f"store={tmp_path}", "layout=packed")
+    auto = world.config(*given, "model.compile=auto", "model.gradient_checkpointing=auto")
+    monkeypatch.setenv(policies_room.COMPILED_CODE, str(tmp_path))
+    monkeypatch.setattr(memory_choice, "chosen", lambda found, capacity: (len(found) - 1, "of this test"))
+    for _ in range(2):
+        context, policy = compiling(auto, monkeypatch)
+        policy.model.activation_checkpointing_disable()  # as if compiled blocks had room for their activations
+        fitted = policies_room.compile_policy(context, policy, LAYOUTS["packed"])
+        assert fitted.model.compile is None and fitted.model.recomputes
+        assert not is_compiled(policy) and policy.model.is_activation_checkpointing
+    assert caplog.text.count("model.compile=auto: blocks are not compiled: wrong on this card") == 2
+    assert len(tried) == (2 if breaks else 1)
+    context, policy = compiling(world.config(*given, "model.compile=eager"), monkeypatch)
+    with pytest.raises(UserError, match="wrong on this card"):
+        policies_room.compile_policy(context, policy, LAYOUTS["packed"])
+    assert len(tried) == (3 if breaks else 1)
 
 
 # ------------------------------------------------------------------------------------------------ layouts

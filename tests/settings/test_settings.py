@@ -198,7 +198,7 @@ def test_layers_of_the_papers_figure() -> None:
 
 LAYOUT = {
     *("trainer.accelerator", "trainer.devices", "trainer.strategy"),
-    *("model.gradient_checkpointing", "model.logps_chunk"),
+    *("model.gradient_checkpointing", "model.logps_chunk", "model.compile"),
     *("batch.tokens", "batch.eval_tokens", "judge.token_budget"),
 }
 # Keys that change the numbers, and the words by which the file's header says so.
@@ -337,14 +337,14 @@ def test_headers_hold_the_estimates(option: str) -> None:
 
 # What fills each card for an 8B model: whether blocks are computed again, and tokens of a forward.
 FILLED = {
-    **{"1x24gb": (True, 13568), "1x80gb": (False, 4352), "2x80gb": (True, 4864), "1x141gb": (True, 14848)},
-    **{"8x80gb": (False, 4864), "8x141gb": (False, 12800)},
+    **{"1x24gb": (True, 15360), "1x80gb": (False, 6144), "2x80gb": (True, 5376), "1x141gb": (True, 14848)},
+    **{"8x80gb": (False, 7936), "8x141gb": (False, 16384)},
 }
 
 
 @pytest.mark.parametrize("option", HARDWARE)
 def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
-    """One more step of tokens would not fit; nor would blocks that keep their activations, where others are taken."""
+    """One more step of tokens would not fit, if a process has so many; nor would blocks that keep their activations."""
     capacity, config = int(HARDWARE[option][0] * GIB), config_of(SETTINGS[0])
     cfg = composed(SETTINGS[0], f"hardware={option}")
     again, tokens = FILLED[option]
@@ -354,7 +354,8 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
             plan = filled(cfg, config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
             assert _estimate(cfg, choice, config, plan).fits(capacity)
-            assert not _estimate(cfg, choice, config, replace(plan, tokens=tokens + ROUND)).fits(capacity)
+            if tokens < 2 * cfg.lengths.max_length * cfg.batch.pairs // HARDWARE[option][1]:
+                assert not _estimate(cfg, choice, config, replace(plan, tokens=tokens + ROUND)).fits(capacity)
             return
         assert not _estimate(cfg, choice, config, plan).fits(capacity)
 

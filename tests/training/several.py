@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.rules import BatchPlan
+from attnpo.models.compiled import compile_blocks
 from attnpo.schema import UserError
 from attnpo.testbed.grammar import Grammar
 from attnpo.testbed.tokenizer import build_tokenizer
@@ -44,7 +45,7 @@ class Case:
     ``resumes`` names the case whose copy at STOP it continues. ``part`` trains the second layer alone. ``bad`` gives
     the second process's share of step 2 a pair whose loss is not finite. ``poison`` leaves no number in the second
     process's share of the weights after step 2. ``tokens`` is a budget instead of ``micro``; of an ``uneven``
-    one the second process has chosen twice as much.
+    one the second process has chosen twice as much. ``compiled`` blocks are recomputed, too.
     """
 
     strategy: str
@@ -57,6 +58,7 @@ class Case:
     poison: bool = False
     tokens: int | None = None
     uneven: bool = False
+    compiled: bool = False
 
 
 CASES = {
@@ -74,6 +76,7 @@ CASES = {
     "ddp, budgets of two sizes": Case("ddp", 1, tokens=40, uneven=True),
     "ddp, a bad pair": Case("ddp", 2, bad=True),
     "fsdp, a bad pair": Case("fsdp", 2, bad=True),
+    "fsdp, compiled": Case("fsdp", 2, compiled=True),
     "fsdp, poisoned": Case("fsdp", 2, checkpoints=True, poison=True),
 }
 
@@ -111,6 +114,9 @@ def make(
     data = stored_data(examples, plan) if case.bad else make_data(examples, plan)
     module = make_module(total_steps(settings, data.steps_per_epoch(devices)), live=not case.bad)
     module.recipe = replace(module.recipe, weight_decay=0.1)  # two groups of weights
+    if case.compiled:
+        module.policy.model.activation_checkpointing_enable(every_n_layers=2)
+        compile_blocks(module.policy.model, "eager")
     if case.part:
         module.policy.requires_grad_(False)
         module.policy.model.model.layers[1].requires_grad_(True)
