@@ -1,41 +1,46 @@
 """What a split's examples are like, in numbers: how long, how concentrated, how much of their weights arrived."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from attnpo.analysis.weight_stats import effective_number
-from attnpo.data.arrow_rows import Sizes
+import numpy as np
+
+from attnpo.data.arrow_rows import AT_ONCE, Sizes
 from attnpo.data.base import PairSet
 from attnpo.data.collate import TrainingExample
 from attnpo.data.mixture import SET
 from attnpo.data.prepare import percentiles
 from attnpo.schema import SIDES
-from attnpo.weights.arrival import COLUMNS, Arrival
+from attnpo.weights.arrival import COLUMNS, KEPT_MASS, Arrival
 from attnpo.weights.base import OnlineSource, WeightSource
 
 
 @dataclass
 class Means:
-    """Means over examples that are added one by one, without holding them."""
+    """Means over examples that are added some at a time, without holding them."""
 
     count: int = 0
     _sums: dict[str, float] = field(default_factory=dict)
 
-    def add(self, example: TrainingExample) -> None:
-        """Counts one example."""
-        self.count += 1
-        shares = [
-            effective_number(row) / max(1.0, length)
-            for row, length in zip(example.weights, example.lengths, strict=True)
-        ]
-        found = {"effective_share": sum(shares) / 2, "coverage": sum(example.coverage) / 2}
-        found["source_coverage"] = sum(example.source_coverage) / 2
-        found |= {f"kept_mass_{side}": kept for side, kept in zip(SIDES, example.kept_mass, strict=True)}
+    def add(self, examples: Sequence[TrainingExample]) -> None:
+        """Counts some examples."""
+        self.count += len(examples)
+        rows = [row.double().numpy() for example in examples for row in example.weights]
+        starts, weights = np.cumsum([0, *map(len, rows)])[:-1], np.concatenate(rows)
+        mass = np.abs(weights)
+        totals = np.repeat(np.add.reduceat(mass, starts), np.diff([*starts, len(mass)]))
+        squares = np.add.reduceat(np.divide(mass, totals, out=np.zeros_like(mass), where=totals > 0) ** 2, starts)
+        lengths = np.array([example.lengths for example in examples]).ravel()
+        effective = np.divide(1.0, squares, out=np.zeros_like(squares), where=squares > 0) / np.maximum(1.0, lengths)
+        found = {"effective_share": effective.sum() / 2, "mass": np.add.reduceat(weights, starts).sum()}
+        for name in ("coverage", "source_coverage"):
+            found[name] = sum(sum(getattr(example, name)) / 2 for example in examples)
+        for side, name in enumerate(KEPT_MASS):
+            found[name] = sum(example.kept_mass[side] for example in examples)
         for name, value in found.items():
-            self._sums[name] = self._sums.get(name, 0.0) + value
-        for row in example.weights:
-            self._sums["mass"] = self._sums.get("mass", 0.0) + float(row.sum())
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
 
     def mean(self, name: str, of: int = 1) -> float:
         """Returns a mean, rounded as a run's result holds it; 0 without an example."""
@@ -67,17 +72,27 @@ class ExampleNumbers:
     def __init__(self, pairs: PairSet, source: WeightSource) -> None:
         self._source, self._accounts, self._all = source, pairs.sets, Means()
         self._sets = {name: Means() for name in pairs.sets}
+        self._waiting: list[TrainingExample] = []
         # Of a pair that several sets have, the last one's.
         self._home = {pair.pair_id: str(pair.extra[SET]) for pair in pairs.pairs} if pairs.sets else {}
 
     def add(self, example: TrainingExample) -> None:
         """Counts one example."""
-        self._all.add(example)
-        if self._home:
-            self._sets[self._home[example.pair_id]].add(example)
+        self._waiting.append(example)
+        if len(self._waiting) == AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        some, self._waiting = self._waiting, []
+        if some:
+            self._all.add(some)
+        for name, means in self._sets.items():
+            if own := [example for example in some if self._home[example.pair_id] == name]:
+                means.add(own)
 
     def of(self, sizes: Sizes) -> Measured:
         """Returns what was measured; ``sizes`` are the tokens of the examples."""
+        self._count()
         source, every = self._source, self._all
         online = isinstance(source, OnlineSource)
         sets = {
