@@ -39,6 +39,12 @@ def anchors(path: Path) -> set[str]:
     return names
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_holds_no_marks_of_a_merge(page: Path) -> None:
+    marks = [line for line in page.read_text(encoding="utf-8").splitlines() if re.match(r"<{7} |>{7} |={7}$", line)]
+    assert not marks
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     broken = []
