@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from attnpo.data.arrow_rows import (
     AT_ONCE,
@@ -72,7 +73,7 @@ PAIRS_HELD = 4096
 
 
 def facts_of_data(context: RunContext) -> tuple[dict[str, object], int] | None:
-    """What decides the pairs of a run, by name, and how many bytes they are.
+    """Returns what decides the pairs of a run, by name, and how many bytes they are.
 
     None for few of them, and for sources from outside the package.
     """
@@ -99,7 +100,7 @@ def prepare_pairs(
     size: int,
     load: Callable[[str, Callable[[PreferencePair], object]], PairSet],
 ) -> dict[str, PairSet]:
-    """The pairs of both splits, prepared: ``load`` reads those of a split and hands each on. Says what it said then."""
+    """Prepares the pairs of both splits: ``load`` reads those of a split and hands each on. Repeats what it said."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts: dict[str, object] = {}
@@ -143,7 +144,7 @@ Take = Callable[[int, PreferencePair, dict[str, EncodedResponse]], None]
 
 
 def facts_of_ids(context: RunContext, pairs: Mapping[str, PairSet]) -> dict[str, object] | None:
-    """What decides the training ids of a run's pairs, by name; None for few of them."""
+    """Returns what decides the training ids of a run's pairs, by name; None for few of them."""
     if sum(map(len, pairs.values())) <= PAIRS_HELD:
         return None
     chat = context.chat
@@ -164,7 +165,7 @@ def prepare_ids(
     pairs: Mapping[str, PairSet],
     encode: Callable[[str, Take], EncodedSet],
 ) -> tuple[dict[str, EncodedSet], Overlap]:
-    """The training ids of both splits, prepared, and what the splits share; ``encode`` hands on those of a split."""
+    """Prepares the training ids of both splits, with what the splits share; ``encode`` hands on those of a split."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         accounts, overlaps = dict[str, object](), Overlaps()
@@ -206,7 +207,7 @@ def _tally(stored: Account) -> Tally:
 def facts_of_examples(
     context: RunContext, facts: Mapping[str, object] | None, method: CaptureMethod | None
 ) -> dict[str, object] | None:
-    """What decides the examples that a run's weights make of training ids with these ``facts``, by name.
+    """Returns what decides the examples that a run's weights make of training ids with these ``facts``, by name.
 
     None for few of them, and for weights or transforms from outside the package, which may read what nobody knows.
     """
@@ -217,12 +218,14 @@ def facts_of_examples(
     named = {name: cfg.values[name] for name in ("weights", "transforms", "align")}
     captured: dict[str, object] = {}
     if method is not None:
-        captured = weights_key(cfg.weights.resolve(method.depth or 1), method.model, method.prompts)
+        key = weights_key(cfg.weights.resolve(method.depth or 1), method.model, method.prompts)
+        captured = {"key": key, "verdicts": method.verdict}
+        captured |= {"low_label_mass": cfg.judge.low_label_mass} if method.labels is not None else {}
     columns = facts_of_data(context) if isinstance(cfg.weights, ColumnSource) else ({}, 0)
     if columns is None:
         return None
     return {
-        **facts,
+        "ids": dict(facts),
         **named,
         "columns": columns[0],
         "captured": captured,
@@ -248,7 +251,7 @@ def prepare_examples_of(
     method: CaptureMethod | None,
     make_all: Callable[[Callable[[str, int, TrainingExample], None]], Examples],
 ) -> Examples:
-    """The weighed examples of both splits, prepared: ``make_all`` hands on each with its split and place there."""
+    """Prepares the weighed examples of both splits: ``make_all`` hands on each with its split and place there."""
     just: list[Examples] = []
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
@@ -262,7 +265,7 @@ def prepare_examples_of(
             rows[split].add(weighed_row(place, example))
 
         just.append(make_all(take))
-        for one in rows.values():
+        for one in rows.values() or [Rows(schema_of_weights(torch.float32), write)]:
             one.flush()
         return {"weighed": _told(just[0].weighed), **{split: _account(just[0], split, rows) for split in SPLITS}}
 
@@ -306,7 +309,7 @@ _PLAIN = ("depth", "key", "reads", "seconds", "rounds", "cut")
 
 
 def _told(weighed: Weighed) -> dict[str, object]:
-    """What is kept of weights beside the examples that they made."""
+    """Returns what is kept of weights beside the examples that they made."""
     found = {name: getattr(weighed, name) for name in _STATISTICS}
     statistics = {name: None if one is None else asdict(one) for name, one in found.items()}
     return {**{name: getattr(weighed, name) for name in _PLAIN}, **statistics, "pairs": len(weighed.captured)}
@@ -315,7 +318,7 @@ def _told(weighed: Weighed) -> dict[str, object]:
 def _recalled(
     context: RunContext, told: Account, encoded: Mapping[str, EncodedSet], method: CaptureMethod | None
 ) -> Weighed:
-    """The weights that made prepared examples, without what was captured; says what the judge does with its labels."""
+    """Makes the weights of prepared examples again, without rows; says what the judge does with its labels."""
     cfg = context.cfg
     statistics: dict[str, Any] = {
         name: None if told[name] is None else kind(**{key: _frozen(value) for key, value in told[name].items()})
@@ -363,7 +366,7 @@ class FittedLater(RowsOnDemand[WeightTransform]):
 
 
 def prepare_logps(store: Path, table: Table, rows: ExampleRows, load: Callable[[Sequence[int]], Logps]) -> ExampleRows:
-    """Examples with the reference's log-probabilities, prepared: ``load`` gives those of some of ``rows``."""
+    """Prepares the reference's log-probabilities of examples: ``load`` gives those of some of ``rows``."""
 
     def make(write: Callable[[pa.RecordBatch], None]) -> dict[str, object]:
         out = Rows(LOGPS, write)

@@ -78,7 +78,7 @@ def prepared_rows(
 
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """A context that one process at a time is in; the others wait and say so."""
+    """Holds a context that one process at a time is in; the others wait and say so."""
     lock = FileLock(file.with_name(f".{file.stem}.lock"))
     try:
         lock.acquire(timeout=0)
@@ -92,7 +92,7 @@ def _alone(file: Path) -> Iterator[None]:
 
 
 def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prepared | None:
-    """The rows in ``file``; None where there are none, or (which ``say`` logs) other ones than were written for it."""
+    """Opens the rows in ``file``; None where there are none, or (which ``say`` logs) not those written for it."""
     path = file.with_suffix(".json")
     if not file.is_file() and not path.is_file():
         return None
@@ -112,7 +112,7 @@ def _read(file: Path, facts: Mapping[str, object], *, say: bool = False) -> Prep
 
 
 def _plain(facts: Mapping[str, object]) -> dict[str, str]:
-    """What made rows, as it is told of them: each part by its digest."""
+    """Describes what made rows: each part by its digest."""
     return {name: digest(value)[:20] for name, value in facts.items()}
 
 
@@ -194,7 +194,7 @@ class _Recorder(logging.Handler):
 
 @contextmanager
 def record_lines() -> Iterator[list[tuple[str, int, str]]]:
-    """A context whose log lines of this package are kept in the list that it gives, for ``repeat_lines``.
+    """Keeps this package's log lines of its context in the list that it gives, for ``repeat_lines``.
 
     Lines that are not shown here, as those of a job's further processes are not, are kept as well.
     """
