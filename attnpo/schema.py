@@ -132,6 +132,12 @@ class PreferencePair:
         return self.chosen if side == "chosen" else self.rejected
 
 
+def ids_of(pairs: Sequence[PreferencePair]) -> list[str]:
+    """Returns the id of every pair; those that know their ``ids`` without their texts are not read for it."""
+    known: list[str] | None = getattr(pairs, "ids", None)
+    return [pair.pair_id for pair in pairs] if known is None else known
+
+
 SIDES = ("chosen", "rejected")
 
 

@@ -26,8 +26,13 @@ def main(cfg: "WeighConfig") -> int:
     announce("weigh", cfg, None)
     with importing("loading transformers"):
         from attnpo.runs.fill_store import fill_store
+        from attnpo.runs.folders import store_root
+        from attnpo.runs.prepared_rows import prune
         from attnpo.runs.weight_export import check_export, write_weights
 
+    if cfg.prune is not None:
+        prune(store_root(cfg), cfg.prune)
+        return 0
     if cfg.export is not None:
         check_export(cfg, Path(cfg.export))
     fill_store(cfg)

@@ -26,6 +26,7 @@ from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
 from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
+from experiments.benchmarks.rows import make_rows, read_sample
 from experiments.benchmarks.shapes import (
     EOS,
     LLAMA3_8B,
@@ -66,6 +67,24 @@ def rows_of(printed: str) -> dict[str, list[str]]:
         [cell.strip() for cell in line.strip("|").split(" | ")] for line in printed.splitlines() if line[:1] == "|"
     ]
     return {line[0]: line[1:] for line in lines}
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def test_rows_have_texts_of_their_own_in_the_lengths_of_the_sample(tmp_path: Path) -> None:
+    sample = [
+        {"prompt": "Why? Tell me. Now!", "chosen": "Yes. It is so.\nReally so.", "rejected": "No."},
+        {"prompt": "Hm.", "chosen": "A long answer: of a few. Short. Sentences.", "rejected": "Ask again."},
+    ]
+    drawn = list(make_rows(sample, 50, seed=1))
+    assert drawn == list(make_rows(sample, 50, seed=1)) != list(make_rows(sample, 50, seed=2))
+    assert len({row["prompt"] for row in drawn}) == 50
+    assert {len(row["chosen"]) for row in drawn} <= set(range(1, 1 + max(len(row["chosen"]) for row in sample)))
+    file = tmp_path / "sample.jsonl"
+    whole = [{**row, **{side: [{"content": row[side]}] for side in ("chosen", "rejected")}} for row in sample]
+    file.write_text("".join(json.dumps(row) + "\n" for row in whole), encoding="utf-8")
+    assert read_sample(file) == sample
 
 
 # ------------------------------------------------------------------------------------------------ harness

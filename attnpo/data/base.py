@@ -8,7 +8,7 @@ silence:
 import logging
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -17,13 +17,14 @@ from attnpo.data.json_lines import Lines, Table
 from attnpo.data.mixture import SET, MixedSet, SetAccount, amounts, check_mixture, draws, of_set
 from attnpo.data.shares import Shares, prompts_of, share_out
 from attnpo.data.tables import has_split, is_one_table, read_table, require_validation
-from attnpo.schema import PreferencePair, UserError, check_seed, digest
+from attnpo.schema import PreferencePair, UserError, check_seed, digest, ids_of
 from attnpo.text.traces import Traces
 
 _LOG = logging.getLogger(__name__)
 
 SPLITS = ("train", "val")
 Taken = Sequence[tuple[str, int]]  # the set and the place in it of each pair of a mixture
+Write = Callable[[PreferencePair], object]
 EXAMPLES = 3  # row numbers named per reason
 
 _BOUND = re.compile(r"(\d+)(%?)")
@@ -42,16 +43,19 @@ class PairSet:
     side); ``read`` is the number of rows looked at. ``examples`` maps each reason and note to the numbers of the first
     three rows it holds for; the first row of the split is row 0. ``unused``: the table's columns that became no part of
     prompt and responses; a pair's ``extra`` has those of its row. ``sets``: of a mixture, each set's account by name;
-    its reasons and notes begin with the name.
+    its reasons and notes begin with the name. ``written``: pairs that were handed on and are not held. ``known``: the
+    fingerprint, where it was taken before.
     """
 
-    pairs: list[PreferencePair]
+    pairs: Sequence[PreferencePair]
     counts: Counter[str] = field(default_factory=Counter)
     read: int = 0
     examples: Mapping[str, list[int]] = field(default_factory=dict)
     notes: Counter[str] = field(default_factory=Counter)
     unused: tuple[str, ...] = ()
     sets: Mapping[str, SetAccount] = field(default_factory=dict)
+    written: int = 0
+    known: str | None = None
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -59,7 +63,7 @@ class PairSet:
     @property
     def kept(self) -> int:
         """Rows that became pairs."""
-        return len(self.pairs)
+        return len(self.pairs) + self.written
 
     @property
     def dropped(self) -> int:
@@ -69,9 +73,11 @@ class PairSet:
     @property
     def fingerprint(self) -> str:
         """Digest of the pair ids in their order, with each one's set in a mixture."""
+        if self.known is not None:
+            return self.known
         if self.sets:
             return digest([[pair.pair_id, pair.extra[SET]] for pair in self.pairs])
-        return digest([pair.pair_id for pair in self.pairs])
+        return digest(ids_of(self.pairs))
 
     def summary(self) -> str:
         """One line with all counts, with the first row numbers of each reason and note."""
@@ -106,15 +112,21 @@ def counted(event: str, count: int, rows: Sequence[int]) -> str:
 
 
 def pairs_from_rows(
-    rows: Iterable[Mapping[str, object]], columns: Columns | None = None, numbers: Iterable[int] | None = None
+    rows: Iterable[Mapping[str, object]],
+    columns: Columns | None = None,
+    numbers: Iterable[int] | None = None,
+    write: Write | None = None,
 ) -> PairSet:
     """The pairs of an iterable of rows with their account; ``numbers`` are those of the rows (None: 0, 1, ...).
+
+    Pairs that ``write`` is given are not held.
 
     Raises:
         UserError: a mapped column does not exist.
     """
     columns = columns or Columns()
     pairs: list[PreferencePair] = []
+    keep = pairs.append if write is None else write
     counts: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
@@ -138,9 +150,10 @@ def pairs_from_rows(
             for noticed in [*adapted.notes, *(kind for pair_id, kind in again if pair_id in seen)]:
                 note(notes, noticed.value)
             seen.add(pair.pair_id)
-            pairs.append(pair)
+            keep(pair)
         read += 1
-    return PairSet(pairs, counts, read, examples, notes)
+    written = read - counts.total() if write is not None else 0
+    return PairSet(pairs, counts, read, examples, notes, written=written)
 
 
 def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], taken: Taken) -> PairSet:
@@ -167,6 +180,15 @@ def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], ta
         notes["pair that stands in several sets kept"] = shared
     unused = tuple(dict.fromkeys(name for one in found.values() for name in one.unused))
     return PairSet(pairs, counts, sum(one.read for one in found.values()), examples, notes, unused, accounts)
+
+
+def _written(found: PairSet, write: Write | None) -> PairSet:
+    """A set whose pairs are handed on, where they are to be."""
+    if write is None:
+        return found
+    for pair in found.pairs:
+        write(pair)
+    return replace(found, pairs=[], written=len(found), known=found.fingerprint)
 
 
 # ------------------------------------------------------------------------------------------------ choice of rows
@@ -268,8 +290,8 @@ class PairSource:
         named = ", ".join(f"{name} ({one.path})" for name, one in (self.mix or {}).items())
         return f"mixture of {named}" if self.mix else self.path
 
-    def load(self, split: str) -> PairSet:
-        """The pairs of ``split``, "train" or "val".
+    def load(self, split: str, write: Write | None = None) -> PairSet:
+        """The pairs of ``split``, "train" or "val"; those that ``write`` is given are not held.
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
@@ -279,13 +301,25 @@ class PairSource:
         if split not in SPLITS:
             raise ValueError(f"split must be one of {SPLITS}, got {split!r}")
         if self.mix:
-            return self._mixed(self.mix, split)
+            return _written(self._mixed(self.mix, split), write)
         table = self._table(split)
         if self.val_share is None:
-            return self._pairs(table, split, range(len(table)))
+            return self._pairs(table, split, range(len(table)), write)
         found = share_out(self._prompts(table), self.val_share, self._where(split))
         self._say_share(split, found, len(table))
-        return self._pairs(table, split, found.train if split == "train" else found.val)
+        return self._pairs(table, split, found.train if split == "train" else found.val, write)
+
+    def places(self) -> list[tuple[str, str, str, str | None, str | None]]:
+        """What ``read_table`` is given for both splits, of every set of a mixture. UserError as ``load``."""
+        sources = [self] if not self.mix else [self._of_set(one) for one in self.mix.values()]
+        return list(
+            dict.fromkeys(
+                (one.path, *one._split(split), one.subset, one.revision) for one in sources for split in SPLITS
+            )
+        )
+
+    def _of_set(self, one: MixedSet) -> "PairSource":
+        return replace(self, mix=None, **one.own())  # type: ignore[arg-type]
 
     def _where(self, split: str) -> str:
         return f"data.path={self.path} ({split})"
@@ -297,7 +331,7 @@ class PairSource:
         self.columns.check(table.column_names, first_line + self._where(split))
         return table
 
-    def _pairs(self, table: Table, split: str, there: Sequence[int]) -> PairSet:
+    def _pairs(self, table: Table, split: str, there: Sequence[int], write: Write | None = None) -> PairSet:
         """The pairs of the rows ``there``, as far as the split's choice of rows has them."""
         where = self._where(split)
         asked = self.train_rows if split == "train" else self.val_rows
@@ -308,8 +342,8 @@ class PairSource:
         columns = self.columns
         if self.exchanged:
             columns = replace(columns, chosen=columns.rejected, rejected=columns.chosen)
-        pairs = pairs_from_rows(table.select(numbers), columns, numbers)
-        if not pairs.pairs:
+        pairs = pairs_from_rows(table.select(numbers), columns, numbers, write)
+        if not pairs.kept:
             raise UserError(
                 f"{where} has no usable pair: {pairs.summary()}; columns found: {', '.join(table.column_names)}. "
                 "Look at these rows, or map the columns with data.columns.prompt=..., data.columns.chosen=..., "
@@ -336,7 +370,7 @@ class PairSource:
 
     def _mixed(self, mix: Mapping[str, MixedSet], split: str) -> PairSet:
         """The pairs of all sets: of training those that are taken, in an order drawn by the seed; else all in turn."""
-        sources = {name: replace(self, mix=None, **one.own()) for name, one in mix.items()}  # type: ignore[arg-type]
+        sources = {name: self._of_set(one) for name, one in mix.items()}
         tables = {}
         for name, source in sources.items():
             with of_set(name):
@@ -388,6 +422,10 @@ class PairSource:
 
     def _read(self, split: str) -> Table:
         """All rows of a split."""
+        return read_table(self.path, *self._split(split), self.subset, self.revision)
+
+    def _split(self, split: str) -> tuple[str, str]:
+        """The name under which a split lies there, and the key that gives it."""
         option = f"data.{split}_split"
         if self.val_share is not None:
             self._check_shared(is_one_table(self.path))
@@ -397,7 +435,7 @@ class PairSource:
             name = self.val_split or ""
         else:
             name = self.train_split
-        return read_table(self.path, name, option, self.subset, self.revision)
+        return name, option
 
     def _check_shared(self, one: bool) -> None:
         """UserError where a validation split is named, or is there by its default name, beside ``val_share``."""

@@ -6,15 +6,18 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 import lightning as L
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from attnpo.data.arrow_rows import pair_weights_of, sizes_of
 from attnpo.data.collate import Layout, TrainingExample, collate
 from attnpo.data.micro_batches import PADDED, ByCount, ByTokens, Cutting, RowCost
 from attnpo.data.mismatched_rows import MAKERS, StepRows, cut
 from attnpo.data.rules import BatchPlan
 from attnpo.data.sampler import PlannedBatch, SamplerState, StepBatches, steps_in
-from attnpo.data.token_budget import cost_of, require_room
+from attnpo.data.token_budget import costs_of, require_room
 from attnpo.schema import PreferenceBatch, UserError
 
 log = logging.getLogger(__name__)
@@ -29,7 +32,10 @@ class Batches(Dataset[PreferenceBatch]):
     pad_id: int
     cutting: Cutting
     ahead: StepRows | None = None
-    _counted: tuple[tuple[int, ...], tuple[int, int]] = field(default=((), (0, 0)), init=False, repr=False)
+    _trained: npt.NDArray[np.int64] = field(init=False, repr=False)  # response tokens that are, [2 pairs]
+
+    def __post_init__(self) -> None:
+        self._trained = np.stack(sizes_of(self.examples).responses) * (pair_weights_of(self.examples) > 0)
 
     def __getitem__(self, planned: PlannedBatch) -> PreferenceBatch:
         """The collated batch of a plan's indices; the first of a step has what is looked at before the step."""
@@ -42,12 +48,9 @@ class Batches(Dataset[PreferenceBatch]):
         return replace(batch, ahead=self.ahead.make(self.examples, planned, self.layout, self.pad_id))
 
     def _step_tokens(self, whole: tuple[int, ...]) -> tuple[int, int]:
-        """Chosen and rejected response tokens of a step; counted once for all its micro-batches."""
-        if whole != self._counted[0]:
-            step = [self.examples[i] for i in whole if self.examples[i].pair_weight > 0]
-            chosen = sum(len(example.chosen.response_ids) for example in step)
-            self._counted = whole, (chosen, sum(len(example.rejected.response_ids) for example in step))
-        return self._counted[1]
+        """Chosen and rejected response tokens of a step."""
+        chosen, rejected = self._trained[:, list(whole)].sum(axis=1).tolist()
+        return chosen, rejected
 
 
 def regrouped(
@@ -246,7 +249,7 @@ def make_cutting(
     if tokens is None:
         return ByCount(micro)
     require_room(examples, cost, tokens, key)
-    return ByTokens([cost_of(example, cost) for example in examples], cost, tokens, key)
+    return ByTokens(costs_of(examples, cost), cost, tokens, key)
 
 
 def _say(sampler: StepBatches, cutting: ByTokens) -> None:

@@ -42,13 +42,36 @@ class Overlap:
         return f"{self.text()}, so validation results are not on unseen pairs only" if shared else None
 
 
+class Overlaps:
+    """Counts what is in both splits, from pairs that are added one by one: those of training first."""
+
+    def __init__(self) -> None:
+        self._ids: set[bytes] = set()
+        self._prompts: tuple[set[str], set[str]] = set(), set()
+        self._pairs = self._shared = 0
+
+    def add(self, split: str, prompt: str, sides: Mapping[str, EncodedResponse]) -> None:
+        """Counts a pair of a split, by the digest of its ``prompt`` and its token ids."""
+        self._prompts[split == "val"].add(prompt)
+        if split == "train":
+            self._ids.add(key_of_ids(sides))
+        else:
+            self._pairs += 1
+            self._shared += key_of_ids(sides) in self._ids
+
+    def count(self) -> Overlap:
+        """Returns the counts."""
+        trained, validated = self._prompts
+        return Overlap(self._pairs, len(validated), self._shared, len(validated & trained))
+
+
 def count_overlap(train: EncodedSet, val: EncodedSet) -> Overlap:
     """Counts pairs and prompts of ``val``, and those that ``train`` has too."""
-    trained = {key_of_ids(sides) for sides in train.encoded}
-    pairs = [key_of_ids(sides) in trained for sides in val.encoded]
-    prompts = {key_of_prompt(pair.prompt) for pair in val.pairs}
-    both = prompts & {key_of_prompt(pair.prompt) for pair in train.pairs}
-    return Overlap(len(pairs), len(prompts), sum(pairs), len(both))
+    found = Overlaps()
+    for split, one in (("train", train), ("val", val)):
+        for pair, sides in zip(one.pairs, one.encoded, strict=True):
+            found.add(split, key_of_prompt(pair.prompt), sides)
+    return found.count()
 
 
 def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
@@ -67,9 +90,9 @@ def key_of_prompt(prompt: Sequence[Message]) -> str:
 # ------------------------------------------------------------------------------------------------ a run's prompts
 
 
-def write_prompts(folder: Path, prompts: Iterable[Sequence[Message]]) -> None:
+def write_prompts(folder: Path, prompts: Iterable[str]) -> None:
     """Writes the digests of a run's training prompts into its folder, for evaluations of its models."""
-    write_whole(folder / FILE, "".join(f"{key}\n" for key in sorted(set(map(key_of_prompt, prompts)))))
+    write_whole(folder / FILE, "".join(f"{key}\n" for key in sorted(set(prompts))))
 
 
 def count_seen(model: str, prompts: Iterable[Sequence[Message]]) -> dict[str, int]:

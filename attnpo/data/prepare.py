@@ -2,26 +2,29 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress, tee
 
 from transformers import PreTrainedTokenizerBase
 
+from attnpo.data.arrow_rows import EncodedRows
 from attnpo.data.collate import TrainingExample
 from attnpo.data.rules import AlignRules, Keep, LengthRules, Overlong
-from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, UserError
-from attnpo.text.chat import NOT_A_PREFIX, ChatFormat, RefusedText
+from attnpo.schema import SIDES, EncodedResponse, Message, PairWeights, PreferencePair, UserError
+from attnpo.text.chat import ChatFormat, EncodedAnswers
 from attnpo.text.truncation import truncate
 from attnpo.weights.base import PairWeigher, PartialSource, WeightSource, least_coverage
 from attnpo.weights.capture import Unreadable
 from attnpo.weights.layers import Row
 from attnpo.weights.pipeline import (
     Finished,
+    PairToWeigh,
     TrainingWeights,
     check_transforms,
-    finished_weights,
+    finish_pairs,
     fitted,
-    training_weights,
+    weigh_pairs,
 )
 from attnpo.weights.transforms import WeightTransform
 
@@ -70,7 +73,7 @@ class Tally:
 class ExampleSet:
     """Examples of one split and the account of how they came about: ``read == len(examples) + dropped``."""
 
-    examples: list[TrainingExample]
+    examples: Sequence[TrainingExample]
     tally: Tally
     read: int
     dropped: int
@@ -92,21 +95,26 @@ def encode_pair(
     Responses of the same token ids, which a trim or a cut may leave, tell no preference and drop their pair too;
     ``keep_same`` keeps it where nothing is trained on it.
     """
-    encoded, cut_prompt, cut_sides, special, apart = {}, False, dict[str, str](), [], []
+    return _take(pair, chat.encode_answers(*_conversation(pair)), chat, rules, tally, keep_same)
+
+
+def _conversation(pair: PreferencePair) -> tuple[Sequence[Message], list[str]]:
+    return pair.prompt, [pair.response(side) for side in SIDES]
+
+
+def _take(
+    pair: PreferencePair, found: EncodedAnswers, chat: ChatFormat, rules: LengthRules, tally: Tally, keep_same: bool
+) -> dict[str, EncodedResponse] | None:
+    if found.problem is not None:
+        event = f"dropped: {found.problem.reason}"
+        if event not in tally.words:
+            tally.words[event] = f"pair {pair.pair_id}: {found.problem}"
+            log.warning("dropped, and so are others like it: %s", tally.words[event])
+        tally.add(event, pair.pair_id)
+        return None
+    encoded, cut_prompt, cut_sides, special = {}, False, dict[str, str](), []
     keep_end = rules.keep is Keep.END
-    for side in SIDES:
-        merged = chat.counts[NOT_A_PREFIX]
-        try:
-            whole = chat.encode(pair.prompt, pair.response(side))
-        except RefusedText as problem:
-            event = f"dropped: {problem.reason}"
-            if event not in tally.words:
-                tally.words[event] = f"pair {pair.pair_id}: {problem}"
-                log.warning("dropped, and so are others like it: %s", tally.words[event])
-            tally.add(event, pair.pair_id)
-            return None
-        if chat.counts[NOT_A_PREFIX] > merged:
-            apart.append(side)
+    for side, whole in zip(SIDES, found.encoded, strict=True):
         encoded[side], cut = truncate(whole, rules.max_prompt_length, rules.max_length, keep_end=keep_end)
         if chat.special_inside(encoded[side], pair.response(side)):
             special.append(side)
@@ -133,7 +141,7 @@ def encode_pair(
         tally.add(IN_PROMPT, pair.pair_id)
     for side in special:
         tally.add(f"special token spelled out in the {side} response", pair.pair_id)
-    for side in apart:
+    for side in compress(SIDES, found.apart):
         tally.add(f"{side} response {APART}", pair.pair_id)
     return encoded
 
@@ -142,7 +150,7 @@ def make_example(
     pair_id: str, encoded: Mapping[str, EncodedResponse], weights: TrainingWeights, pair_weight: float = 1.0
 ) -> TrainingExample:
     """The example of one encoded pair; its pair weight is 0 when no token of either side carries weight."""
-    void = not bool(weights.chosen.any()) and not bool(weights.rejected.any())
+    void = not (bool(weights.chosen.any()) or bool(weights.rejected.any()))
     return TrainingExample(
         pair_id=pair_id,
         chosen=encoded["chosen"],
@@ -161,36 +169,47 @@ def make_example(
 class EncodedSet:
     """The pairs of one split that fit the length rules, with their training ids by side, in their order."""
 
-    pairs: list[PreferencePair]
-    encoded: list[dict[str, EncodedResponse]]
+    pairs: Sequence[PreferencePair]
+    encoded: Sequence[dict[str, EncodedResponse]]
     tally: Tally
     read: int
 
 
 def encode_pairs(
-    pairs: Iterable[PreferencePair], chat: ChatFormat, rules: LengthRules, *, keep_same: bool = False
+    pairs: Iterable[PreferencePair],
+    chat: ChatFormat,
+    rules: LengthRules,
+    *,
+    keep_same: bool = False,
+    write: Callable[[int, PreferencePair, dict[str, EncodedResponse]], object] | None = None,
 ) -> EncodedSet:
     """Training ids of ``pairs``; what does not fit is cut or dropped by the rules and counted.
+
+    Pairs that ``write`` is given, with their place in ``pairs`` and their ids, are not held.
 
     Comes before any judge runs, so that no judge pass is spent on a dropped pair. Raises UserError with all counts when
     there are pairs and none of them is left; one bad pair never ends a run.
     """
-    out = EncodedSet([], [], Tally(), 0)
-    read = 0
-    for pair in pairs:
+    held: tuple[list[PreferencePair], list[dict[str, EncodedResponse]]] = ([], [])
+    tally, read, left = Tally(), 0, 0
+    asked, given = tee(pairs)  # they are a few batches apart
+    for pair, found in zip(given, chat.encode_many(map(_conversation, asked)), strict=True):
+        encoded = _take(pair, found, chat, rules, tally, keep_same)
+        if encoded is not None and write is not None:
+            write(read, pair, encoded)
+        elif encoded is not None:
+            held[0].append(pair)
+            held[1].append(encoded)
         read += 1
-        encoded = encode_pair(pair, chat, rules, out.tally, keep_same=keep_same)
-        if encoded is not None:
-            out.pairs.append(pair)
-            out.encoded.append(encoded)
-    if read and not out.pairs:
+        left += encoded is not None
+    if read and not left:
         raise UserError(
-            f"none of {read} pairs can be trained on ({'; '.join(out.tally.lines())}); expected some whose responses "
+            f"none of {read} pairs can be trained on ({'; '.join(tally.lines())}); expected some whose responses "
             "differ and that fit lengths.max_length and the chat template: change these settings or the data"
-            + "".join(f"; {words}" for words in list(out.tally.words.values())[:1])
+            + "".join(f"; {words}" for words in list(tally.words.values())[:1])
         )
-    warn_of_rendered(out.tally.counts[IN_PROMPT], len(out.pairs), out.tally.first.get(IN_PROMPT, []))
-    return replace(out, read=read)
+    warn_of_rendered(tally.counts[IN_PROMPT], left, tally.first.get(IN_PROMPT, []))
+    return EncodedSet(*held, tally, read)
 
 
 def warn_of_rendered(count: int, prompts: int, first: Sequence[str]) -> None:
@@ -208,6 +227,9 @@ def unknown_share(encoded: EncodedSet, tokenizer: PreTrainedTokenizerBase) -> fl
     unknown = tokenizer.unk_token_id
     if unknown is None or unknown == tokenizer.eos_token_id:
         return 0.0
+    if isinstance(encoded.encoded, EncodedRows):
+        found, tokens = encoded.encoded.share_of(unknown)
+        return found / max(1, tokens)
     ids = [token for sides in encoded.encoded for side in SIDES for token in sides[side].response_ids]
     return ids.count(unknown) / max(1, len(ids))
 
@@ -228,14 +250,21 @@ def fit_transforms(
     if not any(transform.needs_fit for transform in transforms):
         return tuple(transforms)
     least = least_coverage(source, None if align is None else align.min_coverage)
+    readable = [asked for asked in _to_weigh(encoded, captured) if _is_readable(asked)]
     finished = {}
-    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        weights = captured.get(pair.pair_id)
-        if weights is None or weights.rounds:
-            rows = finished_weights(source, weights, sides, layers=layers, pair=pair)
-            if all(_said_enough(row, least) for row in rows.values()):
-                finished[pair.pair_id] = rows
+    for asked, rows in zip(readable, finish_pairs(source, readable, layers), strict=True):
+        if all(_said_enough(row, least) for row in rows.values()):
+            finished[asked.pair_id] = rows
     return fitted(transforms, finished)
+
+
+def _to_weigh(encoded: EncodedSet, captured: Mapping[str, PairWeights]) -> Iterator[PairToWeigh]:
+    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
+        yield PairToWeigh(captured.get(pair.pair_id), sides, pair)
+
+
+def _is_readable(asked: PairToWeigh) -> bool:
+    return asked.captured is None or bool(asked.captured.rounds)
 
 
 def _said_enough(row: Finished, least: float) -> bool:
@@ -250,6 +279,7 @@ def prepare_examples(
     align: AlignRules,
     layers: tuple[Row, ...] = (),
     transforms: Sequence[WeightTransform] = (),
+    write: Callable[[int, TrainingExample], object] | None = None,
 ) -> ExampleSet:
     """Training examples in their order, with the account of every cut and dropped pair.
 
@@ -259,24 +289,28 @@ def prepare_examples(
             for each of ``layers``. A pair that the source could not read has no rounds there and is dropped.
         align: how weights reach the training tokens, and the coverage a pair must have.
         transforms: changes of the finished rows, fitted (``fit_transforms``).
+        write: takes the examples with the place of each in ``encoded``; they are not held then.
     """
     tally = Tally(encoded.tally.counts.copy(), {event: list(ids) for event, ids in encoded.tally.first.items()})
-    examples, content, unmatched = [], 0, 0
+    examples: list[TrainingExample] = []
+    content, unmatched, left = 0, 0, 0
     least = least_coverage(source, align.min_coverage)
     uncovered = f"{DROPPED_FOR_COVERAGE} below {'weights' if align.min_coverage is None else 'align'}.min_coverage"
     unreadable = next((words for need, words in REFUSED.items() if need in source.requires), UNASKED)
-    for pair, sides in zip(encoded.pairs, encoded.encoded, strict=True):
-        pair_id = pair.pair_id
-        raw = captured.get(pair_id)
+    partial, weigher = isinstance(source, PartialSource), source if isinstance(source, PairWeigher) else None
+    told, again = tee(_to_weigh(encoded, captured))
+    weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
+    for place, (pair, asked) in enumerate(zip(encoded.pairs, told, strict=True)):
+        pair_id, raw = pair.pair_id, asked.captured
         if raw is not None and not raw.rounds:
             tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
             continue
-        weights = training_weights(source, raw, sides, align.method, transforms, layers=layers, pair=pair)
+        weights = next(weighed)
         content += sum(weights.content)
         unmatched += sum(weights.unmatched)
         if weights.realigned:
             tally.add("judge rounds cut a response into different tokens; aligned by characters", pair_id)
-        if isinstance(source, PartialSource) and min(weights.coverage) == 0:
+        if partial and min(weights.coverage) == 0:
             tally.add(SILENT, pair_id)
             continue
         if min(weights.coverage) < least:
@@ -284,16 +318,18 @@ def prepare_examples(
             continue
         for side in weights.flat:
             tally.add(f"all raw weights of the {side} response are 0: uniform instead", pair_id)
-        example = make_example(
-            pair_id, sides, weights, source.pair_weight(pair) if isinstance(source, PairWeigher) else 1.0
-        )
+        example = make_example(pair_id, asked.encoded, weights, 1.0 if weigher is None else weigher.pair_weight(pair))
         for side, row in zip(SIDES, example.weights, strict=True):
             if not bool(row.any()):
                 tally.add(f"no weighted token in the {side} response", pair_id)
         if example.pair_weight == 0:
             tally.add(VOID, pair_id)
-        examples.append(example)
-    return ExampleSet(examples, tally, encoded.read, encoded.read - len(examples), content, unmatched)
+        left += 1
+        if write is None:
+            examples.append(example)
+        else:
+            write(place, example)
+    return ExampleSet(examples, tally, encoded.read, encoded.read - left, content, unmatched)
 
 
 def percentiles(counts: Sequence[int]) -> dict[str, int]:

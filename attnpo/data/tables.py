@@ -56,6 +56,17 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
     return _from_hub(path, split, subset, revision)
 
 
+def files_of(path: str, split: str, option: str) -> list[Path] | None:
+    """The files that ``read_table`` reads; None for the hub. UserError as there."""
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    saved = [folder for folder in (place, place / split) if (folder / _SAVED).is_file()]
+    if saved:
+        return sorted(file for file in saved[0].rglob("*") if file.is_file())
+    return _split_files(place, split, option) if place.is_dir() else None
+
+
 def check_validation(data: Mapping[str, object]) -> None:
     """Raises UserError where a config node ``data`` names data on this machine that lacks validation pairs.
 

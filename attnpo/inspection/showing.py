@@ -58,7 +58,7 @@ class _Subject:
     """What weighs, settled; the pairs; the transforms as training fits them."""
 
     context: RunContext
-    pairs: list[PreferencePair]
+    pairs: Sequence[PreferencePair]
     transforms: Mapping[str, WeightTransform]
 
 
@@ -137,7 +137,7 @@ def _subject(cfg: ShowConfig) -> _Subject:
     return _Subject(context, _chosen(cfg, typed, context), transforms)
 
 
-def _chosen(cfg: ShowConfig, typed: TypedPair | None, context: RunContext) -> list[PreferencePair]:
+def _chosen(cfg: ShowConfig, typed: TypedPair | None, context: RunContext) -> Sequence[PreferencePair]:
     """The typed pair, or those that ``rows`` or ``ids`` name."""
     if typed is not None:
         return typed.load("train").pairs

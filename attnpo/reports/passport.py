@@ -267,7 +267,8 @@ def judge_sample(context: RunContext, judge: RunJudge, pool: EncodedSet, setting
     rows = rows_to_store(source, judge.num_layers, lambda: judge.num_heads)
     with TemporaryDirectory(prefix="attnpo-passport-") as folder:
         store, key = Store(Path(folder)), {"passport": judge.path}
-        captured, _ = ensure_captured(sample, source, rows, store, key, lambda: asked, verdicts=True)
+        kept, _ = ensure_captured(sample, source, rows, store, key, lambda: asked, verdicts=True)
+        captured = dict(kept)
         size = folder_size(Path(folder))
     shown = [pair for pair in sample if captured[pair.pair_id].rounds]
     if not shown:

@@ -20,7 +20,7 @@ from attnpo.runs.context import RunContext, run_judge
 from attnpo.runs.judges import RunJudge
 from attnpo.runs.settings import CHOICE, AutoLayer, wants_auto
 from attnpo.runs.weighing import weigh
-from attnpo.schema import PreferencePair, UserError, digest
+from attnpo.schema import PreferencePair, UserError, digest, ids_of
 from attnpo.weights.base import resolve_layer
 from attnpo.weights.capture import CAPTURE_VERSION
 from attnpo.weights.layers import attending
@@ -145,10 +145,10 @@ def find_layer(context: RunContext, train: EncodedSet) -> LayerChoice:
     return known
 
 
-def calibration_pairs(pairs: list[PreferencePair], count: int) -> list[PreferencePair]:
+def calibration_pairs(pairs: Sequence[PreferencePair], count: int) -> list[PreferencePair]:
     """The first ``count`` different pairs in the order of their ids, which is that of no file."""
-    unique = {pair.pair_id: pair for pair in pairs}
-    return [unique[pair_id] for pair_id in sorted(unique)[:count]]
+    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
+    return [pairs[unique[pair_id]] for pair_id in sorted(unique)[:count]]
 
 
 def _score(

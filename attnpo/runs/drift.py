@@ -13,6 +13,7 @@ import numpy as np
 
 from attnpo.analysis.drift import Moved, Row, by_token, mean_gain, quantiles, ranking_accuracy
 from attnpo.analysis.freedom import against, alone
+from attnpo.data.arrow_rows import pair_ids_of, pairs_of
 from attnpo.data.collate import TrainingExample, bare_rows, collate
 from attnpo.live import phase
 from attnpo.machine import device_of
@@ -67,10 +68,14 @@ def _measured(
 ) -> dict[str, Json]:
     context = inputs.context
     models = _Models(inputs, policy, load_reference(context, policy), digest(reference_fingerprint(context)))
-    pairs = {split: {pair.pair_id: pair for pair in read.pairs} for split, read in inputs.pairs.items()}
-    ordered = {split: sorted(made.examples, key=lambda one: one.pair_id) for split, made in inputs.examples.items()}
-    val = _both_sides(models, ordered["val"][: settings.pairs], pairs["val"])
-    train = _both_sides(models, ordered["train"][: settings.train_pairs], None)
+    counts = {"val": settings.pairs, "train": settings.train_pairs}
+    first = {split: _first(inputs.examples[split].examples, count) for split, count in counts.items()}
+    pairs = {
+        split: pairs_of(inputs.pairs[split].pairs, [example.pair_id for example in examples])
+        for split, examples in first.items()
+    }
+    val = _both_sides(models, first["val"], pairs["val"])
+    train = _both_sides(models, first["train"], None)
     out: dict[str, Json] = {"pairs": by_token([*val.chosen, *val.rejected])}
     displacement: dict[str, Json] = {
         f"{split}_{side}": mean_gain(moved)
@@ -96,6 +101,12 @@ def _measured(
         factors = np.concatenate(list(_factors(inputs, inputs.examples["train"].examples)) or [np.zeros(0)])
         out["effective_beta"] = quantiles(float(beta) * factors)
     return out
+
+
+def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
+    """The first examples in the order of their pairs' ids."""
+    ids = pair_ids_of(examples)
+    return [examples[place] for place in sorted(range(len(ids)), key=ids.__getitem__)[:count]]
 
 
 # ------------------------------------------------------------------------------------------------ the models' numbers

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from attnpo.data.arrow_rows import pairs_of
 from attnpo.display.heat import HeatRow, heat_row
 from attnpo.runs.inputs import Inputs
 from attnpo.weights.base import OnlineSource
@@ -16,7 +17,8 @@ def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
     """
     if isinstance(inputs.weighed.source, OnlineSource):
         return []
-    pairs = {pair.pair_id: pair for pair in inputs.pairs["train"].pairs}
+    examples = inputs.examples["train"].examples[:count]
+    pairs = pairs_of(inputs.pairs["train"].pairs, [example.pair_id for example in examples])
     tokenizer, captured = inputs.context.tokenizer, inputs.weighed.captured
     return [
         heat_row(
@@ -35,6 +37,6 @@ def heat_rows(inputs: Inputs, count: int, policy: Logps = ()) -> list[HeatRow]:
                 for side in range(2)
             ],
         )
-        for place, example in enumerate(inputs.examples["train"].examples[:count])
+        for place, example in enumerate(examples)
         for known in [example.reference_logps]
     ]

@@ -1,18 +1,16 @@
 """What became of a run's inputs: read, cut, dropped and weighed, as log lines and as numbers for its result."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from attnpo.analysis.weight_stats import effective_number
-from attnpo.data.base import PairSet
+from attnpo.data.arrow_rows import pair_weights_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.micro_batches import COSTS, SHARED_PREFIX
-from attnpo.data.mixture import SET
-from attnpo.data.prepare import DROPPED_FOR_COVERAGE, percentiles
+from attnpo.data.prepare import DROPPED_FOR_COVERAGE
 from attnpo.data.sampler import steps_in
 from attnpo.data.token_budget import require_room
 from attnpo.live import phase
@@ -26,26 +24,9 @@ from attnpo.schema import SIDES, UserError
 from attnpo.training.settings import total_steps
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.arrival import COLUMNS, Arrival
-from attnpo.weights.base import OnlineSource, WeightSource
 from attnpo.weights.verdicts import judge_lines, judge_warning
 
 log = logging.getLogger(__name__)
-
-
-def effective_share(example: TrainingExample) -> float:
-    """Effective number of weighted tokens over |y|, mean of both sides; 1 for uniform weights."""
-    shares = [
-        effective_number(row) / max(1.0, length) for row, length in zip(example.weights, example.lengths, strict=True)
-    ]
-    return sum(shares) / 2
-
-
-def weight_statistics(kept: Sequence[TrainingExample]) -> dict[str, float]:
-    """Effective number of weights over |y| and sum of the weights, means over responses."""
-    return {
-        "effective_share": round(sum(map(effective_share, kept)) / max(1, len(kept)), 5),
-        "mass": round(sum(float(row.sum()) for e in kept for row in e.weights) / max(1, 2 * len(kept)), 5),
-    }
 
 
 @phase("statistics of the inputs")
@@ -54,18 +35,13 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for split in SPLITS:
         pairs, made = inputs.pairs[split], inputs.examples[split]
-        kept = made.examples
         out[split] = {
             "read": pairs.read,
-            "pairs": len(kept),
+            "pairs": len(made.examples),
             "rows": {**pairs.counts, **{f"note: {name}": count for name, count in pairs.notes.items()}},
             "examples": dict(made.tally.counts),
             "unmatched_share": round(made.unmatched_share, 5),
-            **arrival_numbers(inputs.weighed.source, kept),
-            **({} if isinstance(inputs.weighed.source, OnlineSource) else weight_statistics(kept)),
-            "lengths": percentiles([example.longest for example in kept]),
-            "tokens": token_percentiles(kept),
-            **({"sets": set_statistics(pairs, kept, inputs.weighed.source)} if pairs.sets else {}),
+            **inputs.measured[split].numbers,
         }
         warning = describe_split_loss(inputs, split)
         if warning is not None:
@@ -95,41 +71,13 @@ def example_statistics(inputs: Inputs) -> dict[str, Any]:
     return out
 
 
-def arrival_numbers(source: WeightSource, kept: Sequence[TrainingExample]) -> dict[str, float]:
-    """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
-    arrived = vars(Arrival.of(kept)) if kept else dict.fromkeys(("coverage", *COLUMNS), 0.0)
-    return {"coverage": arrived["coverage"]} if isinstance(source, OnlineSource) else arrived
-
-
 def describe_split_loss(inputs: Inputs, split: str) -> str | None:
     """Returns what a split's weights lose on the way to the training tokens, where it is much."""
     weighed, made = inputs.weighed, inputs.examples[split]
     if not made.examples:
         return None
-    return describe_loss(inputs.context.cfg, weighed.source, weighed.layers, Arrival.of(made.examples), made.tally)
-
-
-def set_statistics(
-    pairs: PairSet, kept: Sequence[TrainingExample], source: WeightSource
-) -> dict[str, dict[str, str | int | float]]:
-    """Of each set of a mixture its account, how many pairs are trained on, and their coverage."""
-    home = {pair.pair_id: pair.extra[SET] for pair in pairs.pairs}  # of one that several sets have, the last one's
-    found = {}
-    for name, account in pairs.sets.items():
-        own = [example for example in kept if home[example.pair_id] == name]
-        found[name] = {**vars(account), "pairs": len(own), **arrival_numbers(source, own)}
-    return found
-
-
-def token_percentiles(examples: Sequence[TrainingExample]) -> dict[str, dict[str, int]]:
-    """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
-    parts = {
-        "prompt": [len(example.chosen.prompt_ids) for example in examples],
-        "chosen": [len(example.chosen.response_ids) for example in examples],
-        "rejected": [len(example.rejected.response_ids) for example in examples],
-        "longest": [example.longest for example in examples],
-    }
-    return {name: percentiles(counts) for name, counts in parts.items()}
+    arrived = inputs.measured[split].arrival if inputs.measured else Arrival.of(made.examples)
+    return describe_loss(inputs.context.cfg, weighed.source, weighed.layers, arrived, made.tally)
 
 
 def split_lines(inputs: Inputs, split: str, statistics: dict[str, Any]) -> Iterator[str]:
@@ -203,13 +151,11 @@ def _cut_prompts(weighed: Weighed) -> dict[str, dict[str, int]]:
     """Prompts of the judge, and pairs with a scorer's instruction, that were read, and how many had to be cut."""
     if weighed.report is None:
         return {}
-    rounds = [item for pair in weighed.captured.values() for item in pair.rounds]
-    cut = sum(item.cut for item in rounds)
     found: dict[str, dict[str, int]] = {}
     if "judge" in weighed.source.requires:
-        found["judge_prompts"] = {"read": len(rounds), "cut": cut}
+        found["judge_prompts"] = {"read": weighed.rounds, "cut": weighed.cut}
     if "scorers" in weighed.source.requires:
-        found["scorers"] = {"pairs": len(weighed.captured), "cut": cut}
+        found["scorers"] = {"pairs": len(weighed.captured), "cut": weighed.cut}
     return found
 
 
@@ -248,7 +194,7 @@ def _require_examples(inputs: Inputs, split: str) -> None:
             f"{split}: none of {made.read} pairs is left to train on ({events}): change what dropped them (weights, "
             "align.min_coverage, lengths) or the data"
         )
-    if made.examples and not any(example.pair_weight for example in made.examples):
+    if made.examples and not pair_weights_of(made.examples).any():
         nothing = "trained" if split == "train" else "measured, so that best/ would be chosen by a loss of 0"
         raise UserError(
             f"{split}: all {len(made.examples)} pairs have the weight 0 (their pair weight, or all token weights of "

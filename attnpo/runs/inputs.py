@@ -1,11 +1,18 @@
 """From a composed config to training examples: pairs read, encoded and weighed."""
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
-from attnpo.data.base import PairSet, name_unused
-from attnpo.data.overlap import Overlap, count_overlap, write_prompts
+import numpy as np
+
+from attnpo.data.arrow_rows import ExampleRows, NoJson, sizes_of
+from attnpo.data.base import PairSet, PairSource, name_unused
+from attnpo.data.collate import TrainingExample
+from attnpo.data.overlap import Overlap, count_overlap, key_of_prompt, write_prompts
 from attnpo.data.prepare import EncodedSet, ExampleSet, encode_pairs, fit_transforms, prepare_examples, unknown_share
 from attnpo.live import phase
 from attnpo.machine import planned_processes
@@ -13,10 +20,21 @@ from attnpo.models.described import beyond_positions
 from attnpo.models.loading import text_config
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context
+from attnpo.runs.example_numbers import ExampleNumbers, Measured
 from attnpo.runs.identity import inputs_of
 from attnpo.runs.memory import Memory
+from attnpo.runs.prepared_inputs import (
+    Examples,
+    Take,
+    facts_of_data,
+    facts_of_examples,
+    facts_of_ids,
+    prepare_examples_of,
+    prepare_ids,
+    prepare_pairs,
+)
 from attnpo.runs.run_config import RunConfig
-from attnpo.runs.weighing import SPLITS, Weighed, weigh
+from attnpo.runs.weighing import SPLITS, Weighed, capture_method, weigh
 from attnpo.schema import UserError
 from attnpo.weights.base import ColumnSource
 
@@ -25,42 +43,60 @@ log = logging.getLogger(__name__)
 
 UNKNOWN = 0.05  # of the response tokens; above it, a warning
 EncodedPairs = tuple[dict[str, PairSet], dict[str, EncodedSet], Overlap]
-WeighedExamples = tuple[Weighed, dict[str, ExampleSet]]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Pairs, weights and training examples of both splits; ``overlap``: what validation shares with training."""
+    """Pairs, weights and training examples of both splits.
+
+    ``overlap``: what validation shares with training. ``measured``: what the examples are like, by split.
+    """
 
     context: RunContext
     pairs: dict[str, PairSet]
     weighed: Weighed
     examples: dict[str, ExampleSet]
     overlap: Overlap | None = None
+    measured: Mapping[str, Measured] = field(default_factory=dict)
 
 
 @phase("reading the pairs")
 def read_pairs(context: RunContext) -> dict[str, PairSet]:
     """The pairs of both splits; logs which columns of the training data nothing reads."""
-    source = context.cfg.data
-    pairs = {split: source.load(split) for split in SPLITS}
+    source, found, pairs = context.cfg.data, facts_of_data(context), None
+    if found is not None and isinstance(source, PairSource):
+        with suppress(NoJson):  # such pairs are held in memory
+            pairs = prepare_pairs(Path(context.store.root), *found, source.load)
+    if pairs is None:
+        pairs = {split: source.load(split) for split in SPLITS}
     weights = context.cfg.weights
     name_unused(pairs["train"], weights.columns if isinstance(weights, ColumnSource) else ())
     return pairs
 
 
-@phase("tokenising the pairs")
 def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedSet]:
     """Training ids of both splits under the run's length rules."""
-    rules = context.cfg.lengths
-    encoded = {}
-    for split, found in pairs.items():
+    return _encode(context, pairs)[0]
+
+
+@phase("tokenising the pairs")
+def _encode(context: RunContext, pairs: dict[str, PairSet]) -> tuple[dict[str, EncodedSet], Overlap | None]:
+    """Training ids of both splits, and what the splits share, where that is known already."""
+
+    def encode_split(split: str, take: Take | None = None) -> EncodedSet:
         try:
-            encoded[split] = encode_pairs(found.pairs, context.chat, rules)
+            return encode_pairs(pairs[split].pairs, context.chat, context.cfg.lengths, write=take)
         except UserError as error:
             raise UserError(f"{split}: {error}") from error
-        _check_positions(context, split, encoded[split])
-        share = unknown_share(encoded[split], context.tokenizer)
+
+    facts, overlap = facts_of_ids(context, pairs), None
+    if facts is None:
+        encoded = {split: encode_split(split) for split in pairs}
+    else:
+        encoded, overlap = prepare_ids(Path(context.store.root), facts, pairs, encode_split)
+    for split, found in encoded.items():
+        _check_positions(context, split, found)
+        share = unknown_share(found, context.tokenizer)
         if share > UNKNOWN:
             log.warning(
                 "%s: %.0f %% of the response tokens are %s, text that the tokenizer does not know: neither judge nor "
@@ -69,13 +105,13 @@ def encode(context: RunContext, pairs: dict[str, PairSet]) -> dict[str, EncodedS
                 100 * share,
                 context.tokenizer.unk_token,
             )
-    return encoded
+    return encoded, overlap
 
 
 def _check_positions(context: RunContext, split: str, found: EncodedSet) -> None:
     """Raises UserError for a row that is longer than the model's positions, with the length that can be had."""
     model = context.model
-    lengths = [max(len(side.prompt_ids) + len(side.response_ids) for side in sides.values()) for sides in found.encoded]
+    lengths = sizes_of(found.encoded).longest.tolist()
     longest = max(lengths, default=0)
     beyond = beyond_positions(text_config(model.path, model.revision), model.path, "lengths.max_length", longest)
     if beyond is not None:
@@ -93,33 +129,61 @@ def inputs_on(context: RunContext) -> Inputs:
     context.cfg.batch.accumulation(planned_processes(context.cfg.trainer))  # refuses what cannot be split evenly
     pairs, encoded, overlap = _memory.recall(lambda: _of_texts(context), lambda: _read(context), _pairs_in)
     context = settle_layer(context, encoded)
-    weighed, examples = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, encoded), _pairs_in)
-    return Inputs(context, pairs, weighed, examples, overlap)
+    made = _memory.recall(lambda: _of_weights(context), lambda: _weigh(context, pairs, encoded), _examples_in)
+    return Inputs(context, pairs, made.weighed, made.sets, overlap, made.measured)
 
 
 def _read(context: RunContext) -> EncodedPairs:
     pairs = read_pairs(context)
-    encoded = encode(context, pairs)
-    return pairs, encoded, count_overlap(encoded["train"], encoded["val"])
+    encoded, overlap = _encode(context, pairs)
+    return pairs, encoded, overlap or count_overlap(encoded["train"], encoded["val"])
 
 
 def write_training_prompts(inputs: Inputs, folder: Path) -> None:
     """Leaves the digests of the prompts that a run trains on in its folder, for evaluations of its models."""
-    trained = {example.pair_id for example in inputs.examples["train"].examples}
-    write_prompts(folder, (pair.prompt for pair in inputs.pairs["train"].pairs if pair.pair_id in trained))
+    examples, pairs = inputs.examples["train"].examples, inputs.pairs["train"].pairs
+    if isinstance(examples, ExampleRows):
+        write_prompts(folder, examples.prompts())
+        return
+    trained = {example.pair_id for example in examples}
+    write_prompts(folder, (key_of_prompt(pair.prompt) for pair in pairs if pair.pair_id in trained))
 
 
 @phase("weights of the training tokens")
-def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExamples:
+def _weigh(context: RunContext, pairs: dict[str, PairSet], encoded: dict[str, EncodedSet]) -> Examples:
+    method = capture_method(context, context.cfg.weights)
+    facts = facts_of_examples(context, facts_of_ids(context, pairs), method)
+    if facts is None:
+        return _weigh_now(context, pairs, encoded)
+    return prepare_examples_of(context, facts, encoded, method, partial(_weigh_now, context, pairs, encoded))
+
+
+def _weigh_now(
+    context: RunContext,
+    pairs: Mapping[str, PairSet],
+    encoded: dict[str, EncodedSet],
+    take: Callable[[str, int, TrainingExample], None] | None = None,
+) -> Examples:
+    """The examples of both splits; those that ``take`` is given are not held."""
     weighed = weigh(context, encoded)
-    align = context.cfg.align
-    source, captured, layers = weighed.source, weighed.captured, weighed.layers
+    align, source, captured, layers = context.cfg.align, weighed.source, weighed.captured, weighed.layers
     chosen = list(context.cfg.transforms.values())
     transforms = fit_transforms(chosen, encoded["train"], source, captured, layers, align)
-    examples = {
-        split: prepare_examples(encoded[split], source, captured, align, layers, transforms) for split in SPLITS
-    }
-    return replace(weighed, transforms=transforms), examples
+    sets, measured = dict[str, ExampleSet](), dict[str, Measured]()
+    for split in SPLITS:
+        numbers, places = ExampleNumbers(pairs[split], source), list[int]()
+        examples: list[TrainingExample] = []
+
+        def keep(place: int, example: TrainingExample) -> None:
+            numbers.add(example)  # noqa: B023  # called in this round alone
+            places.append(place)  # noqa: B023
+            examples.append(example) if take is None else take(split, place, example)  # noqa: B023
+
+        found = prepare_examples(encoded[split], source, captured, align, layers, transforms, keep)
+        sets[split] = replace(found, examples=examples)
+        sizes = sizes_of(encoded[split].encoded).take(np.array(places, dtype=np.int64))
+        measured[split] = numbers.of(sizes)
+    return Examples(replace(weighed, transforms=transforms), sets, measured)
 
 
 # ------------------------------------------------------------------------------------------------ memory
@@ -128,8 +192,12 @@ def _weigh(context: RunContext, encoded: dict[str, EncodedSet]) -> WeighedExampl
 _memory = Memory(entries=64, room=4096)  # pairs
 
 
-def _pairs_in(made: EncodedPairs | WeighedExamples) -> int:
+def _pairs_in(made: EncodedPairs) -> int:
     return sum(part.read for part in made[1].values())
+
+
+def _examples_in(made: Examples) -> int:
+    return sum(part.read for part in made.sets.values())
 
 
 def _of_texts(context: RunContext) -> dict[str, object]:

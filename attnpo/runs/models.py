@@ -10,11 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedModel
 
 from attnpo.console import command_text, world_size
+from attnpo.data.arrow_rows import ExampleRows, pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.prepare import ExampleSet
 from attnpo.files import Json, read_record, write_record
@@ -32,11 +34,12 @@ from attnpo.models.spec import AUTO
 from attnpo.models.trial import VERSION, asks_for_rows, choose, require_trainable
 from attnpo.runs.context import RunContext, log_store, reference_fingerprint
 from attnpo.runs.memory_choice import fit_memory
+from attnpo.runs.prepared_inputs import prepare_logps
 from attnpo.runs.run_config import RunConfig
 from attnpo.schema import SIDES, UserError, digest
 from attnpo.training.scoring import score_examples
 from attnpo.weights.cache import Table
-from attnpo.weights.capture import REFERENCE, load_logps, reference_key, store_logps
+from attnpo.weights.capture import REFERENCE, LogpPair, load_logps, reference_key, store_logps
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +62,14 @@ def fill_reference(
     example; without it a job of several processes is refused, since each would compute everything.
     """
     table = reference_table(context)
-    unique = {example.pair_id: example for made in sets.values() for example in made.examples}
-    wanted = list(unique) if shard is None else list(unique)[shard[0] :: shard[1]]
-    lacking = [unique[pair_id] for pair_id in table.missing(wanted, SIDES)]
-    tokens = sum(len(side.response_ids) for example in lacking for side in example.sides)
+    places: dict[str, tuple[Sequence[TrainingExample], int, int]] = {}
+    for made in sets.values():
+        tokens_of = np.sum(sizes_of(made.examples).responses, axis=0).tolist()
+        for place, pair_id in enumerate(pair_ids_of(made.examples)):
+            places[pair_id] = made.examples, place, tokens_of[place]
+    wanted = list(places) if shard is None else list(places)[shard[0] :: shard[1]]
+    lacking = [places[pair_id] for pair_id in table.missing(wanted, SIDES)]
+    tokens = sum(count for *_, count in lacking)
     log_store("reference log-probs", table, len(wanted), len(lacking), BYTES_PER_TOKEN * tokens)
     if lacking and shard is None and world_size() > 1:
         raise UserError(
@@ -75,7 +82,7 @@ def fill_reference(
     layout = choose_layout(context, [model]) if lacking else padded
     began = time.perf_counter()
     for start in range(0, len(lacking), PAIRS_PER_SHARD):
-        chunk = lacking[start : start + PAIRS_PER_SHARD]
+        chunk = [examples[place] for examples, place, _ in lacking[start : start + PAIRS_PER_SHARD]]
         with autocast(context.cfg):
             store_logps(table, dict(score_examples(model, chunk, pad_id, layout)))
         done = start + len(chunk)
@@ -158,14 +165,20 @@ def autocast(cfg: RunConfig) -> torch.autocast:
     return torch.autocast(device, torch.bfloat16, enabled=cfg.trainer.precision == "bf16-mixed")
 
 
-def with_reference(table: Table, made: ExampleSet) -> list[TrainingExample]:
+def with_reference(store: Path, table: Table, made: ExampleSet) -> Sequence[TrainingExample]:
     """The examples of a split with the stored log-probabilities; UserError when one is missing or of another length."""
-    lengths = {
-        example.pair_id: (len(example.chosen.response_ids), len(example.rejected.response_ids))
-        for example in made.examples
-    }
-    stored = load_logps(table, list(lengths), lengths)
-    return [replace(example, reference_logps=stored[example.pair_id]) for example in made.examples]
+    examples, ids = made.examples, pair_ids_of(made.examples)
+    chosen, rejected = (counts.tolist() for counts in sizes_of(examples).responses)
+
+    def load(places: Sequence[int]) -> list[LogpPair]:
+        lengths = {ids[place]: (chosen[place], rejected[place]) for place in places}
+        stored = load_logps(table, list(lengths), lengths)
+        return [stored[ids[place]] for place in places]
+
+    if isinstance(examples, ExampleRows):
+        return prepare_logps(store, table, examples, load)
+    found = load(range(len(examples)))
+    return [replace(one, reference_logps=logps) for one, logps in zip(examples, found, strict=True)]
 
 
 @phase("loading the model")

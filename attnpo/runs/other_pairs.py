@@ -69,7 +69,7 @@ def _captured(inputs: Inputs, pairs: Sequence[PreferencePair]) -> dict[str, Pair
         captured, _ = ensure_captured(
             pairs, source, source.wanted(), store, {}, lambda: replace(make_tools(), verdict=False)
         )
-    return captured
+        return dict(captured)
 
 
 def token_factors(objective: PreferenceObjective, rows: RowGroup) -> Float[Tensor, "rows R"]:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from attnpo.answers.answering import chat_generator, encode_prompts
 from attnpo.console import leads
 from attnpo.credentials import mask
+from attnpo.data.arrow_rows import pair_ids_of
 from attnpo.data.prompts import Prompt
 from attnpo.files import naming
 from attnpo.live import importing, phase
@@ -237,7 +238,7 @@ def write_samples(inputs: Inputs, policy: PreTrainedModel, settings: CallbackSet
     and the model's positions.
     """
     context = inputs.context
-    trained = {example.pair_id for example in inputs.examples["val"].examples}
+    trained = set(pair_ids_of(inputs.examples["val"].examples))
     pairs = [pair for pair in inputs.pairs["val"].pairs if pair.pair_id in trained]
     limit = min(context.cfg.lengths.max_length, context_length(policy.config) or context.cfg.lengths.max_length)
     encoded = encode_prompts(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import lightning as L
+import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from attnpo.console import leads, training_began
 from attnpo.credentials import identify
+from attnpo.data.arrow_rows import pair_ids_of, sizes_of
 from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS
@@ -98,8 +100,8 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
         if cfg.reference == "cached":
             fill_reference(inputs.context, inputs.examples, policy)
         if cfg.reference == "cached" or (cfg.reference == "first_epoch" and kept is None):
-            table = reference_table(inputs.context)
-            examples = {split: with_reference(table, made) for split, made in inputs.examples.items()}
+            store, table = Path(inputs.context.store.root), reference_table(inputs.context)
+            examples = {split: with_reference(store, table, made) for split, made in inputs.examples.items()}
         else:
             reference = load_reference(inputs.context, policy)
     online = source if isinstance(source, OnlineSource) else None
@@ -147,10 +149,10 @@ def train(inputs: Inputs, folder: Path, loggers: list[Logger], resume: Path | No
 
 def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference | None:
     """What stores the reference log-probabilities of a run while it computes them; None if all are stored already."""
-    table = reference_table(context)
-    pair_ids = list(dict.fromkeys(example.pair_id for made in sets.values() for example in made.examples))
+    store, table = Path(context.store.root), reference_table(context)
+    pair_ids = list(dict.fromkeys(pair_id for made in sets.values() for pair_id in pair_ids_of(made.examples)))
     lacking = table.missing(pair_ids, SIDES)
-    tokens = sum(len(side.response_ids) for made in sets.values() for e in made.examples for side in e.sides)
+    tokens = sum(int(np.sum(sizes_of(made.examples).responses)) for made in sets.values())
     size = BYTES_PER_TOKEN * tokens * len(lacking) // max(1, len(pair_ids))
     log_store("reference log-probs", table, len(pair_ids), len(lacking), size)
     if not lacking:
@@ -159,7 +161,7 @@ def keeper(context: RunContext, sets: Mapping[str, ExampleSet]) -> KeptReference
     def complete() -> Mapping[str, Sequence[TrainingExample]] | None:
         if table.missing(pair_ids, SIDES):
             return None
-        return {split: with_reference(table, made) for split, made in sets.items()}
+        return {split: with_reference(store, table, made) for split, made in sets.items()}
 
     return KeptReference(partial(store_logps, table), complete, set(pair_ids) - set(lacking))
 
@@ -190,7 +192,7 @@ def saved_state(resume: Path) -> dict[str, Tensor]:
 
 def _datamodule(
     inputs: Inputs,
-    examples: Mapping[str, list[TrainingExample]],
+    examples: Mapping[str, Sequence[TrainingExample]],
     layout: Layout,
     settings: TrainerSettings,
 ) -> PreferenceDataModule:

@@ -7,14 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
+
 from attnpo.console import command_text, world_size
+from attnpo.data.arrow_rows import Joined, Picked, sizes_of
 from attnpo.data.prepare import EncodedSet, Tally
 from attnpo.live import phase
 from attnpo.machine import device_of
 from attnpo.runs.context import RunContext, log_store, run_judge, run_reward, run_scorers, run_verbalizer
 from attnpo.runs.label_check import LabelCheck
 from attnpo.runs.settings import require_reader
-from attnpo.schema import PairWeights, PreferencePair, UserError
+from attnpo.schema import PairWeights, PreferencePair, UserError, ids_of
 from attnpo.text.judge_trace import TraceRules
 from attnpo.weights.answer_statistics import AnswerStatistics
 from attnpo.weights.base import ColumnSource, Tools, WeightSource
@@ -53,22 +56,25 @@ class Weighed:
     ``verdicts`` and ``answers`` are the account of the judge's verdicts and of the answers about parts, where such were
     read; ``label_mass`` is what was measured of the judge's labels, ``traces`` how long its traces are. ``transforms``
     are the run's, fitted on its training pairs. ``reads``: sequences that models read of each pair to capture it;
-    ``seconds``: what that took per pair, None where it is not known.
+    ``seconds``: what that took per pair, None where it is not known. ``rounds``: prompts that were read, ``cut``: those
+    that had to be cut.
     """
 
     source: WeightSource
-    captured: dict[str, PairWeights]
+    captured: Captured
     report: CaptureReport | None
     verdicts: JudgeStatistics | None
     layers: tuple[Row, ...]
     depth: int
     key: dict[str, object]
     answers: AnswerStatistics | None = None
-    transforms: tuple[WeightTransform, ...] = ()
+    transforms: Sequence[WeightTransform] = ()
     reads: int = 0
     seconds: float | None = None
     label_mass: LabelMass | None = None
     traces: TraceStatistics | None = None
+    rounds: int = 0
+    cut: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,9 +122,7 @@ def _judge(context: RunContext) -> CaptureMethod:
         model=judge.fingerprint(),
         prompts=judge.prompts.fingerprint(),
         tools=lambda: judge.tools(device_of(context.cfg.trainer.accelerator)),
-        verdicts=lambda captured: (
-            judge_statistics(list(captured.values()), judge.prompts.label_ids) if verdict else None
-        ),
+        verdicts=lambda captured: judge_statistics(captured.values(), judge.prompts.label_ids) if verdict else None,
         answers=lambda pairs, captured: None,
         labels=LabelCheck(judge, context.store),
         trace=judge.settings.trace,
@@ -225,12 +229,12 @@ def weigh(
         return Weighed(source.resolve(1), {}, None, None, (), 0, _columns_key(source, encoded))
     source = source.resolve(method.depth or 1)
     layers = rows_to_store(source, method.depth or 1, method.heads)
-    wanted = [pair for split in SPLITS for pair in encoded[split].pairs]
-    share = wanted if shard is None else wanted[shard[0] :: shard[1]]
+    wanted: Sequence[PreferencePair] = Joined([encoded[split].pairs for split in SPLITS])
+    share = wanted if shard is None else Picked(wanted, range(shard[0], len(wanted), shard[1]))
     key = weights_key(source, method.model, method.prompts)
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if method.verdict else [])]
     table = context.store.table(WEIGHTS, key)
-    lacking = _log_stored(table, {pair.pair_id for pair in share}, encoded, columns, method.rounds, len(layers))
+    lacking = _log_stored(table, set(ids_of(share)), encoded, columns, method.rounds, len(layers))
 
     def refuse_many(lacks: str) -> None:
         if shard is None and world_size() > 1:
@@ -269,7 +273,8 @@ def weigh(
     if method.labels is not None and not report.computed:
         method.labels.recall(tools_again, wanted)
     label_mass = None if method.labels is None else method.labels.known(wanted)
-    _log_unreadable(table, list(dict.fromkeys(pair.pair_id for pair in wanted)), columns, method)
+    _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, method)
+    rounds, cut = _count_prompts(captured)
     return Weighed(
         source,
         captured,
@@ -282,8 +287,16 @@ def weigh(
         reads=method.reads,
         seconds=table.seconds_per_pair(captured),
         label_mass=label_mass,
-        traces=None if method.trace is None else trace_statistics(list(captured.values()), method.trace),
+        traces=None if method.trace is None else trace_statistics(captured.values(), method.trace),
+        rounds=rounds,
+        cut=cut,
     )
+
+
+def _count_prompts(captured: Captured) -> tuple[int, int]:
+    """How many prompts were read, and how many of them had to be cut."""
+    counts = [(len(pair.rounds), sum(item.cut for item in pair.rounds)) for pair in captured.values()]
+    return sum(rounds for rounds, _ in counts), sum(cut for _, cut in counts)
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:
@@ -306,13 +319,10 @@ def _log_stored(
     Their size goes by the training tokens, in each round. Returns the number of the others.
     """
     lacking = set(table.missing(sorted(wanted), columns))
-    tokens = rounds * sum(
-        len(side.response_ids)
-        for made in encoded.values()
-        for pair, sides in zip(made.pairs, made.encoded, strict=True)
-        if pair.pair_id in lacking
-        for side in sides.values()
-    )
+    tokens = 0
+    for made in encoded.values():
+        of_pairs = np.sum(sizes_of(made.encoded).responses, axis=0)
+        tokens += rounds * int(of_pairs[[pair_id in lacking for pair_id in ids_of(made.pairs)]].sum())
     log_store("weights", table, len(wanted), len(lacking), estimate_bytes(tokens, layers))
     return len(lacking)
 

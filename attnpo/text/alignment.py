@@ -11,6 +11,7 @@ partner is put in front of the completion).
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
 import Levenshtein
@@ -21,6 +22,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnpo.text.ranges import Range
+
+Ranges = Sequence[Range] | Int[Tensor, "_ 2"] | NDArray[np.int64]
+"""Half-open character ranges, one for each token."""
 
 
 class AlignMethod(Enum):
@@ -48,10 +52,10 @@ class Aligned(NamedTuple):
 
 def align(
     token_ids: Sequence[int] | Int[Tensor, "n"],
-    offsets: Sequence[Range] | Int[Tensor, "n 2"],
+    offsets: Ranges,
     weights: Float[Tensor, "n"],
     target_ids: Sequence[int] | Int[Tensor, "m"],
-    target_offsets: Sequence[Range] | Int[Tensor, "m 2"],
+    target_offsets: Ranges,
     method: AlignMethod = AlignMethod.LEVENSHTEIN,
 ) -> Aligned:
     """The weights on the target's tokens, in the dtype and on the device of ``weights``.
@@ -65,23 +69,24 @@ def align(
 
     Raises ValueError when lengths do not fit together.
     """
-    source, source_ranges = _ints(token_ids), _ranges(offsets)
-    target, target_ranges = _ints(target_ids), _ranges(target_offsets)
-    for what, ids, ranges in (("source", source, source_ranges), ("target", target, target_ranges)):
+    source, target = _ints(token_ids), _ints(target_ids)
+    for what, ids, ranges in (("source", source, offsets), ("target", target, target_offsets)):
         if len(ids) != len(ranges):
             raise ValueError(f"{what}: {len(ids)} token ids but {len(ranges)} character ranges")
     if weights.shape != (len(source),):
         raise ValueError(f"weights have shape {tuple(weights.shape)}, expected one row of {len(source)} source tokens")
+    target_places = range_array(target_offsets)
+    holding = target_places[:, 1] > target_places[:, 0]
     if method is AlignMethod.LEVENSHTEIN:
-        moved = _carry(weights, _equal_ids(source, target), target_ranges)
+        moved = _carry(weights, *equal_ids(source, target), holding)
     else:
-        moved = _by_characters(source, source_ranges, weights, target, target_ranges)
-    count = int(moved.holding.sum())
-    coverage = int((moved.reached & moved.holding).sum()) / count if count else 1.0
+        moved = _by_characters(source, range_array(offsets), weights, target, target_places, holding)
+    count = np.count_nonzero(holding)
+    coverage = np.count_nonzero(moved.reached & holding) / count if count else 1.0
     return Aligned(
         moved.weights,
         coverage,
-        int(moved.carried.sum()) / len(source) if source else 1.0,
+        np.count_nonzero(moved.carried) / len(source) if source else 1.0,
         torch.from_numpy(moved.reached).to(weights.device),
         torch.from_numpy(moved.shares).to(weights),
     )
@@ -96,7 +101,8 @@ def differing(
     """
     changed = torch.ones(len(first), dtype=torch.bool), torch.ones(len(second), dtype=torch.bool)
     runs: list[list[tuple[int, int]]] = []
-    for i, j in _equal_ids(list(first), list(second)):
+    prefix, rest = equal_ids(list(first), list(second))
+    for i, j in [*((place, place) for place in range(prefix)), *rest]:
         if runs and runs[-1][-1] == (i - 1, j - 1):
             runs[-1].append((i, j))
         else:
@@ -113,64 +119,72 @@ def _ints(values: Sequence[int] | Tensor) -> list[int]:
     return values.tolist() if isinstance(values, Tensor) else list(map(int, values))
 
 
-def _ranges(values: Sequence[Range] | Tensor) -> list[Range]:
+def range_array(values: Ranges) -> NDArray[np.int64]:
+    """Returns character ranges as rows of two."""
     if isinstance(values, Tensor):
-        starts, ends = values.T.tolist() if len(values) else ([], [])
-        return list(zip(starts, ends, strict=True))
-    return [(start, end) for start, end in values]
+        return values.cpu().reshape(-1, 2).numpy()
+    if isinstance(values, np.ndarray):
+        return values
+    return np.fromiter(chain.from_iterable(values), np.int64, 2 * len(values)).reshape(-1, 2)
 
 
 class _Moved(NamedTuple):
     """Weights on the target, the source tokens carried with the shares of their weight on characters, the target tokens
-    reached, and those that hold characters."""
+    reached."""
 
     weights: Tensor
     carried: NDArray[np.bool_]
     shares: NDArray[np.float64]
     reached: NDArray[np.bool_]
-    holding: NDArray[np.bool_]
 
 
-def _carry(weights: Tensor, pairs: list[tuple[int, int]], target_ranges: list[Range]) -> _Moved:
-    """Moves the weight of source token i to target token j for each pair (i, j); 0 elsewhere."""
-    holding = np.array([end > start for start, end in target_ranges], dtype=np.bool_)
-    carried, reached = np.zeros(len(weights), dtype=np.bool_), np.zeros(len(target_ranges), dtype=np.bool_)
-    shares = np.zeros(len(weights))
-    moved = torch.zeros(len(target_ranges), dtype=weights.dtype, device=weights.device)
-    if pairs:
-        index = np.array(pairs, dtype=np.int64)
-        givers, receivers = index[:, 0], index[:, 1]
+def _carry(weights: Tensor, prefix: int, rest: Sequence[tuple[int, int]], holding: NDArray[np.bool_]) -> _Moved:
+    """Moves the weight of source token i to target token j: of i = j below ``prefix``, and of each pair of ``rest``."""
+    carried, reached = np.zeros(len(weights), dtype=np.bool_), np.zeros(len(holding), dtype=np.bool_)
+    shares, moved = np.zeros(len(weights)), weights.new_zeros(len(holding))
+    carried[:prefix] = reached[:prefix] = True
+    shares[:prefix], moved[:prefix] = holding[:prefix], weights[:prefix]
+    if rest:
+        givers, receivers = np.array(rest, dtype=np.int64).T
         moved[torch.from_numpy(receivers)] = weights[torch.from_numpy(givers)]
         carried[givers] = reached[receivers] = True
         shares[givers] = holding[receivers]
-    return _Moved(moved, carried, shares, reached, holding)
+    return _Moved(moved, carried, shares, reached)
 
 
-def _equal_ids(source: list[int], target: list[int]) -> list[tuple[int, int]]:
-    """Index pairs of equal ids in a best edit alignment; a common prefix is matched without asking for one.
+def _count_prefix(first: NDArray[np.int64], second: NDArray[np.int64]) -> int:
+    """Returns how many rows both begin with."""
+    count = min(len(first), len(second))
+    differs = np.flatnonzero(first[:count] != second[:count])
+    return int(differs[0]) // max(1, first[0].size) if differs.size else count
+
+
+def equal_ids(source: list[int], target: list[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Equal ids in a best edit alignment: the length of the common prefix, matched without asking for one, and the
+    index pairs behind it.
 
     Where several alignments are best, the official code (package edit_distance, completion first) and this library may
     take different ones. Given the completion first and both from the end it takes theirs most often: in 418 of 600
     edited token sequences with word-like frequencies; in 360 with the judge first, 333 with the completion first alone.
     """
-    prefix = 0
-    for left, right in zip(source, target, strict=False):
-        if left != right:
-            break
-        prefix += 1
-    pairs = [(i, i) for i in range(prefix)]
+    prefix = _count_prefix(np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
     if prefix == len(source) or prefix == len(target):
-        return pairs
+        return prefix, []
     n, m = len(source), len(target)
     rest: list[tuple[int, int]] = []
     for kind, j0, j1, i0, i1 in Levenshtein.opcodes(target[prefix:][::-1], source[prefix:][::-1]):
         if kind == "equal":
             rest.extend((n - 1 - i, m - 1 - j) for i, j in zip(range(i0, i1), range(j0, j1), strict=True))
-    return pairs + rest[::-1]
+    return prefix, rest[::-1]
 
 
 def _by_characters(
-    source: list[int], source_ranges: list[Range], weights: Tensor, target: list[int], target_ranges: list[Range]
+    source: list[int],
+    source_places: NDArray[np.int64],
+    weights: Tensor,
+    target: list[int],
+    target_places: NDArray[np.int64],
+    holding: NDArray[np.bool_],
 ) -> _Moved:
     """Moves weights by equal tokens first, then by characters.
 
@@ -178,25 +192,18 @@ def _by_characters(
     characters; a character's weight goes in equal parts to the other target tokens that hold it, and to the directly
     matched ones only where no other does.
     """
-    places: dict[tuple[int, Range], list[int]] = defaultdict(list)
-    for j in range(len(target) - 1, -1, -1):
-        places[(target[j], target_ranges[j])].append(j)
-    pairs: list[tuple[int, int]] = []
-    for i, key in enumerate(zip(source, source_ranges, strict=True)):
-        if places.get(key):
-            pairs.append((i, places[key].pop()))
-    direct = _carry(weights, pairs, target_ranges)
-    carried, reached = direct.carried.tolist(), direct.reached.tolist()
-    rest = [i for i in range(len(source)) if not carried[i] and source_ranges[i][1] > source_ranges[i][0]]
-    if not rest:
+    direct = _carry(weights, *_equal_tokens(source, source_places, target, target_places), holding)
+    reached = direct.reached
+    rest = np.flatnonzero(~direct.carried & (source_places[:, 1] > source_places[:, 0]))
+    if not rest.size:
         return direct
-    givers, given = _leave_gaps(*_owners(source_ranges, rest), target_ranges)
+    givers, given = _leave_gaps(*_owners(source_places, rest), target_places)
     low, high = int(given.min()), int(given.max()) + 1
-    near = [j for j, (start, end) in enumerate(target_ranges) if start < high and end > low]
-    length = max([high, *(target_ranges[j][1] for j in near)])
-    held_by_free = np.bincount(_owners(target_ranges, [j for j in near if not reached[j]])[1], minlength=length)
-    receivers, characters = _owners(target_ranges, near)
-    taken = direct.reached[receivers] & (held_by_free[characters] > 0)
+    is_near = (target_places[:, 0] < high) & (target_places[:, 1] > low)
+    length = max(high, int(target_places[is_near, 1].max(initial=0)))
+    held_by_free = np.bincount(_owners(target_places, np.flatnonzero(is_near & ~reached))[1], minlength=length)
+    receivers, characters = _owners(target_places, np.flatnonzero(is_near))
+    taken = reached[receivers] & (held_by_free[characters] > 0)
     receivers, characters = receivers[~taken], characters[~taken]
     holders = np.bincount(characters, minlength=length)
 
@@ -212,32 +219,49 @@ def _by_characters(
     return direct._replace(weights=direct.weights + torch.from_numpy(spread).to(direct.weights))
 
 
+def _equal_tokens(
+    source: list[int], source_places: NDArray[np.int64], target: list[int], target_places: NDArray[np.int64]
+) -> tuple[int, list[tuple[int, int]]]:
+    """Tokens of equal id and range, the first of each with the first: how many both begin with, and index pairs behind.
+
+    A common beginning would be matched with itself in any case.
+    """
+    ours, theirs = np.column_stack([source, source_places]), np.column_stack([target, target_places])
+    prefix = _count_prefix(ours, theirs)
+    if prefix == len(source) or prefix == len(target):
+        return prefix, []
+    places: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for j, key in reversed(list(enumerate(map(tuple, theirs[prefix:].tolist()), prefix))):
+        places[key].append(j)
+    keys = enumerate(map(tuple, ours[prefix:].tolist()), prefix)
+    return prefix, [(i, places[key].pop()) for i, key in keys if places.get(key)]
+
+
 def _leave_gaps(
-    givers: NDArray[np.int64], given: NDArray[np.int64], target_ranges: list[Range]
+    givers: NDArray[np.int64], given: NDArray[np.int64], target_places: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns (source token, character) without characters between target tokens that none of these holds.
 
     A source token that has no other characters keeps them as the last one in front that a target token holds.
     """
-    gaps, reach = [], None
-    for start, end in sorted(place for place in target_ranges if place[1] > place[0]):
-        if reach is not None and start > reach:
-            gaps.append((reach, start))
-        reach = end if reach is None else max(reach, end)
-    if not gaps:
+    places = target_places[target_places[:, 1] > target_places[:, 0]]
+    places = places[np.argsort(places[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(places[:, 1])
+    gaps = np.flatnonzero(places[1:, 0] > reach[:-1])
+    if not gaps.size:
         return givers, given
-    held = np.arange(max(int(given.max()) + 1, gaps[-1][1]))
-    for start, end in gaps:
-        held[start:end] = start - 1
+    held = np.arange(max(int(given.max()) + 1, int(places[gaps[-1] + 1, 0])))
+    for gap in gaps:
+        held[reach[gap] : places[gap + 1, 0]] = reach[gap] - 1
     inside = held[given] < given
     others = np.bincount(givers[~inside], minlength=int(givers.max()) + 1)
     stays = ~inside | (others[givers] == 0)
     return givers[stays], held[given[stays]]
 
 
-def _owners(ranges: list[Range], tokens: list[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _owners(places: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Two rows, token and character, with an entry for every character that one of ``tokens`` holds."""
-    sizes = [ranges[token][1] - ranges[token][0] for token in tokens]
-    owners = np.repeat(np.array(tokens, dtype=np.int64), sizes)
-    spans = [np.arange(*ranges[token], dtype=np.int64) for token in tokens]
-    return owners, np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
+    starts, ends = places[tokens].T
+    sizes = np.maximum(ends - starts, 0)
+    first = np.cumsum(sizes) - sizes
+    return np.repeat(tokens, sizes), np.arange(int(sizes.sum())) + np.repeat(starts - first, sizes)

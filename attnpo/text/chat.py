@@ -9,9 +9,12 @@ import logging
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -27,19 +30,25 @@ from attnpo.text.refusals import TokenWithoutRow
 from attnpo.text.refusals import check_text as check_text
 from attnpo.text.template_options import choose_template, settable, with_options
 from attnpo.text.tools import ToolUse, tools_of, without_tools
-from attnpo.text.traces import Piece, has_trace, in_response, place_traced, trace_of, with_trace, without_trace
+from attnpo.text.traces import Piece, all_in_response, has_trace, place_traced, trace_of, with_trace, without_trace
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+    Encodings = Mapping[str, Encoding]
 
 log = logging.getLogger(__name__)
 
 RENDERING = 10.0
-"""Seconds of computing that one conversation may take to render; real templates take milliseconds."""
+"""Seconds of computing that a prompt and its answers may take to render; real templates take milliseconds."""
 ROOM, LONGEST = 2**30, 10**7
 """Bytes of memory that a conversation may take to render, and characters that a template may add to its turns."""
 
+AT_ONCE, CHARACTERS = 1024, 2**22
+"""Prompts whose texts are tokenised at once, and characters after which they are fewer."""
+
+_NONE: "Encodings" = {}
 _LEAVE_OUT = "set data.columns.traces=strip to train on the answer without its reasoning trace, or "
 
 NOT_A_PREFIX = "prompt is not a token prefix"
@@ -89,6 +98,55 @@ class TokenRows:
                 "it out of the chat template (model.chat_template gives another) or of the text, or give a model whose "
                 "embeddings were resized to its tokenizer (resize_token_embeddings)",
             )
+
+
+class EncodedAnswers(NamedTuple):
+    """Responses to one prompt up to the first refused one, whose ``problem`` it is.
+
+    ``apart``: whether each was tokenised on its own, as its first characters merge with the prompt's last token.
+    """
+
+    encoded: list[EncodedResponse]
+    apart: list[bool]
+    problem: RefusedText | None = None
+
+
+class _Conversation(NamedTuple):
+    """Rendered conversation: the length of its prompt as rendered, and where its response stands in it."""
+
+    full: str
+    before: int
+    pieces: list[Piece]
+    response: str
+
+    @property
+    def begin(self) -> int:
+        """Returns where the response begins, the template's text around a trace included."""
+        return self.before if len(self.pieces) > 1 else self.pieces[0].start
+
+    @property
+    def head(self) -> str:
+        """Returns what the template writes between its generation prompt and the response; empty for mere blanks."""
+        head = self.full[self.before : self.begin]
+        return head if head.strip() else ""
+
+    @property
+    def prompt(self) -> str:
+        """Returns the text whose ids are the prompt's."""
+        return self.full[: self.before] + self.head.rstrip()
+
+
+class _Rendered(NamedTuple):
+    """Conversations of one prompt up to the first that failed, whose ``problem`` it is."""
+
+    conversations: list[_Conversation]
+    problem: UserError | None
+    unread: bool
+
+    @property
+    def texts(self) -> list[str]:
+        """Returns what of them is tokenised."""
+        return [text for one in self.conversations for text in (one.full, one.prompt)]
 
 
 class ChatFormat:
@@ -187,11 +245,33 @@ class ChatFormat:
         Raises UserError with the template's own words when it refuses the messages, and when it runs away: after
         RENDERING seconds the first time, at once from then on.
         """
+        if self._leaves_tools(messages):
+            self._tell_unread()
+        with self._limited():
+            return self._render(messages, add_generation_prompt, template)
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """Stops what is rendered inside at its limits, then and from then on."""
+        try:
+            with deadline(RENDERING), within(ROOM):
+                yield
+        except (Overran, MemoryError) as problem:
+            spent = f"computed for {RENDERING:g} seconds" if isinstance(problem, Overran) else "wrote without end"
+            self._runaway = RunawayTemplate(
+                "the chat template (model.chat_template where that is set, else that of "
+                f"{self.tokenizer.name_or_path!r}) {spent} over one conversation and was stopped; give another "
+                "template as model.chat_template"
+            )
+            raise self._runaway from problem
+
+    def _leaves_tools(self, messages: Sequence[Message]) -> bool:
+        return self._runaway is None and tools_of(messages) is not None and not self._tools.reads
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, template: str | None = None) -> str:
         if self._runaway is not None:
             raise self._runaway
         turns, tools = without_tools(messages), tools_of(messages)
-        if tools is not None and not self._tools.reads:
-            self._tell_unread()
         text = self._written(turns, tools, add_generation_prompt, template)
         self._tools.check(turns, lambda marked: self._written(marked, tools, add_generation_prompt, template))
         return text
@@ -204,24 +284,15 @@ class ChatFormat:
         template: str | None,
     ) -> str:
         try:
-            with deadline(RENDERING), within(ROOM):
-                text = self.tokenizer.apply_chat_template(
-                    list(turns),
-                    tools=tools,  # type: ignore[arg-type]
-                    chat_template=template or self.chat_template,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
+            text = self.tokenizer.apply_chat_template(
+                list(turns),
+                tools=tools,  # type: ignore[arg-type]
+                chat_template=template or self.chat_template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+            )
             if len(text) > LONGEST + sum(len(turn["content"]) for turn in turns):
                 raise MemoryError
-        except (Overran, MemoryError) as problem:
-            spent = f"computed for {RENDERING:g} seconds" if isinstance(problem, Overran) else "wrote without end"
-            self._runaway = RunawayTemplate(
-                "the chat template (model.chat_template where that is set, else that of "
-                f"{self.tokenizer.name_or_path!r}) {spent} over one conversation and was stopped; give another "
-                "template as model.chat_template"
-            )
-            raise self._runaway from problem
         except TemplateSyntaxError as problem:
             raise UserError(
                 f"the chat template is not valid Jinja: {problem.message} (line {problem.lineno}); correct "
@@ -252,7 +323,9 @@ class ChatFormat:
         that the model has no row for.
         """
         check_text(text, "the rendered text")
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._read(self._backend.encode(text, add_special_tokens=False), start)
+
+    def _read(self, encoding: "Encoding", start: bool = True) -> tuple[list[int], list[Range]]:
         ids: list[int] = encoding.ids
         offsets: list[Range] = encoding.offsets
         if start and self._bos is not None and ids[:1] != [self._bos]:
@@ -289,10 +362,13 @@ class ChatFormat:
         log.warning("libraries that generate begin a prompt with other tokens than training does; check the template")
         return self.chat_template
 
-    def _prompt(self, text: str) -> tuple[list[int], list[Range]]:
+    def _prompt(self, text: str, known: "Encodings" = _NONE) -> tuple[list[int], list[Range]]:
         if self._last_prompt is None or self._last_prompt[0] != text:  # both responses of a pair share it
-            self._last_prompt = (text, *self.tokenize(text))
+            self._last_prompt = (text, *self._tokens(text, known))
         return self._last_prompt[1], self._last_prompt[2]
+
+    def _tokens(self, text: str, known: "Encodings") -> tuple[list[int], list[Range]]:
+        return self._read(known[text]) if text in known else self.tokenize(text)
 
     # ------------------------------------------------------------------------------------------ responses
 
@@ -308,37 +384,99 @@ class ChatFormat:
         Raises UserError when the template rewrites the prompt or the response, when there is no token to end the turn
         with, and for text with lone surrogates.
         """
-        encoded, is_prefix = self._encode(prompt, response)
-        if not is_prefix:
-            self.counts[NOT_A_PREFIX] += 1
-        return encoded
+        found = self.encode_answers(prompt, [response])
+        if found.problem is not None:
+            raise found.problem
+        return found.encoded[0]
 
-    def _encode(self, prompt: Sequence[Message], response: str) -> tuple[EncodedResponse, bool]:
-        check_text(response, "the response")
-        before = self.render(prompt, add_generation_prompt=True)
-        full = self._with_response(prompt, before, response)
-        pieces = self._locate(prompt, before, full, response)
-        begin, end = len(before) if len(pieces) > 1 else pieces[0].start, pieces[-1].end
-        ids, offsets = self.tokenize(full)
-        seam = len(before)
-        if full[seam:begin].strip():
-            self._tell(full[seam:begin])
-            seam = len(full[:begin].rstrip())
-        prompt_ids, prompt_offsets = self._prompt(full[:seam])
+    def encode_answers(self, prompt: Sequence[Message], responses: Sequence[str]) -> EncodedAnswers:
+        """Returns what ``encode`` gives for responses to one prompt, up to the first that is refused."""
+        return self._finish(self._place(prompt, responses), _NONE)
+
+    def encode_many(self, conversations: Iterable[tuple[Sequence[Message], Sequence[str]]]) -> Iterator[EncodedAnswers]:
+        """Yields for each prompt with its responses what ``encode_answers`` gives.
+
+        AT_ONCE of them are tokenised together, on all cores, while this thread renders the next ones (only the main
+        thread can hold templates to their limits). Raises what else ``encode`` raises where it is met.
+        """
+        rest, merged = iter(conversations), self.counts[NOT_A_PREFIX]
+        with ThreadPoolExecutor(1) as pool:
+            batch, job = self._begin(rest, pool)
+            job.result()  # the tokenizer's threads start while no template's memory is limited
+            while batch:
+                after = self._begin(rest, pool)
+                yield from map(partial(self._finish, known=job.result()), batch)
+                batch, job = after
+        log.debug("%d responses were tokenised again, on their own", self.counts[NOT_A_PREFIX] - merged)
+
+    def _begin(
+        self, rest: Iterator[tuple[Sequence[Message], Sequence[str]]], pool: ThreadPoolExecutor
+    ) -> "tuple[list[_Rendered], Future[Encodings]]":
+        batch: list[_Rendered] = []
+        size = 0
+        while len(batch) < AT_ONCE and size < CHARACTERS and (one := next(rest, None)) is not None:
+            batch.append(self._place(*one))
+            size += sum(map(len, batch[-1].texts))
+        texts = list(dict.fromkeys(text for rendered in batch for text in rendered.texts))
+        tokenize = partial(self._backend.encode_batch, texts, add_special_tokens=False)
+        return batch, pool.submit(lambda: dict(zip(texts, tokenize(), strict=True)))
+
+    def _place(self, prompt: Sequence[Message], responses: Sequence[str]) -> _Rendered:
+        placed: list[_Conversation] = []
+        unread, before, problem = False, None, None
+        try:
+            with self._limited():
+                for response in responses:
+                    check_text(response, "the response")
+                    if before is None:
+                        unread = self._leaves_tools(prompt)
+                        before = self._render(prompt, add_generation_prompt=True)
+                    full = self._with_response(prompt, before, response)
+                    pieces = self._locate(prompt, before, full, response)
+                    check_text(full, "the rendered text")
+                    placed.append(_Conversation(full, len(before), pieces, response))
+        except UserError as error:
+            problem = error
+        return _Rendered(placed, problem, unread)
+
+    def _finish(self, rendered: _Rendered, known: "Encodings") -> EncodedAnswers:
+        found = EncodedAnswers([], [])
+        if rendered.unread:
+            self._tell_unread()
+        try:
+            for conversation in rendered.conversations:
+                encoded, is_prefix = self._divide(conversation, known)
+                if not is_prefix:
+                    self.counts[NOT_A_PREFIX] += 1
+                found.encoded.append(encoded)
+                found.apart.append(not is_prefix)
+            if rendered.problem is not None:
+                raise rendered.problem
+        except RefusedText as problem:
+            return found._replace(problem=problem)
+        return found
+
+    def _divide(self, conversation: _Conversation, known: "Encodings") -> tuple[EncodedResponse, bool]:
+        full, begin, head = conversation.full, conversation.begin, conversation.head
+        ids, offsets = self._tokens(full, known)
+        if head:
+            self._tell(head)
+        prompt_ids, prompt_offsets = self._prompt(conversation.prompt, known)
         count = len(prompt_ids)
         is_prefix = ids[:count] == prompt_ids and offsets[:count] == prompt_offsets
         if is_prefix:
-            while seam > len(before) and count < len(ids) and offsets[count][1] <= begin:
+            while head and count < len(ids) and offsets[count][1] <= begin:
                 count += 1  # a blank on its own; one that the response's first token holds stays there
             prompt_ids, ids, offsets = ids[:count], ids[count:], offsets[count:]
         else:
-            seam = begin if seam > len(before) else seam
+            seam = begin if head else conversation.before
             prompt_ids, _ = self._prompt(full[:seam])
             ids, offsets = self.tokenize(full[seam:], start=False)
             offsets = [(start + seam, stop + seam) for start, stop in offsets]
+        end = conversation.pieces[-1].end
         ids, offsets = self._close(ids, offsets, end)
         offsets = hold_every_character(offsets, full, begin, end)
-        ranges = [in_response(start, stop, pieces, len(response)) for start, stop in offsets]
+        ranges = all_in_response(offsets, conversation.pieces, len(conversation.response))
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
 
     def _tell(self, head: str) -> None:
@@ -363,7 +501,7 @@ class ChatFormat:
         return Message(role="assistant", content=answer, reasoning_content=apart)
 
     def _with_response(self, prompt: Sequence[Message], before: str, response: str) -> str:
-        full = self.render([*prompt, self._answer(response)], add_generation_prompt=False)
+        full = self._render([*prompt, self._answer(response)], add_generation_prompt=False)
         if full.startswith(before):
             return full
         place = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
@@ -424,9 +562,9 @@ class ChatFormat:
     def special_inside(self, encoded: EncodedResponse, response: str) -> int:
         """How many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
         return sum(
-            token in self._special and response[start:end].strip().startswith(self._spelling[token])
+            response[start:end].strip().startswith(self._spelling[token])
             for token, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True)
-            if end > start
+            if token in self._special and end > start
         )
 
     def spells_special(self, prompt: Sequence[Message]) -> bool:
@@ -437,19 +575,21 @@ class ChatFormat:
     def end_ids(self) -> frozenset[int]:
         """Ids that end an assistant turn: EOS and the end-of-turn tokens the template was seen to write."""
         if not self._probed:
-            self._probed = True
+            self._probed, counts, self.counts = True, self.counts, Counter()
             try:
-                self._encode([Message(role="user", content="a")], "a")
+                self.encode([Message(role="user", content="a")], "a")
             except UserError as problem:  # a template for prompts only is still good for judging and generation
                 log.debug("no end-of-turn token learnt from the template: %s", problem)
+            self.counts = counts
         return frozenset(self._ends)
 
     def _head(self) -> str:
         """The text between the generation prompt and an answer to one turn; empty where the template refuses it."""
         try:
             turns = [Message(role="user", content="a")]
-            before = self.render(turns, add_generation_prompt=True)
-            return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
+            with self._limited():
+                before = self._render(turns, add_generation_prompt=True)
+                return split_frame(self._with_response(turns, before, SENTINEL)[len(before) :])[0]
         except UserError as problem:
             log.debug("the template's text in front of an answer is not known: %s", problem)
             return ""

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 
@@ -47,14 +46,18 @@ def within(room: int) -> Iterator[None]:
 
     The limit is the process's: it holds in the main thread alone, and where the system tells what a process has.
     """
-    taken = Path("/proc/self/statm")
-    if threading.current_thread() is not threading.main_thread() or not taken.is_file():
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            pages = int(file.read().split()[0])
+    except OSError:
+        pages = None
+    if pages is None:
         yield
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    asked = int(taken.read_text().split()[0]) * resource.getpagesize() + room
+    asked = pages * resource.getpagesize() + room
     known = [limit for limit in (asked, soft, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(resource.RLIMIT_AS, (min(known), hard))
     try:

@@ -13,7 +13,7 @@ def hold_every_character(places: Sequence[Range], text: str, begin: int, end: in
     ``text[begin:end]``, to the tokens that begin there. Blanks are left out: some tokenizers drop them, and some leave
     the blank in front of a word out of the word's range, so that they say nothing of its owner. Ranges come in order.
     """
-    gaps = _find_gaps(places, text, begin, end)
+    gaps = {} if _touch(places[:-1], begin, end) else _find_gaps(places, text, begin, end)
     if not gaps:
         return list(places)
     grown = []
@@ -22,6 +22,12 @@ def hold_every_character(places: Sequence[Range], text: str, begin: int, end: in
         first, last = gaps.get((start, True), start), gaps.get((stop, False), stop)
         grown.append((first, last) if inside else (start, stop))
     return grown
+
+
+def _touch(places: Sequence[Range], begin: int, end: int) -> bool:
+    """Tells whether each range begins where the one before ends, from ``begin`` or before to ``end`` or after."""
+    starts, stops = zip(*places, strict=True) if places else ((end,), (begin,))
+    return starts[0] <= begin and stops[-1] >= end and starts[1:] == stops[:-1]
 
 
 def _find_gaps(places: Sequence[Range], text: str, begin: int, end: int) -> dict[tuple[int, bool], int]:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from attnpo.schema import PreferencePair
+from attnpo.text.ranges import Range
 
 OPEN, CLOSE = "<think>", "</think>"
 _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -103,7 +104,19 @@ def place_traced(body: str, response: str) -> list[Piece] | None:
     return [Piece(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
 
 
-def in_response(start: int, end: int, pieces: list[Piece], last: int) -> tuple[int, int]:
+def all_in_response(places: Sequence[Range], pieces: list[Piece], last: int) -> list[Range]:
+    """Returns ``in_response`` of many ranges; most lie within the longest piece."""
+    begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
+    move = place - begin
+    return [
+        (start + move, end + move)
+        if begin <= start < stop and begin < end <= stop
+        else in_response(start, end, pieces, last)
+        for start, end in places
+    ]
+
+
+def in_response(start: int, end: int, pieces: list[Piece], last: int) -> Range:
     """The characters of the response that [start, end) of the rendered text holds; (last, last) for none."""
     held = [piece for piece in pieces if start < piece.end and end > piece.start]
     if not held:

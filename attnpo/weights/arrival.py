@@ -30,10 +30,14 @@ def shares_that_arrived(weights: Float[Tensor, "n"], arrived: Float[Tensor, "n"]
     Source coverage is the share of the tokens of whose weight anything arrives. Both are 1 where there is nothing to
     lose: no tokens, or weights that are all 0.
     """
-    mass = weights.abs()
-    total = float(mass.sum())
     tokens = int(arrived.count_nonzero()) / arrived.numel() if arrived.numel() else 1.0
-    return tokens, float(mass @ arrived) / total if total else 1.0
+    return tokens, kept_share(weights.abs(), arrived)
+
+
+def kept_share(mass: Float[Tensor, "n"], arrived: Float[Tensor, "n"]) -> float:
+    """Returns the share of ``mass`` that arrives, 1 where there is none."""
+    total = float(mass.sum())
+    return float(mass @ arrived) / total if total else 1.0
 
 
 @runtime_checkable

@@ -139,6 +139,8 @@ class Table:
 
         Only these columns are read from disk. UserError when a pair lacks one of them.
         """
+        if not pair_ids:
+            return {}
         absent = self.missing(pair_ids, columns)
         if absent:
             raise UserError(

@@ -6,9 +6,10 @@ own, because there are many of them.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from attnpo.judging import JudgePrompt
-from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError
+from attnpo.schema import SIDES, PairWeights, PreferencePair, UserError, ids_of
 from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource
 from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
@@ -33,8 +34,11 @@ REFUSED = "refused"
 # raise one is told by tests/weights/test_versions.py, which pins numbers under each version.
 CAPTURE_VERSION = "2"
 REFERENCE_VERSION = "1"
+AT_ONCE = 4096  # pairs that are read from the store together: all of a small set
 CHUNK_ROWS = 32768
 """Pairs x rows at once: with a thousand heads a chunk of pairs would fill the memory with rows."""
+UNPACKED = 256
+"""Pairs whose columns are made tensors at once."""
 
 
 # --------------------------------------------------------------------------------------------- keys
@@ -150,8 +154,34 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
     for name in (VERDICTS, TRACES):
         for pair_id, row in table.read([one for one, columns in present.items() if name in columns], [name]).items():
             stored[pair_id] |= row
-    captured = {pair_id: unpack(pair_id, row, layers) for pair_id, row in stored.items()}
-    return captured | unreadable_pairs(table, pair_ids)
+    captured: dict[str, PairWeights] = {}
+    while stored:
+        captured |= unpack({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
+    return captured | _unreadable_among(table, present)
+
+
+class CapturedRows(Mapping[str, PairWeights]):
+    """Captured weights of pairs, read from the store's table some pairs at a time, in their order."""
+
+    def __init__(self, table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) -> None:
+        self._table, self._ids, self._layers = table, pair_ids, layers
+        self._places = {pair_id: place for place, pair_id in enumerate(pair_ids)}
+        self._some: dict[str, PairWeights] = {}
+
+    def __getitem__(self, pair_id: str) -> PairWeights:
+        if pair_id not in self._some:
+            begin = self._places[pair_id] // AT_ONCE * AT_ONCE
+            self._some = load_captured(self._table, self._ids[begin : begin + AT_ONCE], self._layers)
+        return self._some[pair_id]
+
+    def __contains__(self, pair_id: object) -> bool:
+        return pair_id in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
 
 
 def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreadable]:
@@ -159,7 +189,12 @@ def unreadable_pairs(table: Table, pair_ids: Sequence[str]) -> dict[str, Unreada
 
     Pairs that are not stored (yet) are no error.
     """
-    refused = [pair_id for pair_id, columns in table.columns_present(pair_ids).items() if REFUSED in columns]
+    return _unreadable_among(table, table.columns_present(pair_ids))
+
+
+def _unreadable_among(table: Table, present: Mapping[str, set[str]]) -> dict[str, Unreadable]:
+    """The same of pairs whose stored columns are known."""
+    refused = [pair_id for pair_id, columns in present.items() if REFUSED in columns]
     unreadable = {}
     for pair_id, row in table.read(refused, [REFUSED]).items():
         why = fields_in(row[REFUSED])
@@ -200,7 +235,7 @@ def ensure_captured(
     *,
     load_layers: tuple[Row, ...] | None = None,
     verdicts: bool = False,
-) -> tuple[dict[str, PairWeights], CaptureReport]:
+) -> tuple[Mapping[str, PairWeights], CaptureReport]:
     """Captured weights by pair id, computing what the store lacks.
 
     Missing pairs are captured ``chunk_pairs`` at a time (fewer when they have very many rows) and stored chunk by
@@ -211,14 +246,15 @@ def ensure_captured(
     """
     begin = time.perf_counter()
     table = store.table(WEIGHTS, key)
-    unique = {pair.pair_id: pair for pair in pairs}
+    unique = {pair_id: place for place, pair_id in enumerate(ids_of(pairs))}
     columns = [TOKENS, *(layer_column(layer) for layer in layers), *([VERDICTS] if verdicts else [])]
     lacking = table.missing(list(unique), columns)
     difference = None
     if lacking:
         difference = table.nearest_difference() if len(lacking) == len(unique) else None
-        _fill(table, [unique[pair_id] for pair_id in lacking], source, layers, make_tools(), chunk_pairs, verdicts)
-    captured = load_captured(table, list(unique), layers if load_layers is None else load_layers)
+        missing = {pair_id: unique[pair_id] for pair_id in lacking}
+        _fill(table, pairs, missing, source, layers, make_tools(), chunk_pairs, verdicts)
+    captured = CapturedRows(table, list(unique), layers if load_layers is None else load_layers)
     report = CaptureReport(len(unique) - len(lacking), len(lacking), time.perf_counter() - begin, difference)
     return captured, report
 
@@ -226,6 +262,7 @@ def ensure_captured(
 def _fill(
     table: Table,
     pairs: Sequence[PreferencePair],
+    places: Mapping[str, int],
     source: WeightSource,
     layers: tuple[Row, ...],
     tools: Tools,
@@ -237,10 +274,10 @@ def _fill(
     done = 0
     with ThreadPoolExecutor(1) as writer:
         written: Future[None] | None = None
-        for group, absent in _by_missing_layers(table, pairs, layers):
+        for group, absent in _by_missing_layers(table, list(places), layers):
             size = min(chunk_pairs, max(1, CHUNK_ROWS // len(absent)))
             for start in range(0, len(group), size):
-                chunk = group[start : start + size]
+                chunk = [pairs[places[pair_id]] for pair_id in group[start : start + size]]
                 began = time.perf_counter()
                 captured = capture_now(chunk, source, absent, tools)
                 seconds = time.perf_counter() - began
@@ -250,7 +287,7 @@ def _fill(
                 written = writer.submit(store_captured, table, captured, absent, seconds)
                 done += len(chunk)
                 if tools.progress is not None:
-                    tools.progress(done, len(pairs))
+                    tools.progress(done, len(places))
         if written is not None:
             written.result()
 
@@ -307,14 +344,14 @@ def _readable(pairs: Sequence[PreferencePair], tools: Tools) -> tuple[list[Prefe
 
 
 def _by_missing_layers(
-    table: Table, pairs: Sequence[PreferencePair], layers: tuple[Row, ...]
-) -> list[tuple[list[PreferencePair], tuple[Row, ...]]]:
-    """The pairs grouped by the layers they lack, so that no stored layer is computed again."""
-    present = table.columns_present([pair.pair_id for pair in pairs])
-    groups: dict[tuple[Row, ...], list[PreferencePair]] = {}
-    for pair in pairs:
-        absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair.pair_id])
-        groups.setdefault(absent or layers[-1:], []).append(pair)  # only verdicts are missing
+    table: Table, pair_ids: Sequence[str], layers: tuple[Row, ...]
+) -> list[tuple[list[str], tuple[Row, ...]]]:
+    """The pairs' ids grouped by the layers they lack, so that no stored layer is computed again."""
+    present = table.columns_present(pair_ids)
+    groups: dict[tuple[Row, ...], list[str]] = {}
+    for pair_id in pair_ids:
+        absent = tuple(layer for layer in layers if layer_column(layer) not in present[pair_id])
+        groups.setdefault(absent or layers[-1:], []).append(pair_id)  # only verdicts are missing
     return [(group, absent) for absent, group in groups.items()]
 
 

@@ -4,11 +4,14 @@ Kept weights are never rescaled after alignment: what has no partner on the trai
 cut differently, the tail of a truncated response) is lost and shows as coverage (paper appendix on token matching).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from attnpo.schema import (
@@ -21,14 +24,26 @@ from attnpo.schema import (
     TokenWeights,
     UserError,
 )
-from attnpo.text.alignment import Aligned, AlignMethod, align
+from attnpo.text.alignment import Aligned, AlignMethod, Ranges, align, range_array
 from attnpo.text.traces import before, start_apart
 from attnpo.weights.apart import beside_trace, rows_with_trace
 from attnpo.weights.arrival import shares_that_arrived
 from attnpo.weights.base import NativeSource, OnlineSource, PairedSource, PartialSource, WeightSource, is_neutral
 from attnpo.weights.layers import Row
-from attnpo.weights.postprocess import EndToken, average_rounds, check_finite, flat_rounds, require_distribution
+from attnpo.weights.many_rows import Landed, carry, distributions
+from attnpo.weights.postprocess import (
+    EndToken,
+    Postprocess,
+    average_rounds,
+    check_finite,
+    flat_rounds,
+    require_distribution,
+)
 from attnpo.weights.transforms import WeightRow, WeightTransform, takes_factors
+
+CHUNK = 256
+"""Pairs whose weights are computed at once: their arrays fit a processor's cache."""
+_T = TypeVar("_T")
 
 # Options of the group `transform` that mean the same for factors.
 FOR_FACTORS = ("shuffled", "inverse", "uniform_on_support", "mixture", "one_side", "tail_cut")
@@ -85,16 +100,41 @@ class Finished:
         return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
 
 
-@dataclass(frozen=True)
-class _Side:
-    weights: Float[Tensor, "m"]
-    length: float
-    coverage: float
-    source_coverage: float
-    kept_mass: float
-    unmatched: int
-    content: int
-    realigned: bool
+class PairToWeigh(NamedTuple):
+    """Captured rows of a pair (None for a source that captures nothing), its training ids by side, and the pair."""
+
+    captured: PairWeights | None
+    encoded: Mapping[str, EncodedResponse]
+    pair: PreferencePair | None = None
+
+    @property
+    def pair_id(self) -> str:
+        """The pair's id for errors and transforms."""
+        if self.captured is not None:
+            return self.captured.pair_id
+        return "without an id" if self.pair is None else self.pair.pair_id
+
+
+class _Source(NamedTuple):
+    """What a source is beside a ``WeightSource``: asked once for many pairs, as a protocol's ``isinstance`` is slow."""
+
+    itself: WeightSource
+    online: bool
+    partial: bool
+    paired: PairedSource | None
+    native: NativeSource | None
+
+    @classmethod
+    def of(cls, source: WeightSource) -> "_Source":
+        if source.postprocess is not None:
+            require_distribution(source.kind, source.signed)
+        return cls(
+            source,
+            isinstance(source, OnlineSource),
+            isinstance(source, PartialSource),
+            source if isinstance(source, PairedSource) else None,
+            source if isinstance(source, NativeSource) else None,
+        )
 
 
 def training_weights(
@@ -114,14 +154,36 @@ def training_weights(
     are processed in float64 and returned in their own type. UserError for rows that are not what the source's kind
     promises.
     """
-    pair_id = _name(captured, pair)
-    finished = finished_weights(source, captured, encoded, layers=layers, pair=pair)
-    for transform in () if isinstance(source, OnlineSource) else transforms:
-        finished = transformed(transform, finished, pair_id)
-    chosen, rejected = (
-        _on_training_tokens(source, finished[side], encoded[side], align_method, f"pair {pair_id}, {side}")
-        for side in SIDES
-    )
+    known, asked = _Source.of(source), PairToWeigh(captured, encoded, pair)
+    finished = _changed(known, asked.pair_id, _finish_pair(known, asked, layers), transforms)
+    return _joined(known, finished, [_on_training_tokens(known, asked, finished, side, align_method) for side in SIDES])
+
+
+def weigh_pairs(
+    source: WeightSource,
+    pairs: Iterable[PairToWeigh],
+    align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
+    transforms: Sequence[WeightTransform] = (),
+    *,
+    layers: tuple[Row, ...] = (),
+) -> Iterator[TrainingWeights]:
+    """Yields what ``training_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
+    known = _Source.of(source)
+    for chunk in _chunks(pairs):
+        done, problem = _until_problem(
+            _changed(known, asked.pair_id, finished, transforms)
+            for asked, finished in zip(chunk, _finish_chunk(known, chunk, layers), strict=True)
+        )
+        at_once = iter(_carried(source, chunk, done, align_method))
+        for asked, finished in zip(chunk, done, strict=False):
+            sides = [next(at_once) or _on_training_tokens(known, asked, finished, side, align_method) for side in SIDES]
+            yield _joined(known, finished, sides)
+        if problem is not None:
+            raise problem
+
+
+def _joined(known: _Source, finished: Mapping[str, Finished], sides: Sequence[Landed]) -> TrainingWeights:
+    chosen, rejected = sides
     return TrainingWeights(
         chosen=chosen.weights,
         rejected=rejected.weights,
@@ -129,19 +191,37 @@ def training_weights(
         coverage=(chosen.coverage, rejected.coverage),
         source_coverage=(chosen.source_coverage, rejected.source_coverage),
         kept_mass=(chosen.kept_mass, rejected.kept_mass),
-        unmatched=(chosen.unmatched, rejected.unmatched),
+        unmatched=(chosen.content - chosen.partnered, rejected.content - rejected.partnered),
         content=(chosen.content, rejected.content),
-        realigned=chosen.realigned + rejected.realigned,
+        realigned=sum(finished[side].realigned for side in SIDES),
         flat=tuple(side for side in SIDES if finished[side].flat),
-        factors=source.kind is Kind.FACTOR and not isinstance(source, OnlineSource),
+        factors=known.itself.kind is Kind.FACTOR and not known.online,
     )
 
 
-def _name(captured: PairWeights | None, pair: PreferencePair | None) -> str:
-    """The pair's id for errors and transforms."""
-    if captured is not None:
-        return captured.pair_id
-    return "without an id" if pair is None else pair.pair_id
+def _chunks(pairs: Iterable[PairToWeigh]) -> Iterator[list[PairToWeigh]]:
+    left = iter(pairs)
+    while chunk := list(islice(left, CHUNK)):
+        yield chunk
+
+
+def _until_problem(items: Iterable[_T]) -> tuple[list[_T], Exception | None]:
+    """The items before the first that raises, and what it raised: the items before it may raise something later."""
+    done: list[_T] = []
+    try:
+        for item in items:
+            done.append(item)
+    except Exception as problem:  # noqa: BLE001  raised after the items before it
+        return done, problem
+    return done, None
+
+
+def _changed(
+    known: _Source, pair_id: str, finished: dict[str, Finished], transforms: Sequence[WeightTransform]
+) -> dict[str, Finished]:
+    for transform in () if known.online else transforms:
+        finished = transformed(transform, finished, pair_id)
+    return finished
 
 
 def finished_weights(
@@ -153,30 +233,112 @@ def finished_weights(
     pair: PreferencePair | None = None,
 ) -> dict[str, Finished]:
     """Both responses' weights on the source's tokens, before transforms and alignment."""
-    if source.postprocess is not None:
-        require_distribution(source.kind, source.signed)
-    if captured is not None:
-        captured = source.select(captured, layers)
-    both = source.weigh_pair(_given(source, pair), encoded) if isinstance(source, PairedSource) else None
+    return _finish_pair(_Source.of(source), PairToWeigh(captured, encoded, pair), layers)
+
+
+def finish_pairs(
+    source: WeightSource, pairs: Iterable[PairToWeigh], layers: tuple[Row, ...] = ()
+) -> Iterator[dict[str, Finished]]:
+    """Yields what ``finished_weights`` makes of each of many pairs, in their order and to the bit, by arrays."""
+    known = _Source.of(source)
+    for chunk in _chunks(pairs):
+        yield from _finish_chunk(known, chunk, layers)
+
+
+def _finish_chunk(
+    known: _Source, chunk: Sequence[PairToWeigh], layers: tuple[Row, ...]
+) -> Iterator[dict[str, Finished]]:
+    source = known.itself
+    selected, problem = _until_problem(_select(source, asked, layers) for asked in chunk)
+    at_once = iter(_averaged(known, chunk, selected))
+    for asked, captured in zip(chunk, selected, strict=False):
+        both = {side: row for side, row in zip(SIDES, (next(at_once), next(at_once)), strict=True) if row is not None}
+        yield both if len(both) == len(SIDES) else _finish_selected(known, asked, captured)
+    if problem is not None:
+        raise problem
+
+
+def _averaged(
+    known: _Source, chunk: Sequence[PairToWeigh], selected: Sequence[PairWeights | None]
+) -> list[Finished | None]:
+    """Both responses of each pair, chosen first, from plain rounds of distributions; None for the others."""
+    rule = known.itself.postprocess
+    if type(rule) is not Postprocess or known.paired is not None or known.itself.kind is not Kind.DISTRIBUTION:
+        return [None] * (2 * len(selected))
+    responses = [
+        []
+        if captured is None or (asked.pair is not None and asked.pair.apart)
+        else [item.side(side) for item in captured.rounds]
+        for asked, captured in zip(chunk, selected, strict=False)
+        for side in SIDES
+    ]
+    return [
+        None if made is None else Finished(parts[0], made[0], False, made[1] and not known.partial, _said(known, parts))
+        for parts, made in zip(responses, distributions(rule, responses), strict=True)
+    ]
+
+
+def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, "n"] | None:
+    """The tokens about which a ``PartialSource`` said something in one of the rounds."""
+    return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.partial else None
+
+
+def _carried(
+    source: WeightSource, chunk: Sequence[PairToWeigh], done: Sequence[Mapping[str, Finished]], method: AlignMethod
+) -> list[Landed | None]:
+    """Both responses of each pair, chosen first, where tokens begin alike on both sides; None for the others."""
+    found: list[Landed | None] = [None] * (2 * len(done))
+    if source.tokens == "train":
+        return found
+    rows = [one[side] for one in done for side in SIDES]
+    onto = [asked.encoded[side] for asked, _ in zip(chunk, done, strict=False) for side in SIDES]
+    plain = [place for place, row in enumerate(rows) if not row.begins]
+    landed = carry(
+        [(rows[place].row, rows[place].weights, rows[place].said) for place in plain],
+        [onto[place] for place in plain],
+        method,
+        _is_end_mean(source),
+    )
+    for place, one in zip(plain, landed, strict=True):
+        found[place] = one
+    return found
+
+
+def _is_end_mean(source: WeightSource) -> bool:
+    return source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN
+
+
+def _select(source: WeightSource, asked: PairToWeigh, layers: tuple[Row, ...]) -> PairWeights | None:
+    return None if asked.captured is None else source.select(asked.captured, layers)
+
+
+def _finish_pair(known: _Source, asked: PairToWeigh, layers: tuple[Row, ...]) -> dict[str, Finished]:
+    """Both responses' weights on the source's tokens."""
+    return _finish_selected(known, asked, _select(known.itself, asked, layers))
+
+
+def _finish_selected(known: _Source, asked: PairToWeigh, captured: PairWeights | None) -> dict[str, Finished]:
+    """The same from ``captured`` with the one row that the source selected."""
+    source, encoded, pair = known.itself, asked.encoded, asked.pair
+    both = None if known.paired is None else known.paired.weigh_pair(_given(source, pair), encoded)
+    rule = None if known.partial else source.postprocess
     finished = {}
     for side in SIDES:
-        where = f"pair {_name(captured, pair)}, {side}"
-        rows = _raw_rows(source, captured, encoded[side], pair, side, None if both is None else both[side])
+        where = f"pair {asked.pair_id if captured is None else captured.pair_id}, {side}"
+        rows = _raw_rows(known, captured, asked, side, None if both is None else both[side])
         if not rows:
             raise UserError(f"{where}: expected at least one round of captured weights, got none; capture it again")
         rows, realigned = _same_tokens(rows)
         begins = 0 if pair is None else start_apart(pair, side)
         rows, trace = rows_with_trace(source, rows, encoded[side], begins)
         raw = [row.weights[0].double() for row in rows]
-        weights = _finish(source, raw, where, trace)
-        said = torch.stack(raw).ne(0).any(dim=0) if isinstance(source, PartialSource) else None
-        rule = None if said is not None else source.postprocess
+        weights = _finish(known, raw, where, trace)
         flat = rule is not None and flat_rounds([row[trace:] for row in raw], rule.round_order)
         open_to = rows[0].offsets[:, 1] > rows[0].offsets[:, 0] if source.kind is Kind.FACTOR else None
         if begins:
             weights = beside_trace(weights, trace)
             open_to = torch.arange(weights.numel()) >= trace
-        finished[side] = Finished(rows[0], weights, realigned, flat, said, open_to, begins)
+        finished[side] = Finished(rows[0], weights, realigned, flat, _said(known, rows), open_to, begins)
     return finished
 
 
@@ -193,7 +355,7 @@ def raw_weights(
     for side in SIDES:
         rows, _ = _same_tokens([item.side(side) for item in source.select(captured, layers).rounds])
         mean = average_rounds([row.weights[0] for row in rows])
-        found[side] = _align(rows[0], mean, encoded[side], align_method).weights
+        found[side] = _align(rows[0], mean, encoded[side].response_ids, encoded[side].offsets, align_method).weights
     return found
 
 
@@ -297,23 +459,18 @@ def _given(source: WeightSource, pair: PreferencePair | None) -> PreferencePair:
 
 
 def _raw_rows(
-    source: WeightSource,
-    captured: PairWeights | None,
-    encoded: EncodedResponse,
-    pair: PreferencePair | None,
-    side: str,
-    own: Float[Tensor, "m"] | None,
+    known: _Source, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, "m"] | None
 ) -> list[TokenWeights]:
     """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
     if captured is not None:
         return [item.side(side) for item in captured.rounds]
-    if own is None and not isinstance(source, NativeSource):
+    source, encoded = known.itself, asked.encoded[side]
+    if own is None and known.native is None:
         raise UserError(
-            f"pair {_name(captured, pair)}: expected captured weights for {type(source).__name__}; run attnpo.weigh "
-            "first"
+            f"pair {asked.pair_id}: expected captured weights for {type(source).__name__}; run attnpo.weigh first"
         )
-    pair = _given(source, pair)
-    weights = source.weigh(pair, side, encoded) if own is None and isinstance(source, NativeSource) else own
+    pair = _given(source, asked.pair)
+    weights = known.native.weigh(pair, side, encoded) if own is None and known.native is not None else own
     count = len(encoded.response_ids)
     assert weights is not None
     if weights.shape != (count,):
@@ -321,47 +478,42 @@ def _raw_rows(
             f"pair {pair.pair_id}, {side}: expected {count} weights of {type(source).__name__}, one for each training "
             f"token, got the shape {tuple(weights.shape)}; correct the source"
         )
-    offsets = torch.tensor(encoded.offsets, dtype=torch.long).reshape(-1, 2)
-    ids = torch.tensor(encoded.response_ids, dtype=torch.long)
+    offsets = torch.from_numpy(range_array(encoded.offsets))
+    ids = torch.from_numpy(np.array(encoded.response_ids, dtype=np.int64))
     return [TokenWeights(ids, offsets, weights.unsqueeze(0))]
 
 
 def _on_training_tokens(
-    source: WeightSource, finished: Finished, encoded: EncodedResponse, method: AlignMethod, where: str
-) -> _Side:
-    base, weights, dtype = finished.row, finished.weights, finished.row.weights.dtype
-    holds = torch.tensor([end > start for start, end in encoded.offsets], dtype=torch.bool)
+    known: _Source, asked: PairToWeigh, both: Mapping[str, Finished], side: str, method: AlignMethod
+) -> Landed:
+    source, finished, encoded = known.itself, both[side], asked.encoded[side]
+    base, weights = finished.row, finished.weights
+    places = range_array(encoded.offsets)
+    holds = torch.from_numpy(places[:, 1] > places[:, 0])
     if source.tokens == "train":
-        _require_same_ids(base, encoded, where)
+        _require_same_ids(base, encoded, f"pair {asked.pair_id}, {side}")
         arrived = (torch.arange(weights.numel()) < holds.numel()).to(weights)
         weights, matched = weights[: holds.numel()], holds
     else:
-        aligned = _align(base, weights, encoded, method)
+        aligned = _align(base, weights, encoded.response_ids, places, method)
         weights, matched, arrived = aligned.weights, aligned.matched & holds, aligned.arrived
         if finished.said is not None:
-            matched &= _align(base, finished.said.double(), encoded, method).weights > 0
-        if source.postprocess is not None and source.postprocess.end_token is EndToken.MEAN:
-            weights = torch.where(holds, weights, 1.0 / base.token_ids.numel())
-        else:
-            weights = torch.where(holds, weights, 0.0)
+            matched &= _align(base, finished.said.double(), encoded.response_ids, places, method).weights > 0
+        weights = torch.where(holds, weights, 1.0 / base.token_ids.numel() if _is_end_mean(source) else 0.0)
     weighed = holds & (torch.arange(holds.numel()) >= before(finished.begins, encoded.offsets))
-    content, partnered = int(weighed.sum()), int((matched & weighed).sum())
     trace = before(finished.begins, base.offsets.tolist()) if finished.begins else 0
-    source_coverage, kept_mass = shares_that_arrived(finished.weights[trace:], arrived[trace:])
-    return _Side(
-        weights=weights.to(dtype),
-        length=float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
-        coverage=partnered / content if content else 1.0,
-        source_coverage=source_coverage,
-        kept_mass=kept_mass,
-        unmatched=content - partnered,
-        content=content,
-        realigned=finished.realigned,
+    return Landed(
+        weights.to(base.weights.dtype),
+        float(holds.numel() if source.tokens == "train" else base.token_ids.numel()),
+        *shares_that_arrived(finished.weights[trace:], arrived[trace:]),
+        int(weighed.sum()),
+        int((matched & weighed).sum()),
     )
 
 
-def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str, trace: int = 0) -> Float[Tensor, "m"]:
+def _finish(known: _Source, raw: Sequence[Float[Tensor, "n"]], where: str, trace: int) -> Float[Tensor, "m"]:
     """One row out of the rounds: the source's post-processing, or their mean as it is; without the first ``trace``."""
+    source = known.itself
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
     for row in raw:
@@ -370,7 +522,7 @@ def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str,
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are not signed, got {row.min():g}"
             )
-        if source.kind is Kind.DISTRIBUTION and not isinstance(source, PartialSource) and not bool(row.any()):
+        if source.kind is Kind.DISTRIBUTION and not known.partial and not bool(row.any()):
             raise UserError(
                 f"{where}: {type(source).__name__} states that its weights are a distribution, and all {row.numel()} "
                 "of them are 0; drop the pair or correct the source"
@@ -388,16 +540,21 @@ def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
     realigned = False
     for row in rows[1:]:
         if not torch.equal(row.token_ids, base.token_ids):
-            onto = EncodedResponse([], base.token_ids.tolist(), [(start, end) for start, end in base.offsets.tolist()])
-            aligned = _align(row, row.weights[0], onto, AlignMethod.CHARACTERS)
+            aligned = _align(row, row.weights[0], base.token_ids, base.offsets, AlignMethod.CHARACTERS)
             row, realigned = replace(base, weights=aligned.weights.unsqueeze(0)), True
         same.append(row)
     return same, realigned
 
 
-def _align(source: TokenWeights, weights: Float[Tensor, "n"], target: EncodedResponse, method: AlignMethod) -> Aligned:
-    """``weights``, which stand on the tokens of ``source``, on the response tokens of ``target``."""
-    return align(source.token_ids, source.offsets, weights, target.response_ids, target.offsets, method)
+def _align(
+    source: TokenWeights,
+    weights: Float[Tensor, "n"],
+    target_ids: Sequence[int] | Int[Tensor, "m"],
+    target_offsets: Ranges,
+    method: AlignMethod,
+) -> Aligned:
+    """``weights``, which stand on the tokens of ``source``, on the target's."""
+    return align(source.token_ids, source.offsets, weights, target_ids, target_offsets, method)
 
 
 def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str) -> None:

@@ -1,6 +1,7 @@
 """The rounds of a captured pair as columns of the store, and back."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -47,49 +48,63 @@ def pack_traces(pair: PairWeights) -> dict[str, Cell] | None:
     }
 
 
-def unpack(pair_id: str, row: Mapping[str, Cell], layers: Sequence[Row]) -> PairWeights:
-    """The pair whose columns ``row`` has: tokens, ``layers`` and, where they were read, verdicts and traces.
+def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> dict[str, PairWeights]:
+    """The pairs whose columns ``stored`` has by pair id: tokens, ``layers`` and, where they were read, verdicts and
+    traces. Their tensors are parts of common ones.
 
     UserError for columns that do not belong together.
     """
-    tokens = _arrays(row[TOKENS])
+    if not stored:
+        return {}
+    tokens = [_arrays(row[TOKENS]) for row in stored.values()]
+    counts, chosen_is_a, cut = (
+        np.concatenate([part[name] for part in tokens]) for name in ("counts", "chosen_is_a", "cut")
+    )
+    by_pair = np.array([len(part["counts"]) for part in tokens])
+    totals = np.diff(np.concatenate([[0], np.cumsum(counts)])[np.concatenate([[0], np.cumsum(by_pair)])]).tolist()
+    for layer in layers:
+        for (pair_id, row), total in zip(stored.items(), totals, strict=True):
+            found = array_in(row[layer_column(layer)]).size
+            if found != total:
+                raise UserError(
+                    f"store: pair {pair_id} has {found} weights on {total} tokens, so its shards do not belong "
+                    "together; delete the folder of this key and run attnpo.weigh again"
+                )
+    stacked = [np.concatenate([array_in(row[layer_column(layer)]) for row in stored.values()]) for layer in layers]
+    weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, sum(totals)), dtype=np.float32))
+    sizes = counts.tolist()
+    ids = torch.from_numpy(np.concatenate([part["ids"] for part in tokens])).long().split_with_sizes(sizes)
+    offsets = (
+        torch.from_numpy(np.concatenate([part["offsets"] for part in tokens]))
+        .long()
+        .reshape(-1, 2)
+        .split_with_sizes(sizes)
+    )
+    parts = zip(ids, offsets, weights.split_with_sizes(sizes, dim=1), strict=True)
+    sides = iter([TokenWeights(one, places, row.contiguous()) for one, places, row in parts])
+    rounds = zip(chosen_is_a.tolist(), cut.tolist(), sides, sides, strict=True)
+    return {
+        pair_id: PairWeights(pair_id, tuple(_rounds(row, list(islice(rounds, len(part["chosen_is_a"]))))))
+        for (pair_id, row), part in zip(stored.items(), tokens, strict=True)
+    }
+
+
+def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]) -> Iterator[Round]:
+    """The rounds of a pair with the verdicts and traces that ``row`` has."""
     judged = None if VERDICTS not in row else _arrays(row[VERDICTS])
     traced = None if TRACES not in row else _arrays(row[TRACES])
-    ends = np.cumsum(tokens["counts"])
-    total = int(ends[-1]) if ends.size else 0
-    stacked = [array_in(row[layer_column(layer)]) for layer in layers]
-    weights = torch.from_numpy(np.stack(stacked) if stacked else np.zeros((0, total), dtype=np.float32))
-    if weights.shape[1] != total:
-        raise UserError(
-            f"store: pair {pair_id} has {weights.shape[1]} weights on {total} tokens, so its shards do not belong "
-            "together; delete the folder of this key and run attnpo.weigh again"
-        )
-    ids = torch.from_numpy(tokens["ids"]).long()
-    offsets = torch.from_numpy(tokens["offsets"]).long().reshape(-1, 2)
-    sides = [
-        TokenWeights(ids[end - count : end], offsets[end - count : end], weights[:, end - count : end].contiguous())
-        for end, count in zip(ends.tolist(), tokens["counts"].tolist(), strict=True)
-    ]
-    rounds = []
-    for place, chosen_is_a in enumerate(tokens["chosen_is_a"].tolist()):
-        logits, token, trace = None, None, None
-        if judged is not None:
-            logits = torch.from_numpy(judged["logits"][2 * place : 2 * place + 2])
-            token = int(judged["tokens"][place])
+    logits = (
+        [None] * len(rounds)
+        if judged is None
+        else torch.from_numpy(judged["logits"]).split_with_sizes([2] * len(rounds))
+    )
+    read = [-1] * len(rounds) if judged is None else judged["tokens"].tolist()
+    for place, (chosen_is_a, cut, chosen, rejected) in enumerate(rounds):
+        trace = None
         if traced is not None:
             trace = TraceLength(int(traced["tokens"][place]), bool(traced["closed"][place]))
-        rounds.append(
-            Round(
-                bool(chosen_is_a),
-                sides[2 * place],
-                sides[2 * place + 1],
-                logits,
-                None if token == -1 else token,
-                bool(tokens["cut"][place]),
-                trace,
-            )
-        )
-    return PairWeights(pair_id, tuple(rounds))
+        token = None if read[place] == -1 else read[place]
+        yield Round(bool(chosen_is_a), chosen, rejected, logits[place], token, bool(cut), trace)
 
 
 def _arrays(cell: Cell) -> dict[str, Array]:

@@ -1,6 +1,6 @@
 """How long the traces are that a judge wrote before its verdicts, and how many of them it did not end."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from attnpo.schema import PairWeights
@@ -47,7 +47,7 @@ class TraceStatistics:
         )
 
 
-def trace_statistics(captured: Sequence[PairWeights], rules: TraceRules) -> TraceStatistics | None:
+def trace_statistics(captured: Iterable[PairWeights], rules: TraceRules) -> TraceStatistics | None:
     """The statistics of all captured rounds with a trace, which was written under ``rules``; None without any."""
     traced = [(pair.pair_id, item.trace) for pair in captured for item in pair.rounds if item.trace is not None]
     if not traced:

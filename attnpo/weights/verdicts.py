@@ -1,7 +1,7 @@
 """How good and steady the judge's verdicts are, from the logits stored beside the weights; when they say nothing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,21 +45,26 @@ class Standing(Enum):
     FEW = "too few pairs to say"
 
 
-def judge_statistics(captured: Sequence[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
+def judge_statistics(captured: Iterable[PairWeights], label_ids: tuple[int, int]) -> JudgeStatistics:
     """The statistics of all captured pairs that carry verdicts; ``label_ids`` are the tokens of labels (A, B)."""
-    read = with_verdicts(captured)
-    margins = [[margin_of(item) for item in pair.rounds] for pair in read]
+    margins: list[list[float]] = []
+    tokens: list[int] = []
+    first: list[float] = []
+    second: list[float] = []
+    for pair in captured:  # one by one: none of them is held
+        if not with_verdicts([pair]):
+            continue
+        margins.append([margin_of(item) for item in pair.rounds])
+        tokens += [item.verdict_token for item in pair.rounds if item.verdict_token is not None]
+        for item, margin in zip(pair.rounds, margins[-1], strict=True):
+            (first if item.chosen_is_a else second).append(_won(margin))
     flat = [margin for pair in margins for margin in pair]
-    rounds = [item for pair in read for item in pair.rounds]
-    tokens = [item.verdict_token for item in rounds if item.verdict_token is not None]
-    first = [_won(margin) for item, margin in zip(rounds, flat, strict=True) if item.chosen_is_a]
-    second = [_won(margin) for item, margin in zip(rounds, flat, strict=True) if not item.chosen_is_a]
     return JudgeStatistics(
         agreement=_mean([_won(margin) for margin in flat]),
         pair_accuracy=_mean([_won(_mean(pair)) for pair in margins]),
         consistency=_mean([float(_same_choice(pair)) for pair in margins]),
         other_tokens=_mean([float(token not in label_ids) for token in tokens]),
-        pairs=len(read),
+        pairs=len(margins),
         chosen_first=_mean(first),
         chosen_second=_mean(second),
         first_picked=_mean([*first, *(1 - won for won in second)]),

@@ -4,7 +4,7 @@
     .venv-trl/bin/python -m experiments.benchmarks.trl_worker train '{"model": ..., "data": ..., ...}'
 
 ``serve`` answers the requests of ``step.py`` on a pipe and ``fits`` those of ``gpu.py``; ``train`` is a whole run over
-one epoch, for ``pipeline.py``.
+one epoch, for ``pipeline.py``, or its first steps, for ``start.py``.
 Every number comes from TRL's own methods on its own batches; one buffer is made smaller, in its favour (``fit_tile``).
 """
 
@@ -28,6 +28,7 @@ from experiments.benchmarks.harness import peak, serve, timed, versions
 
 LIVE, CACHED = "live", "cached"
 TILE = utils._CHUNKED_LOGPROB_CHUNK_SIZE
+FIRST_STEP = "the first step begins"
 
 
 def quiet() -> None:
@@ -249,13 +250,19 @@ def train(
     accumulation: int,
     seed: int,
     threads: int | None,
+    steps: int = -1,
+    cache: str | None = None,
 ) -> dict[str, Any]:
-    """One epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments."""
+    """One epoch of plain DPO with a live reference: seconds after the imports, tokens of the data, arguments.
+
+    ``steps`` ends it earlier; ``cache``: the folder that keeps the tokenised rows. Says when the first step begins.
+    """
     start = time.perf_counter()
     quiet()
     fit_tile(model)
     with tempfile.TemporaryDirectory() as folder:
         given = {
+            "max_steps": steps,
             **shared_arguments(folder, threads),
             "beta": beta,
             "learning_rate": lr,
@@ -268,7 +275,7 @@ def train(
         }
         known = {field.name for field in fields(DPOConfig)}
         assert given.keys() <= known, given.keys() - known
-        rows = load_dataset("json", data_files={"train": data}, cache_dir=folder)["train"]
+        rows = load_dataset("json", data_files={"train": data}, cache_dir=cache or folder)["train"]
         trainer = DPOTrainer(
             model=model,
             args=DPOConfig(**given),
@@ -277,7 +284,10 @@ def train(
             ),
             processing_class=AutoTokenizer.from_pretrained(model),
         )
-        columns = [trainer.train_dataset[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        columns: list[Any] = [[]]
+        if steps < 0:  # reading them back takes long
+            columns = [trainer.train_dataset[name] for name in ("prompt_ids", "chosen_ids", "rejected_ids")]
+        print(FIRST_STEP, file=sys.stderr, flush=True)
         result = trainer.train()
     return {
         "seconds": time.perf_counter() - start,

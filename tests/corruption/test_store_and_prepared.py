@@ -266,7 +266,7 @@ def numbers(world: World) -> list[float]:
     made = make_inputs(world.config(*ASKED, *SAMPLE))
     found = [float(score) for score in made.context.prepared[CHOICE]["scores"].values()]
     for examples in made.examples.values():
-        for example in with_reference(reference_table(made.context), examples):
+        for example in with_reference(Path(made.context.store.root), reference_table(made.context), examples):
             assert example.reference_logps is not None
             for row in (*example.weights, *example.reference_logps):
                 found += row.tolist()

@@ -9,7 +9,7 @@ from attnpo.data.collate import TrainingExample
 from attnpo.data.datamodule import PreferenceDataModule
 from attnpo.data.micro_batches import COSTS, PACKED, PADDED, RowCost
 from attnpo.data.rules import BatchPlan
-from attnpo.data.token_budget import cost_of
+from attnpo.data.token_budget import costs_of
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.schema import EncodedResponse, PreferenceBatch, RowGroup, UserError
 from tests.training.tiny import make_examples
@@ -149,7 +149,7 @@ def test_the_accumulation_is_that_of_the_worst_step_of_all_epochs() -> None:
 
 def test_a_chosen_budget_is_halved_as_far_as_the_longest_pair_allows_and_one_that_was_set_stays() -> None:
     data = budgeted(PADDED, 64, auto=True)
-    longest = max(cost_of(example, PADDED) for example in make_examples(20))
+    longest = max(costs_of(make_examples(20), PADDED))
     assert (data.halve(), data.budgets) == (True, (max(32, longest), 64))
     while data.halve():
         pass
@@ -179,8 +179,9 @@ def test_a_state_goes_on_with_the_budget_it_was_saved_with() -> None:
 @pytest.mark.parametrize("key", ["tokens", "eval_tokens"])
 def test_a_budget_below_the_longest_pair_is_refused(cost: RowCost, key: str) -> None:
     examples = make_examples(20) if key == "tokens" else make_examples(5, seed=99)
-    longest = max(examples, key=lambda example: cost_of(example, cost))
-    needed = cost_of(longest, cost)
+    costs = costs_of(examples, cost)
+    needed = max(costs)
+    longest = examples[costs.index(needed)]
     with pytest.raises(UserError) as caught:
         budgeted(cost, **{key: needed - 1})
     assert str(caught.value) == (

@@ -1,6 +1,8 @@
 """From pairs to examples: every cut and every dropped pair is counted."""
 
 from collections import Counter
+from cProfile import Profile
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,34 @@ def test_the_share_of_unknown_tokens(chat: ChatFormat) -> None:
     assert unknown_share(known, chat.tokenizer) == 0
     assert unknown_share(encode_pairs([pair], chat, LengthRules()), chat.tokenizer) == pytest.approx(2 / 7)
     assert unknown_share(EncodedSet([], [], Tally(), 0), chat.tokenizer) == 0
+
+
+class Calls:
+    """Tokenizer that counts the texts that it is asked for one by one, and how often for many."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.single, self.many = backend, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def encode(self, *args: Any, **options: Any) -> Any:
+        self.single += 1
+        return self.backend.encode(*args, **options)
+
+    def encode_batch(self, *args: Any, **options: Any) -> Any:
+        self.many += 1
+        return self.backend.encode_batch(*args, **options)
+
+
+def test_texts_are_tokenised_many_at_once(chat: ChatFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Calls(chat.tokenizer.backend_tokenizer)
+    monkeypatch.setattr(type(chat.tokenizer), "backend_tokenizer", calls)
+    chat = ChatFormat(chat.tokenizer)
+    calls.single = 0
+    pairs = [make_pair(2, 3, shift=number) for number in range(12)]
+    assert len(encode_pairs(pairs, chat, LengthRules(200, 100)).pairs) == 12
+    assert (calls.single, calls.many) == (0, 2), "a batch of all texts, and an empty one at the end"
 
 
 def test_the_lengths_this_file_counts_with(chat: ChatFormat) -> None:
@@ -375,3 +405,20 @@ def test_weights_that_became_uniform_are_counted_and_named(chat: ChatFormat) -> 
     made = prepare_examples(encoded, Attention(layer=1).resolve(1), rows, AlignRules(), layers=(1,))
     event = "all raw weights of the rejected response are 0: uniform instead"
     assert (made.tally.counts, made.tally.first[event]) == ({event: 1}, [pair.pair_id[:8]])
+
+
+def test_many_judged_pairs_take_few_calls_each() -> None:
+    """Their weights are computed by arrays over many pairs: a call a token, a protocol's check a pair are not there."""
+    encoded, captured = EncodedSet([], [], Tally(), 300), {}
+    for number in range(300):
+        pair = PreferencePair.make([{"role": "user", "content": str(number)}], "a" * 60, "b" * 60)
+        ids, places = list(range(60)), [(at, at + 1) for at in range(60)]
+        own = TokenWeights(torch.tensor(ids), torch.tensor(places), torch.rand(1, 60))
+        encoded.pairs.append(pair)
+        encoded.encoded.append({side: EncodedResponse([1], [*ids, 99], [*places, (60, 60)]) for side in SIDES})
+        captured[pair.pair_id] = PairWeights(pair.pair_id, (Round(True, own, own), Round(False, own, own)))
+    with Profile() as profile:
+        made = prepare_examples(encoded, Attention(1), captured, AlignRules(), (1,))
+    assert len(made.examples) == 300
+    calls = sum(entry.callcount for entry in profile.getstats()) / 300
+    assert calls < 350, f"{calls:.0f} calls for a pair"

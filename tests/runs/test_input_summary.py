@@ -9,6 +9,7 @@ import pytest
 
 from attnpo import console, machine
 from attnpo.config import load
+from attnpo.data.arrow_rows import sizes_of
 from attnpo.data.micro_batches import PADDED, SHARED_PREFIX
 from attnpo.data.prepare import percentiles
 from attnpo.files import in_bytes
@@ -17,8 +18,9 @@ from attnpo.models.loading import load_config
 from attnpo.models.spec import LoraSpec, ModelSpec
 from attnpo.runs import startup
 from attnpo.runs.context import log_model, log_store, make_context
+from attnpo.runs.example_numbers import token_percentiles
 from attnpo.runs.folders import store_root
-from attnpo.runs.input_summary import example_statistics, log_inputs, token_percentiles
+from attnpo.runs.input_summary import example_statistics, log_inputs
 from attnpo.runs.inputs import make_inputs
 from attnpo.runs.startup import announce, log_once, opening
 from attnpo.schema import UserError
@@ -196,7 +198,7 @@ def test_cut_and_dropped_pairs_are_counted_with_their_share(world: World, caplog
     assert statistics["tokens"]["longest"] == statistics["lengths"] == percentiles(longest)
     assert statistics["lengths"]["max"] == longest[-1] == 26
     assert statistics["tokens"]["prompt"] == {"p50": 11, "p90": 11, "p99": 11, "max": 11}
-    assert token_percentiles([])["longest"] == {}
+    assert token_percentiles(sizes_of([]))["longest"] == {}
     assert "steps: 4 pairs each = 2 per forward x 2 accumulated x 1 process; 3 in an epoch, 3 in all" in caplog.text
     assert "validation and saving every 20 and at the end" in caplog.text
     assert caplog.text.count("row 0, ") == 3

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnpo.judging import JudgeReading
-from attnpo.schema import BOOKKEEPING, Kind, PairWeights, PreferencePair, TokenWeights, UserError
+from attnpo.schema import BOOKKEEPING, Kind, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.weights.base import Tools
 from attnpo.weights.layers import HeadRow, Row, attending, distinct_layers, layer_column, resolve_layer
 from attnpo.weights.postprocess import Postprocess
@@ -105,16 +105,18 @@ class Attention:
             )
         # Every layer has the same number of chosen heads, so one mean over all rows is the mean of the layers' means.
         places = [layers.index(row) for row in self.wanted()]
+        if len(layers) == 1:
+            return captured  # its row is the mean
+        return replace(captured, rounds=tuple(_mean_of(item, places) for item in captured.rounds))
 
-        def one_row(weights: TokenWeights) -> TokenWeights:
-            return replace(weights, weights=weights.weights[places].mean(dim=0, keepdim=True))
 
-        return replace(
-            captured,
-            rounds=tuple(
-                replace(item, chosen=one_row(item.chosen), rejected=one_row(item.rejected)) for item in captured.rounds
-            ),
-        )
+def _mean_of(item: Round, places: Sequence[int]) -> Round:
+    """A round with one row left, the mean of those at ``places``."""
+    chosen, rejected = (
+        TokenWeights(part.token_ids, part.offsets, part.weights[places].mean(dim=0, keepdim=True))
+        for part in (item.chosen, item.rejected)
+    )
+    return replace(item, chosen=chosen, rejected=rejected)
 
 
 def _in_words(row: Row) -> str:

@@ -1,0 +1,402 @@
+"""Pairs, training ids and training examples as columns of Arrow tables, read row by row without a copy of the table.
+
+Owns their schemas: what is written here is what is read here. Knows nothing of files. A table may be memory-mapped, so
+that it takes no memory of its own; what a row gives is made at each reading and let go of by whoever asked for it.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Generic, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from attnpo.data.collate import TrainingExample
+from attnpo.schema import SIDES, EncodedResponse, PreferencePair, ids_of
+
+AT_ONCE = 1024  # rows of a record batch
+Counts = npt.NDArray[np.int64]
+Some = TypeVar("Some")
+
+PAIRS = pa.schema({"pair_id": pa.string(), "pair": pa.large_string()})
+_IDS = pa.list_(pa.int32())
+ENCODED = pa.schema(
+    {
+        "row": pa.int64(),  # of the pair, among those that were read
+        "prompt": pa.string(),  # a digest of its messages
+        "shared": pa.bool_(),  # whether both sides have one prompt, which then stands with the chosen side alone
+        **{f"{side}_{part}": _IDS for side in SIDES for part in ("prompt", "response", "starts", "ends")},
+    }
+)
+_NUMBERS = ("length", "coverage", "source_coverage", "kept_mass")
+
+
+def schema_of_weights(dtype: torch.dtype) -> pa.Schema:
+    """Returns the schema of weighed rows whose token weights have ``dtype``. KeyError for other than float32, 64."""
+    row = pa.list_({torch.float32: pa.float32(), torch.float64: pa.float64()}[dtype])
+    numbers = {f"{side}_{name}": pa.float64() for side in SIDES for name in _NUMBERS}
+    weights = {f"{side}_weights": row for side in SIDES}
+    return pa.schema({"row": pa.int64(), "pair_weight": pa.float64(), "factors": pa.bool_(), **numbers, **weights})
+
+
+LOGPS = pa.schema({f"{side}_logps": pa.list_(pa.float32()) for side in SIDES})
+
+
+# ------------------------------------------------------------------------------------------------ columns
+
+
+class Ragged:
+    """A column of lists of numbers, each of which is read as an array without a copy."""
+
+    def __init__(self, column: pa.ChunkedArray) -> None:
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._values = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._bounds = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
+        self._starts = np.cumsum([0, *map(len, chunks)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, row: int) -> npt.NDArray[np.generic]:
+        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
+        place = row - int(self._starts[chunk])
+        start, end = self._bounds[chunk][place : place + 2]
+        found: npt.NDArray[np.generic] = self._values[chunk][start:end]
+        return found
+
+    def count(self, number: int) -> int:
+        """Returns how often a number is in the lists."""
+        pieces = zip(self._values, self._bounds, strict=True)
+        return sum(int(np.count_nonzero(values[bounds[0] : bounds[-1]] == number)) for values, bounds in pieces)
+
+    @cached_property
+    def lengths(self) -> Counts:
+        """The length of every list."""
+        return np.concatenate([np.diff(bounds) for bounds in self._bounds] or [np.zeros(0)]).astype(np.int64)
+
+
+class Rows:
+    """Hands rows on as record batches of ``AT_ONCE``, the last of which ``flush`` gives."""
+
+    def __init__(self, schema: pa.Schema, write: Callable[[pa.RecordBatch], object]) -> None:
+        self._schema, self._write, self.count = schema, write, 0
+        self._waiting: list[Mapping[str, object]] = []
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Takes one row."""
+        self._waiting.append(row)
+        self.count += 1
+        if len(self._waiting) == AT_ONCE:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands on the rows that wait."""
+        kinds = zip(self._schema.names, self._schema.types, strict=True)
+        columns = [pa.array([row[name] for row in self._waiting], kind) for name, kind in kinds]
+        self._write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
+        self._waiting.clear()
+
+
+class RowsOnDemand(Sequence[Some], Generic[Some]):
+    """Rows that are made when they are asked for."""
+
+    def _make(self, row: int) -> Some:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, place: int) -> Some: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Some]: ...
+    def __getitem__(self, place: int | slice) -> Some | list[Some]:
+        if isinstance(place, slice):
+            return [self._make(row) for row in range(*place.indices(len(self)))]
+        row = place + len(self) if place < 0 else place
+        if not 0 <= row < len(self):
+            raise IndexError(place)
+        return self._make(row)
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+class NoJson(Exception):
+    """What a further column of a pair holds has no form in JSON."""
+
+
+def pair_row(pair: PreferencePair) -> dict[str, object]:
+    """Returns a pair as a row. Raises NoJson."""
+    parts = [list(pair.prompt), pair.chosen, pair.rejected, dict(pair.extra), pair.apart]
+    try:
+        return {"pair_id": pair.pair_id, "pair": json.dumps(parts)}
+    except (TypeError, ValueError) as error:
+        raise NoJson from error
+
+
+class PairRows(RowsOnDemand[PreferencePair]):
+    """The pairs of a table, or those of its ``rows`` alone."""
+
+    def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
+        self._table, self._rows = table, rows
+        self._ids, self._pairs = table.column("pair_id"), table.column("pair")
+
+    def __len__(self) -> int:
+        return self._table.num_rows if self._rows is None else len(self._rows)
+
+    def _make(self, row: int) -> PreferencePair:
+        at = row if self._rows is None else int(self._rows[row])
+        prompt, chosen, rejected, extra, apart = json.loads(self._pairs[at].as_py())
+        return PreferencePair(self._ids[at].as_py(), tuple(prompt), chosen, rejected, extra, apart)
+
+    @property
+    def size(self) -> int:
+        """Bytes of their texts."""
+        return int(self._pairs.nbytes)
+
+    def take(self, rows: Counts) -> "PairRows":
+        """Returns the pairs of some of all rows."""
+        return PairRows(self._table, rows)
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of every pair."""
+        every: list[str] = self._ids.to_pylist()
+        return every if self._rows is None else [every[row] for row in self._rows]
+
+
+class Joined(RowsOnDemand[PreferencePair]):
+    """The pairs of several sequences, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[PreferencePair]]) -> None:
+        self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def _make(self, row: int) -> PreferencePair:
+        part = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return self._parts[part][row - int(self._starts[part])]
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of every pair."""
+        return [pair_id for part in self._parts for pair_id in ids_of(part)]
+
+
+class Picked(RowsOnDemand[PreferencePair]):
+    """Those of ``pairs`` that have one of ``places``, in their order."""
+
+    def __init__(self, pairs: Sequence[PreferencePair], places: Sequence[int]) -> None:
+        self._pairs, self._places = pairs, places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _make(self, row: int) -> PreferencePair:
+        return self._pairs[self._places[row]]
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """The id of every pair."""
+        every = ids_of(self._pairs)
+        return [every[place] for place in self._places]
+
+
+def pairs_of(pairs: Sequence[PreferencePair], ids: Collection[str]) -> dict[str, PreferencePair]:
+    """Returns those of ``pairs`` that have one of ``ids``, by their ids; reads no other text of a table."""
+    wanted = set(ids)
+    return {pair_id: pairs[place] for place, pair_id in enumerate(ids_of(pairs)) if pair_id in wanted}
+
+
+# ------------------------------------------------------------------------------------------------ training ids
+
+
+def encoded_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> dict[str, object]:
+    """Returns the training ids of the pair ``row``, whose prompt has the digest ``prompt``, as a row."""
+    chosen, rejected = (sides[side] for side in SIDES)
+    shared = chosen.prompt_ids == rejected.prompt_ids
+    found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
+    for side, one in sides.items():
+        starts, ends = zip(*one.offsets, strict=True) if one.offsets else ((), ())
+        ids = [] if shared and side == SIDES[1] else one.prompt_ids
+        found |= {f"{side}_prompt": ids, f"{side}_response": one.response_ids}
+        found |= {f"{side}_starts": starts, f"{side}_ends": ends}
+    return found
+
+
+class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
+    """The training ids of pairs by side, in a table of ``ENCODED``."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.rows: Counts = table.column("row").to_numpy()
+        self._shared: npt.NDArray[np.bool_] = table.column("shared").to_numpy()
+        self._prompts = table.column("prompt")
+        self._lists = {name: Ragged(table.column(name)) for name in ENCODED.names[3:]}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def _make(self, row: int) -> dict[str, EncodedResponse]:
+        return {side: self.response(row, side) for side in SIDES}
+
+    def response(self, row: int, side: str) -> EncodedResponse:
+        """Returns one side of a row."""
+        prompt = SIDES[0] if self._shared[row] else side
+        of = self._lists
+        starts, ends = of[f"{side}_starts"][row].tolist(), of[f"{side}_ends"][row].tolist()
+        ids = of[f"{prompt}_prompt"][row].tolist(), of[f"{side}_response"][row].tolist()
+        return EncodedResponse(*ids, list(zip(starts, ends, strict=True)))
+
+    def prompts(self) -> list[str]:
+        """Returns the digest of each row's prompt."""
+        found: list[str] = self._prompts.to_pylist()
+        return found
+
+    def share_of(self, token: int) -> tuple[int, int]:
+        """Returns how often a token is in the responses, and how many tokens these have."""
+        responses = [self._lists[f"{side}_response"] for side in SIDES]
+        return sum(one.count(token) for one in responses), int(sum(one.lengths.sum() for one in responses))
+
+    def sizes(self) -> "Sizes":
+        """Returns the tokens of all rows."""
+        of = {name: self._lists[name].lengths for name in self._lists}
+        prompts = of["chosen_prompt"], np.where(self._shared, of["chosen_prompt"], of["rejected_prompt"])
+        return Sizes(prompts, (of["chosen_response"], of["rejected_response"]), self._shared)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of pairs by side (chosen, rejected): of prompts and responses; ``shared``: both have the same prompt."""
+
+    prompts: tuple[Counts, Counts]
+    responses: tuple[Counts, Counts]
+    shared: npt.NDArray[np.bool_]
+
+    @property
+    def branches(self) -> Counts:
+        """Tokens of prompt and response, [2 pairs]."""
+        return np.stack([prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)])
+
+    @property
+    def longest(self) -> Counts:
+        """Tokens of the longer branch."""
+        longest: Counts = self.branches.max(axis=0)
+        return longest
+
+    def take(self, rows: Counts) -> "Sizes":
+        """Returns those of ``rows``."""
+        prompts, responses = ((both[0][rows], both[1][rows]) for both in (self.prompts, self.responses))
+        return Sizes(prompts, responses, self.shared[rows])
+
+
+def sizes_of(rows: Sequence[TrainingExample] | Sequence[Mapping[str, EncodedResponse]]) -> Sizes:
+    """Returns the tokens of examples, or of training ids by side; reads no row of a table for it."""
+    if isinstance(rows, EncodedRows | ExampleRows):
+        return rows.sizes()
+    both = [row.sides if isinstance(row, TrainingExample) else tuple(row[side] for side in SIDES) for row in rows]
+
+    def count(place: int, part: int) -> Counts:
+        return np.array([len(sides[place][part]) for sides in both], dtype=np.int64)
+
+    shared = np.array([sides[0].prompt_ids == sides[1].prompt_ids for sides in both], dtype=bool)
+    return Sizes((count(0, 0), count(1, 0)), (count(0, 1), count(1, 1)), shared)
+
+
+# ------------------------------------------------------------------------------------------------ examples
+
+
+def weighed_row(row: int, example: TrainingExample) -> dict[str, object]:
+    """Returns what an example has beyond the training ids of the encoded ``row`` as a row."""
+    found: dict[str, object] = {"row": row, "pair_weight": example.pair_weight, "factors": example.factors}
+    numbers = (example.lengths, example.coverage, example.source_coverage, example.kept_mass)
+    for place, side in enumerate(SIDES):
+        found[f"{side}_weights"] = example.weights[place].numpy()
+        found |= {f"{side}_{name}": both[place] for name, both in zip(_NUMBERS, numbers, strict=True)}
+    return found
+
+
+@dataclass(eq=False)
+class ExampleRows(RowsOnDemand[TrainingExample]):
+    """Training examples: weights in a table of ``schema_of_weights``, on the ids of ``encoded``, with pairs' ``ids``.
+
+    ``name`` is that of the weights, another for other ones. ``logps``: the reference's
+    log-probabilities, a row an example, where they are stored.
+    """
+
+    weighed: pa.Table
+    encoded: EncodedRows
+    ids: Sequence[str]
+    name: str = ""
+    logps: pa.Table | None = None
+    _lists: dict[str, Ragged] = field(default_factory=dict, init=False, repr=False)
+    _numbers: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for table in (self.weighed, *([] if self.logps is None else [self.logps])):
+            for name in table.column_names:
+                column = table.column(name)
+                if pa.types.is_list(column.type):
+                    self._lists[name] = Ragged(column)
+                else:
+                    self._numbers[name] = column.to_numpy()
+
+    def __len__(self) -> int:
+        return int(self.weighed.num_rows)
+
+    def _both(self, name: str, row: int) -> tuple[float, float]:
+        chosen, rejected = (float(self._numbers[f"{side}_{name}"][row]) for side in SIDES)
+        return chosen, rejected
+
+    def _tensors(self, name: str, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, rejected = (torch.from_numpy(self._lists[f"{side}_{name}"][row].copy()) for side in SIDES)
+        return chosen, rejected
+
+    def _make(self, row: int) -> TrainingExample:
+        at = int(self._numbers["row"][row])
+        return TrainingExample(
+            pair_id=self.ids[at],
+            chosen=self.encoded.response(at, SIDES[0]),
+            rejected=self.encoded.response(at, SIDES[1]),
+            weights=self._tensors("weights", row),
+            lengths=self._both("length", row),
+            coverage=self._both("coverage", row),
+            pair_weight=float(self._numbers["pair_weight"][row]),
+            reference_logps=None if self.logps is None else self._tensors("logps", row),
+            factors=bool(self._numbers["factors"][row]),
+            source_coverage=self._both("source_coverage", row),
+            kept_mass=self._both("kept_mass", row),
+        )
+
+    def sizes(self) -> Sizes:
+        """Returns the tokens of all examples."""
+        return self.encoded.sizes().take(self._numbers["row"])  # type: ignore[arg-type]
+
+    def prompts(self) -> list[str]:
+        """Returns the digest of each example's prompt."""
+        found = self.encoded.prompts()
+        return [found[row] for row in self._numbers["row"]]
+
+    @property
+    def pair_weights(self) -> npt.NDArray[np.float64]:
+        """The weight of every pair."""
+        return self._numbers["pair_weight"]  # type: ignore[return-value]
+
+    @cached_property
+    def pair_ids(self) -> list[str]:
+        """The id of every pair."""
+        return [self.ids[row] for row in self._numbers["row"]]
+
+
+def pair_ids_of(examples: Sequence[TrainingExample]) -> list[str]:
+    """Returns the id of every example's pair; reads no row of a table for it."""
+    return examples.pair_ids if isinstance(examples, ExampleRows) else [example.pair_id for example in examples]
+
+
+def pair_weights_of(examples: Sequence[TrainingExample]) -> npt.NDArray[np.float64]:
+    """Returns the weight of every pair; reads no row of a table for it."""
+    if isinstance(examples, ExampleRows):
+        return examples.pair_weights
+    return np.array([example.pair_weight for example in examples], dtype=np.float64)

@@ -1,0 +1,115 @@
+"""What a split's examples are like, in numbers: how long, how concentrated, how much of their weights arrived."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from attnpo.data.arrow_rows import AT_ONCE, Sizes
+from attnpo.data.base import PairSet
+from attnpo.data.collate import TrainingExample
+from attnpo.data.mixture import SET
+from attnpo.data.prepare import percentiles
+from attnpo.schema import SIDES
+from attnpo.weights.arrival import COLUMNS, KEPT_MASS, Arrival
+from attnpo.weights.base import OnlineSource, WeightSource
+
+
+@dataclass
+class Means:
+    """Means over examples that are added some at a time, without holding them."""
+
+    count: int = 0
+    _sums: dict[str, float] = field(default_factory=dict)
+
+    def add(self, examples: Sequence[TrainingExample]) -> None:
+        """Counts some examples."""
+        self.count += len(examples)
+        rows = [row.double().numpy() for example in examples for row in example.weights]
+        starts, weights = np.cumsum([0, *map(len, rows)])[:-1], np.concatenate(rows)
+        mass = np.abs(weights)
+        totals = np.repeat(np.add.reduceat(mass, starts), np.diff([*starts, len(mass)]))
+        squares = np.add.reduceat(np.divide(mass, totals, out=np.zeros_like(mass), where=totals > 0) ** 2, starts)
+        lengths = np.array([example.lengths for example in examples]).ravel()
+        effective = np.divide(1.0, squares, out=np.zeros_like(squares), where=squares > 0) / np.maximum(1.0, lengths)
+        found = {"effective_share": effective.sum() / 2, "mass": np.add.reduceat(weights, starts).sum()}
+        for name in ("coverage", "source_coverage"):
+            found[name] = sum(sum(getattr(example, name)) / 2 for example in examples)
+        for side, name in enumerate(KEPT_MASS):
+            found[name] = sum(example.kept_mass[side] for example in examples)
+        for name, value in found.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value)
+
+    def mean(self, name: str, of: int = 1) -> float:
+        """Returns a mean, rounded as a run's result holds it; 0 without an example."""
+        return round(self._sums.get(name, 0.0) / max(1, of * self.count), 5)
+
+    @property
+    def arrival(self) -> Arrival:
+        """What arrived of the weights; NaN throughout without an example."""
+        names = ("coverage", *COLUMNS)
+        return Arrival(*(self.mean(name) if self.count else math.nan for name in names))
+
+    def arrived(self, source: WeightSource) -> dict[str, float]:
+        """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
+        names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
+        return {name: self.mean(name) for name in names}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Numbers of a split's examples as a run's result holds them, and what arrived of their weights."""
+
+    numbers: dict[str, Any]
+    arrival: Arrival
+
+
+class ExampleNumbers:
+    """Measures a split's examples, which came from ``pairs`` and are added one by one."""
+
+    def __init__(self, pairs: PairSet, source: WeightSource) -> None:
+        self._source, self._accounts, self._all = source, pairs.sets, Means()
+        self._sets = {name: Means() for name in pairs.sets}
+        self._waiting: list[TrainingExample] = []
+        # Of a pair that several sets have, the last one's.
+        self._home = {pair.pair_id: str(pair.extra[SET]) for pair in pairs.pairs} if pairs.sets else {}
+
+    def add(self, example: TrainingExample) -> None:
+        """Counts one example."""
+        self._waiting.append(example)
+        if len(self._waiting) == AT_ONCE:
+            self._count()
+
+    def _count(self) -> None:
+        some, self._waiting = self._waiting, []
+        if some:
+            self._all.add(some)
+        for name, means in self._sets.items():
+            if own := [example for example in some if self._home[example.pair_id] == name]:
+                means.add(own)
+
+    def of(self, sizes: Sizes) -> Measured:
+        """Returns what was measured; ``sizes`` are the tokens of the examples."""
+        self._count()
+        source, every = self._source, self._all
+        online = isinstance(source, OnlineSource)
+        sets = {
+            name: {**vars(account), "pairs": self._sets[name].count, **self._sets[name].arrived(source)}
+            for name, account in self._accounts.items()
+        }
+        numbers = {
+            **every.arrived(source),
+            **({} if online else {"effective_share": every.mean("effective_share"), "mass": every.mean("mass", of=2)}),
+            "lengths": percentiles(sizes.longest.tolist()),
+            "tokens": token_percentiles(sizes),
+            **({"sets": sets} if sets else {}),
+        }
+        return Measured(numbers, every.arrival)
+
+
+def token_percentiles(sizes: Sizes) -> dict[str, dict[str, int]]:
+    """Training tokens at the 50th, 90th and 99th percentile and at most: prompts, both responses, the longer branch."""
+    parts = {"prompt": sizes.prompts[0], "longest": sizes.longest, **dict(zip(SIDES, sizes.responses, strict=True))}
+    return {name: percentiles(parts[name].tolist()) for name in ("prompt", *SIDES, "longest")}

@@ -1,0 +1,364 @@
+"""Weights of many pairs at once are, to the bit, those that each pair gets by itself."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attnpo.data.prepare import EncodedSet, ExampleSet, Tally, fit_transforms, prepare_examples
+from attnpo.data.rules import AlignRules
+from attnpo.schema import (
+    SIDES,
+    EncodedResponse,
+    Kind,
+    PairWeights,
+    PreferencePair,
+    Round,
+    TokenWeights,
+    UserError,
+)
+from attnpo.text.alignment import AlignMethod
+from attnpo.text.traces import answer_start
+from attnpo.weights.base import ScorerModel, WeightSource
+from attnpo.weights.cache import Store
+from attnpo.weights.capture import WEIGHTS, Unreadable, load_captured, store_captured
+from attnpo.weights.layers import Row
+from attnpo.weights.postprocess import EndToken, Postprocess, RoundOrder
+from attnpo.weights.sources.attention import Attention
+from attnpo.weights.sources.contrast import TISDPO, Contrast
+from attnpo.weights.sources.decay import Decay
+from attnpo.weights.sources.edits import Edits
+from attnpo.weights.sources.reward_attention import RewardAttention
+from attnpo.weights.sources.rollout import Rollout
+from attnpo.weights.sources.selection import Selection
+from attnpo.weights.sources.uniform import Uniform
+from attnpo.weights.sources.verbalized import Verbalized
+from attnpo.weights.transforms import CrossPair, Mixture, Sharpness, Shuffled, WeightTransform
+from tests.weights import one_by_one
+
+CHUNK = 30
+EOS, TRACE = 99, "<think>\nab\n</think>\n\n"
+METHODS, ORDERS = tuple(AlignMethod), tuple(RoundOrder)
+LAYERS: tuple[Row, ...] = (1, 2)
+Tokens = tuple[list[int], list[tuple[int, int]]]
+
+
+def tokens(rng: np.random.Generator, text: str) -> Tokens:
+    """A tokenisation of ``text`` into pieces of one to five characters, their ids from few."""
+    ends = [*sorted(set(np.cumsum(rng.integers(1, 6, len(text))).tolist()) & set(range(1, len(text)))), len(text)]
+    return rng.integers(0, 12, len(ends)).tolist(), list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def merged(rng: np.random.Generator, given: Tokens) -> Tokens:
+    """The same text with some tokens joined to the next one."""
+    ids, places = list(given[0]), list(given[1])
+    for at in sorted(rng.choice(len(ids), size=min(2, len(ids)), replace=False).tolist(), reverse=True):
+        if at + 1 < len(ids):
+            ids[at : at + 2] = [int(rng.integers(0, 12))]
+            places[at : at + 2] = [(places[at][0], places[at + 1][1])]
+    return ids, places
+
+
+@dataclass
+class World:
+    """Pairs of every sort, and what a source of two layers has stored about them."""
+
+    seed: int
+    rounds: int = 2
+    traced: bool = False
+    train: bool = False
+    odd: bool = True
+    set: EncodedSet = field(default_factory=lambda: EncodedSet([], [], Tally(), 0))
+    captured: dict[str, PairWeights] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rng = np.random.default_rng(self.seed)
+        for number in range(CHUNK + 18):
+            self._add(rng, number)
+        self.set = replace(self.set, read=len(self.set.pairs) + 1)
+
+    def _add(self, rng: np.random.Generator, number: int) -> None:
+        sort = number % 12 if self.odd else 0
+        apart = self.traced and number % 3 == 0
+        texts = {side: TRACE * apart + "".join(rng.choice(list("abcd "), int(rng.integers(1, 130)))) for side in SIDES}
+        pair = PreferencePair.make([{"role": "user", "content": f"{number}"}], *texts.values(), apart=apart)
+        encoded, rounds = {}, [dict[str, TokenWeights]() for _ in range(self.rounds)]
+        for side, text in texts.items():
+            ids, places = tokens(rng, text)
+            end = [(len(text), len(text))]
+            cut = int(rng.integers(1, len(ids) + 1)) if sort == 1 else len(ids)
+            encoded[side] = EncodedResponse(
+                [1], ids[:cut] + [EOS] * (cut == len(ids)), places[:cut] + end * (cut == len(ids))
+            )
+            own: Tokens = ([*ids, EOS], [*places, *end]) if self.train else (ids, places)
+            if apart and not self.train:
+                begins = answer_start(text)
+                first = next(at for at, (_, stop) in enumerate(places) if stop > begins)
+                own = (ids[first:], places[first:])
+            if sort == 2 and not self.train:
+                own = merged(rng, own)
+            for at, one in enumerate(rounds):
+                here = merged(rng, own) if sort == 3 and at and not self.train else own
+                one[side] = TokenWeights(
+                    torch.tensor(here[0]), torch.tensor(here[1]).reshape(-1, 2), self._rows(rng, len(here[0]), sort, at)
+                )
+        if sort == 4:
+            self.captured[pair.pair_id] = Unreadable(pair.pair_id, (), "too long", "a story")
+        else:
+            made = tuple(Round(at == 0, one["chosen"], one["rejected"]) for at, one in enumerate(rounds))
+            self.captured[pair.pair_id] = PairWeights(pair.pair_id, made)
+        self.set.pairs.append(pair)
+        self.set.encoded.append(encoded)
+
+    def _rows(self, rng: np.random.Generator, count: int, sort: int, round_: int) -> torch.Tensor:
+        rows = torch.from_numpy(rng.lognormal(0, 2, (2, count)).astype(np.float32))
+        if sort == 5 or (sort == 6 and round_ == 0):
+            rows.zero_()
+        if sort == 7:
+            rows[:, 1:] = 0  # all of it on the sink
+        if sort == 8:
+            rows *= torch.from_numpy(rng.integers(0, 2, (2, count)))
+        if sort == 9:
+            rows *= 1e-38
+        if sort == 10:
+            rows *= -0.0
+        return rows
+
+
+def outcome(work: Callable[[], ExampleSet]) -> tuple[Any, ...]:
+    """The examples as bytes with the whole account, or the error's words."""
+    try:
+        made = work()
+    except (UserError, ValueError) as problem:
+        return type(problem), str(problem)
+    rows = [
+        (*(row.dtype for row in one.weights), *(row.numpy().tobytes() for row in one.weights), one.pair_id, one.lengths,
+         one.coverage, one.source_coverage, one.kept_mass, one.pair_weight, one.factors)
+        for one in made.examples
+    ]  # fmt: skip
+    return rows, made.tally, made.read, made.dropped, made.content_tokens, made.unmatched_tokens
+
+
+def both_ways(
+    world: World,
+    source: WeightSource,
+    align: AlignRules,
+    layers: tuple[Row, ...] = LAYERS,
+    transforms: Sequence[WeightTransform] = (),
+) -> tuple[Any, Any]:
+    captured: Mapping[str, PairWeights] = world.captured if source.requires else {}
+    now, then = (
+        outcome(lambda way=way: way(world.set, source, captured, align, layers, transforms))  # type: ignore[misc]
+        for way in (prepare_examples, one_by_one.prepare_examples)
+    )
+    for mine, other in zip(now[0], then[0], strict=True) if now[0] and then[0] and isinstance(now[0], list) else ():
+        assert mine == other
+    return now, then
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnpo.weights.pipeline.CHUNK", CHUNK, raising=False)
+    monkeypatch.setattr("attnpo.weights.capture.UNPACKED", CHUNK, raising=False)
+
+
+def scorer(name: str) -> ScorerModel:
+    return ScorerModel(path=name)
+
+
+CAPTURED: dict[str, WeightSource] = {
+    "attention": Attention(2),
+    "mean of layers": Attention(2, layers=(2, 1)),
+    "no sink, mean at the end": Attention(1, postprocess=Postprocess(sink_tokens=0, end_token=EndToken.MEAN)),
+    "long sink": Attention(1, postprocess=Postprocess(RoundOrder.NORMALIZE_THEN_MEAN, 7, 3, EndToken.MEAN)),
+    "normalised first": Attention(2, postprocess=Postprocess(RoundOrder.NORMALIZE_THEN_MEAN)),
+    "reward": RewardAttention(2, path="model"),
+}
+ONE_ROW: dict[str, WeightSource] = {
+    "rollout": Rollout(),
+    "verbalized": Verbalized(min_coverage=0.3),
+    "verbalized, normalised first": Verbalized(
+        Postprocess(RoundOrder.NORMALIZE_THEN_MEAN, 0, end_token=EndToken.MEAN), 0.3
+    ),
+}
+ON_TRAINING_TOKENS: dict[str, WeightSource] = {
+    "contrast": Contrast(scorer("a"), scorer("b"), TISDPO()),
+    "selection": Selection(scorer("a"), scorer("b")),
+    "uniform": Uniform(),
+    "decay": Decay(),
+    "edits": Edits(),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("name", CAPTURED)
+def test_layers_of_a_judge(name: str, rounds: int, method: AlignMethod) -> None:
+    now, then = both_ways(World(rounds, rounds), CAPTURED[name], AlignRules(method, 0.9 if rounds == 1 else None))
+    assert now == then
+    assert now[0]
+
+
+def of_one_layer(world: World) -> World:
+    for pair_id, stored in world.captured.items():
+        rounds = [
+            replace(
+                item,
+                **{side: replace(item.side(side), weights=item.side(side).weights[1:].contiguous()) for side in SIDES},
+            )
+            for item in stored.rounds
+        ]
+        world.captured[pair_id] = replace(stored, rounds=tuple(rounds))
+    return world
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["attention", *ONE_ROW])
+def test_one_row(name: str, method: AlignMethod) -> None:
+    """Also a source that may be silent about tokens."""
+    source = {**CAPTURED, **ONE_ROW}[name]
+    now, then = both_ways(of_one_layer(World(4)), source, AlignRules(method), source.wanted())
+    assert now == then
+    assert now[0]
+
+
+@pytest.mark.parametrize("name", ON_TRAINING_TOKENS)
+def test_weights_that_stand_on_training_tokens(name: str) -> None:
+    source = ON_TRAINING_TOKENS[name]
+    now, then = both_ways(of_one_layer(World(5, 1, train=True)), source, AlignRules(), (0,))
+    assert now == then
+    assert now[0]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_factors_of_other_tokens(method: AlignMethod) -> None:
+    """A user's own source: factors without post-processing, on the judge's tokens."""
+
+    class Factors(Rollout):
+        kind = Kind.FACTOR
+        postprocess = None  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            """Without the parent's field."""
+
+    source = Factors()
+    now, then = both_ways(of_one_layer(World(6)), source, AlignRules(method), (0,), transforms=[Mixture()])
+    assert now == then
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reasoning_traces_that_are_weighed_apart(method: AlignMethod) -> None:
+    now, then = both_ways(World(7, traced=True), Attention(2), AlignRules(method))
+    assert now == then
+
+
+def test_transforms_learn_and_change_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(8)
+    chosen: list[WeightTransform] = [Sharpness(), CrossPair(), Shuffled()]
+    fitted = fit_transforms(chosen, world.set, Attention(2), world.captured, LAYERS, AlignRules())
+    now, then = both_ways(world, Attention(2), AlignRules(), transforms=fitted)
+    assert now == then
+    rows = {
+        pair.pair_id: one_by_one.finished_weights(
+            Attention(2), world.captured[pair.pair_id], sides, layers=LAYERS, pair=pair
+        )
+        for pair, sides in zip(world.set.pairs, world.set.encoded, strict=True)
+        if world.captured[pair.pair_id].rounds
+    }
+    sharpened = Sharpness()
+    pool = fitted[1].pool["chosen"]  # type: ignore[attr-defined]
+    expected = one_by_one.transformed(sharpened, rows[pool[0][0]], pool[0][0])["chosen"].weights
+    assert len(pool) == len(rows)
+    assert torch.equal(pool[0][1], expected)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -0.5])
+@pytest.mark.parametrize("at", [3, CHUNK + 5])
+def test_the_first_bad_pair_is_the_one_that_is_named(bad: float, at: int) -> None:
+    """Whatever is wrong with later ones."""
+    world = World(9, odd=False)
+    for place, worse in ((at, bad), (at + 2, float("nan"))):
+        stored = world.captured[world.set.pairs[place].pair_id]
+        stored.rounds[1].rejected.weights[:, -1] = worse
+    last = world.set.pairs[at + 1].pair_id
+    world.captured[last] = replace(world.captured[last], rounds=())
+    now, then = both_ways(world, Attention(2), AlignRules())
+    assert now == then
+    assert f"pair {world.set.pairs[at].pair_id}, rejected" in now[1]
+
+
+def test_what_a_transform_refuses_comes_before_what_is_wrong_with_later_pairs() -> None:
+    world = World(10, odd=False)
+
+    @dataclass(frozen=True)
+    class Refuses(Mixture):
+        def __call__(self, row: Any) -> torch.Tensor:
+            weights = super().__call__(row)
+            return weights / 0 if row.pair_id == world.set.pairs[5].pair_id else weights
+
+    world.captured[world.set.pairs[9].pair_id].rounds[0].chosen.weights[:] = -1
+    now, then = both_ways(world, Attention(2), AlignRules(), transforms=[Refuses()])
+    assert now == then
+    assert "after Refuses" in now[1]
+
+
+@pytest.mark.parametrize("folder", ["golden", "golden_sentencepiece"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("order", ORDERS)
+def test_golden_rows(shared: Path, folder: str, method: AlignMethod, order: RoundOrder) -> None:
+    """The reference's judge rows in its training tokens; places stand for characters."""
+    made = json.loads((shared / folder / "extraction/pairs.json").read_text())["pairs"]
+    expected = load_file(shared / folder / "extraction/expected.safetensors")
+    layers = tuple(
+        sorted({int(name.split("/")[1][1:]) for name in expected if name.endswith("/cr/row") and "/L" in name})
+    )
+    world = World(0, odd=False)
+    world.set.pairs.clear(), world.set.encoded.clear(), world.captured.clear()
+    for found in made:
+        pair = PreferencePair.make([{"role": "user", "content": found["name"]}], "a", "b")
+        rounds = []
+        for way in ("cr", "rc"):
+            info = found["rounds"][way]
+            rows = torch.stack([expected[f"{found['index']:02d}/L{layer:02d}/{way}/row"] for layer in layers])
+            sides = {}
+            for side in SIDES:
+                start, end = info["span_a" if info["answer_a"] == side else "span_b"]
+                places = torch.arange(end - start)
+                ids = torch.tensor(info["judge_ids"][start:end])
+                sides[side] = TokenWeights(ids, torch.stack([places, places + 1], dim=1), rows[:, start:end])
+            rounds.append(Round(way == "cr", sides["chosen"], sides["rejected"]))
+        world.captured[pair.pair_id] = PairWeights(pair.pair_id, tuple(rounds))
+        world.set.pairs.append(pair)
+        ids = {side: found["training"][side]["completion_ids"] for side in SIDES}
+        world.set.encoded.append(
+            {side: EncodedResponse([], one, [(at, at + 1) for at in range(len(one))]) for side, one in ids.items()}
+        )
+    for layer in layers:
+        source = Attention(layer, postprocess=Postprocess(order))
+        now, then = both_ways(world, source, AlignRules(method), layers)
+        assert now == then
+        assert len(now[0]) == len(made)
+
+
+@pytest.mark.parametrize("layers", [(2,), (1, 2)])
+def test_rows_come_out_of_the_store_as_they_went_in(tmp_path: Path, layers: tuple[Row, ...]) -> None:
+    world = World(11)
+    table = Store(tmp_path).table(WEIGHTS, {"judge": "a"})
+    store_captured(table, list(world.captured.values()), LAYERS)
+    found = load_captured(table, list(world.captured), layers)
+    assert list(found) == list(world.captured)
+    for pair_id, stored in world.captured.items():
+        assert len(found[pair_id].rounds) == len(stored.rounds)
+        for one, other in zip(found[pair_id].rounds, stored.rounds, strict=True):
+            for side in SIDES:
+                assert torch.equal(one.side(side).token_ids, other.side(side).token_ids)
+                assert torch.equal(one.side(side).offsets, other.side(side).offsets)
+                rows = other.side(side).weights[[LAYERS.index(layer) for layer in layers]]
+                assert one.side(side).weights.is_contiguous()
+                assert one.side(side).weights.numpy().tobytes() == rows.numpy().tobytes()
