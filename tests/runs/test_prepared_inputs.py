@@ -91,7 +91,7 @@ def test_two_processes_share_what_one_of_them_prepares(tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "lengths": ("lengths.max_length=24",),
+    "lengths": ("lengths.max_length=24", "lengths.max_prompt_length=20", "lengths.overlong=cut"),
     "alignment": ("align.method=characters",),
     "rows": ("data.train_rows=0:10",),
     "template": ("model.chat_template=model/plain_chat.jinja",),
