@@ -178,7 +178,7 @@ def test_fit_and_weigh_compose_the_same() -> None:
     ]
     assert [done.returncode for done in shown] == [0, 0]
     fit, weigh = (OmegaConf.create(done.stdout) for done in shown)
-    assert {**weigh, "_target_": fit["_target_"]} == {**fit, "export": None}
+    assert {**weigh, "_target_": fit["_target_"]} == {**fit, "export": None, "prune": None}
 
 
 # ------------------------------------------------------------------------------------------------ what a run says

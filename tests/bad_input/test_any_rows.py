@@ -267,8 +267,9 @@ def judged(found: EncodedSet, prompts: JudgePrompts) -> dict[str, Any]:
     with TemporaryDirectory() as folder:
         table = (found.pairs, Attention(), LAYERS, Store(Path(folder)), prompts.fingerprint())
         tools: Callable[[], Tools] = lambda: Tools(FakeJudge(num_layers=2), prompts)  # noqa: E731
-        captured, report = ensure_captured(*table, tools, verdicts=True)
-        again, second = ensure_captured(*table, lambda: pytest.fail("all of it is stored"), verdicts=True)
+        stored, report = ensure_captured(*table, tools, verdicts=True)
+        found_again, second = ensure_captured(*table, lambda: pytest.fail("all of it is stored"), verdicts=True)
+        captured, again = dict(stored), dict(found_again)
     ids = {pair.pair_id for pair in found.pairs}
     assert captured.keys() == again.keys() == ids and report.computed == second.hits == len(ids)
     assert {name for name, pair in captured.items() if not pair.rounds} == {

@@ -252,7 +252,7 @@ def test_hardware_wins_over_the_setting_and_loses_to_the_command_line() -> None:
 def test_weigh_composes_what_fit_composes() -> None:
     overrides = [f"setting={SETTINGS[2]}", "hardware=1x24gb", "objective.beta=0.02"]
     weigh, fit = (compose(name, overrides) for name in ("weigh", "fit"))
-    assert {**weigh, "_target_": fit["_target_"]} == {**fit, "export": None}
+    assert {**weigh, "_target_": fit["_target_"]} == {**fit, "export": None, "prune": None}
 
 
 def config_of(name: str) -> PretrainedConfig:
