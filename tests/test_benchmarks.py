@@ -24,7 +24,7 @@ from attnpo.judging import JudgeReading
 from attnpo.models.layouts import LAYOUTS, padded
 from attnpo.models.scored import ScoredLM
 from attnpo.runs.run import run
-from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, step, step_length
+from experiments.benchmarks import extraction, gpu, gpu_step, harness, long_memory, pipeline, start, step, step_length
 from experiments.benchmarks.harness import Bar, Worker, bars_table, interleaved, median, peak, ratio, slope, table
 from experiments.benchmarks.rows import make_rows, read_sample
 from experiments.benchmarks.shapes import (
@@ -85,6 +85,17 @@ def test_rows_have_texts_of_their_own_in_the_lengths_of_the_sample(tmp_path: Pat
     whole = [{**row, **{side: [{"content": row[side]}] for side in ("chosen", "rejected")}} for row in sample]
     file.write_text("".join(json.dumps(row) + "\n" for row in whole), encoding="utf-8")
     assert read_sample(file) == sample
+
+
+def test_a_start_is_timed_on_rows_and_a_tokenizer_of_its_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    given = ["--rows", "80", "--threads", "1", "--trl-python", str(tmp_path / "none"), "--json", str(tmp_path / "j")]
+    assert start.main(given) == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert {"ours, 64 rows", "ours, cold", "ours, warm"} <= rows.keys()
+    found = json.loads((tmp_path / "j").read_text(encoding="utf-8"))["results"]["seconds_and_gb"]
+    assert all(seconds > 0 and memory > 0 for seconds, memory in found.values())
 
 
 # ------------------------------------------------------------------------------------------------ harness

@@ -48,7 +48,7 @@ ELSEWHERE = {
     r"attnpo\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
     r"benchmark=testbed": "tests/evaluation/test_testbed.py",
     r"benchmark=implicit_reward": "tests/evaluation/test_implicit_reward.py",
-    r"experiments[./]benchmarks[./](step|extraction|pipeline|gpu|\w+_memory|harness)": "tests/test_benchmarks.py",
+    r"experiments[./]benchmarks[./](step|extraction|pipeline|start|gpu|\w+_memory|harness)": "tests/test_benchmarks.py",
     r"experiments/benchmarks/token_coverage\.py": "tests/test_token_coverage.py",
     r"attnpo\.report ranks\b": "tests/reports/test_ranks.py::test_the_papers_tables_as_shipped",
     r"--config-dir \S+ experiment=none": "tests/weights/test_formula.py",
