@@ -5,6 +5,7 @@ that it takes no memory of its own; what a row gives is made at each reading and
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,7 +51,7 @@ LOGPS = pa.schema({f"{side}_logps": pa.list_(pa.float32()) for side in SIDES})
 
 
 class Ragged:
-    """A column of lists of numbers, each of which is read as an array without a copy."""
+    """Column of lists of numbers, each of which is read as an array without a copy."""
 
     def __init__(self, column: pa.ChunkedArray) -> None:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
@@ -75,7 +76,7 @@ class Ragged:
 
     @cached_property
     def lengths(self) -> Counts:
-        """The length of every list."""
+        """Returns the length of every list."""
         return np.concatenate([np.diff(bounds) for bounds in self._bounds] or [np.zeros(0)]).astype(np.int64)
 
 
@@ -104,8 +105,8 @@ class Rows:
 class RowsOnDemand(Sequence[Some], Generic[Some]):
     """Rows that are made when they are asked for."""
 
-    def _make(self, row: int) -> Some:
-        raise NotImplementedError
+    @abstractmethod
+    def _make(self, row: int) -> Some: ...
 
     @overload
     def __getitem__(self, place: int) -> Some: ...
@@ -124,7 +125,7 @@ class RowsOnDemand(Sequence[Some], Generic[Some]):
 
 
 class NoJson(Exception):
-    """What a further column of a pair holds has no form in JSON."""
+    """Content of a pair's further column that has no form in JSON."""
 
 
 def pair_row(pair: PreferencePair) -> dict[str, object]:
@@ -137,7 +138,7 @@ def pair_row(pair: PreferencePair) -> dict[str, object]:
 
 
 class PairRows(RowsOnDemand[PreferencePair]):
-    """The pairs of a table, or those of its ``rows`` alone."""
+    """Pairs of a table, or those of its ``rows`` alone."""
 
     def __init__(self, table: pa.Table, rows: npt.NDArray[np.int64] | None = None) -> None:
         self._table, self._rows = table, rows
@@ -162,13 +163,13 @@ class PairRows(RowsOnDemand[PreferencePair]):
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every pair."""
+        """Returns the id of every pair."""
         every: list[str] = self._ids.to_pylist()
         return every if self._rows is None else [every[row] for row in self._rows]
 
 
 class Joined(RowsOnDemand[PreferencePair]):
-    """The pairs of several sequences, one after the other."""
+    """Pairs of several sequences, one after the other."""
 
     def __init__(self, parts: Sequence[Sequence[PreferencePair]]) -> None:
         self._parts, self._starts = parts, np.cumsum([0, *map(len, parts)])
@@ -182,7 +183,7 @@ class Joined(RowsOnDemand[PreferencePair]):
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every pair."""
+        """Returns the id of every pair."""
         return [pair_id for part in self._parts for pair_id in ids_of(part)]
 
 
@@ -200,7 +201,7 @@ class Picked(RowsOnDemand[PreferencePair]):
 
     @cached_property
     def ids(self) -> list[str]:
-        """The id of every pair."""
+        """Returns the id of every pair."""
         every = ids_of(self._pairs)
         return [every[place] for place in self._places]
 
@@ -228,7 +229,7 @@ def encoded_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> 
 
 
 class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
-    """The training ids of pairs by side, in a table of ``ENCODED``."""
+    """Training ids of pairs by side, in a table of ``ENCODED``."""
 
     def __init__(self, table: pa.Table) -> None:
         self.rows: Counts = table.column("row").to_numpy()
@@ -381,12 +382,12 @@ class ExampleRows(RowsOnDemand[TrainingExample]):
 
     @property
     def pair_weights(self) -> npt.NDArray[np.float64]:
-        """The weight of every pair."""
+        """Returns the weight of every pair."""
         return self._numbers["pair_weight"]  # type: ignore[return-value]
 
     @cached_property
     def pair_ids(self) -> list[str]:
-        """The id of every pair."""
+        """Returns the id of every pair."""
         return [self.ids[row] for row in self._numbers["row"]]
 
 

@@ -183,7 +183,7 @@ def merged(sources: "Mapping[str, PairSource]", found: Mapping[str, PairSet], ta
 
 
 def _written(found: PairSet, write: Write | None) -> PairSet:
-    """A set whose pairs are handed on, where they are to be."""
+    """Hands on the pairs of a set, where they are to be."""
     if write is None:
         return found
     for pair in found.pairs:
@@ -291,7 +291,7 @@ class PairSource:
         return f"mixture of {named}" if self.mix else self.path
 
     def load(self, split: str, write: Write | None = None) -> PairSet:
-        """The pairs of ``split``, "train" or "val"; those that ``write`` is given are not held.
+        """Returns the pairs of ``split``, "train" or "val"; those that ``write`` is given are not held.
 
         Raises:
             UserError: nothing is found at ``path``, a column or split is missing, a file cannot be read, or no row of
@@ -310,7 +310,7 @@ class PairSource:
         return self._pairs(table, split, found.train if split == "train" else found.val, write)
 
     def places(self) -> list[tuple[str, str, str, str | None, str | None]]:
-        """What ``read_table`` is given for both splits, of every set of a mixture. UserError as ``load``."""
+        """Returns what ``read_table`` is given for both splits, of every set of a mixture. UserError as ``load``."""
         sources = [self] if not self.mix else [self._of_set(one) for one in self.mix.values()]
         return list(
             dict.fromkeys(
@@ -425,7 +425,7 @@ class PairSource:
         return read_table(self.path, *self._split(split), self.subset, self.revision)
 
     def _split(self, split: str) -> tuple[str, str]:
-        """The name under which a split lies there, and the key that gives it."""
+        """Returns the name under which a split lies there, and the key that gives it."""
         option = f"data.{split}_split"
         if self.val_share is not None:
             self._check_shared(is_one_table(self.path))

@@ -164,7 +164,7 @@ class PreferenceDataModule(L.LightningDataModule):
     # ------------------------------------------------------------------------------------------------ the budget
     @property
     def budgets(self) -> tuple[int, ...]:
-        """The tokens per forward of training and of validation, where budgets and not pairs decide."""
+        """Returns the tokens per forward of training and of validation, where budgets and not pairs decide."""
         cuttings = (self.train_batches.cutting, self.val_batches.cutting)
         return tuple(cutting.budget for cutting in cuttings if isinstance(cutting, ByTokens))
 

@@ -70,7 +70,7 @@ class LinesOnDisk:
         return len(self.begins)
 
     def select(self, indices: Sequence[int]) -> Iterator[Mapping[str, object]]:
-        """The rows with these numbers, one by one. UserError where a file has changed since it was looked through."""
+        """Yields the rows with these numbers. UserError where a file has changed since it was looked through."""
         with ExitStack() as stack:
             opened = [stack.enter_context(file.open("rb")) for file in self.files]
             for index in indices:
@@ -138,7 +138,7 @@ def _rows(file: Path, path: str) -> Iterator[dict[str, Json]]:
 
 
 def _lines(lines: Iterable[bytes], file: Path, path: str) -> Iterator[tuple[int, int, dict[str, Json]]]:
-    """The number of each line that is not blank, its first byte and what it holds."""
+    """Yields the number of each line that is not blank, its first byte and what it holds."""
     begin = 0
     for number, line in enumerate(lines, 1):  # of bytes: U+2028 and others end no line of JSON
         text = _decoded(line).removesuffix("\n")

@@ -116,11 +116,11 @@ class BatchPlan:
 
     @property
     def eval_budget(self) -> int | None:
-        """The same of validation."""
+        """Returns the same of validation."""
         return self.eval_tokens if isinstance(self.eval_tokens, int) else None
 
-    def decided(self, max_length: int) -> "BatchPlan":
-        """The plan with every ``auto`` at its least: the longest pair, padded; in validation two of them."""
+    def decide(self, max_length: int) -> "BatchPlan":
+        """Returns the plan with every ``auto`` at its least: the longest pair, padded; in validation two of them."""
         tokens = 2 * max_length if self.tokens == AUTO else self.tokens
         eval_tokens = 4 * max_length if self.eval_tokens == AUTO else self.eval_tokens
         return replace(self, tokens=tokens, eval_tokens=eval_tokens)

@@ -270,7 +270,7 @@ class StepBatches(Sampler[PlannedBatch]):
         return Split(ByCount(micro).rule, accumulation, short, ranks)
 
     def is_inside(self, state: SamplerState) -> bool:
-        """Whether ``state`` was saved inside an optimiser step."""
+        """Tells whether ``state`` was saved inside an optimiser step."""
         return self._divides(int(state["batches"]), self._split_of(state.get("layout")))
 
     def _divides(self, batches: int, split: Split) -> bool:

@@ -57,7 +57,7 @@ def read_table(path: str, split: str, option: str, subset: str | None = None, re
 
 
 def files_of(path: str, split: str, option: str) -> list[Path] | None:
-    """The files that ``read_table`` reads; None for the hub. UserError as there."""
+    """Returns the files that ``read_table`` reads; None for the hub. UserError as there."""
     place = Path(path).expanduser()
     if place.is_file():
         return [place]

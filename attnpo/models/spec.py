@@ -126,8 +126,8 @@ class ModelSpec:
         return CHUNKS[-1] if isinstance(self.logps_chunk, str) else self.logps_chunk
 
     @property
-    def compiled(self) -> bool:
-        """Whether blocks keep for their backward what a compiler leaves of it."""
+    def is_compiled(self) -> bool:
+        """Tells whether blocks keep for their backward what a compiler leaves of it."""
         return self.compile in (AUTO, COMPILER)
 
     def backend(self, device: str) -> tuple[str | None, str]:

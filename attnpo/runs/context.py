@@ -126,7 +126,7 @@ def make_context(cfg: RunConfig) -> RunContext:
     model, chat = load_chat(cfg.model)
     log_model(model)
     require_exact(text_config(model.path, model.revision), model.path, "lengths.max_length", cfg.lengths.max_length)
-    batch = cfg.batch.decided(cfg.lengths.max_length)
+    batch = cfg.batch.decide(cfg.lengths.max_length)
     context = RunContext(cfg, Store(store_root(cfg)), model, batch, chat.tokenizer, chat, prepared)
     judged = ""
     require_reader(cfg.weights, cfg.objective)

@@ -104,7 +104,7 @@ def _measured(
 
 
 def _first(examples: Sequence[TrainingExample], count: int) -> list[TrainingExample]:
-    """The first examples in the order of their pairs' ids."""
+    """Returns the first examples in the order of their pairs' ids."""
     ids = pair_ids_of(examples)
     return [examples[place] for place in sorted(range(len(ids)), key=ids.__getitem__)[:count]]
 

@@ -48,11 +48,11 @@ class Means:
 
     @property
     def arrival(self) -> Arrival:
-        """What arrived of the weights; NaN throughout without an example."""
+        """Returns what arrived of the weights; NaN throughout without an example."""
         names = ("coverage", *COLUMNS)
         return Arrival(*(self.mean(name) if self.count else math.nan for name in names))
 
-    def arrived(self, source: WeightSource) -> dict[str, float]:
+    def arrival_numbers(self, source: WeightSource) -> dict[str, float]:
         """Returns coverage, source coverage and kept mass; coverage alone of weights that come with each step."""
         names = ("coverage",) if isinstance(source, OnlineSource) else ("coverage", *COLUMNS)
         return {name: self.mean(name) for name in names}
@@ -96,11 +96,11 @@ class ExampleNumbers:
         source, every = self._source, self._all
         online = isinstance(source, OnlineSource)
         sets = {
-            name: {**vars(account), "pairs": self._sets[name].count, **self._sets[name].arrived(source)}
+            name: {**vars(account), "pairs": self._sets[name].count, **self._sets[name].arrival_numbers(source)}
             for name, account in self._accounts.items()
         }
         numbers = {
-            **every.arrived(source),
+            **every.arrival_numbers(source),
             **({} if online else {"effective_share": every.mean("effective_share"), "mass": every.mean("mass", of=2)}),
             "lengths": percentiles(sizes.longest.tolist()),
             "tokens": token_percentiles(sizes),

@@ -164,7 +164,7 @@ def _weigh_now(
     encoded: dict[str, EncodedSet],
     take: Callable[[str, int, TrainingExample], None] | None = None,
 ) -> Examples:
-    """The examples of both splits; those that ``take`` is given are not held."""
+    """Makes the examples of both splits; those that ``take`` is given are not held."""
     weighed = weigh(context, encoded)
     align, source, captured, layers = context.cfg.align, weighed.source, weighed.captured, weighed.layers
     chosen = list(context.cfg.transforms.values())

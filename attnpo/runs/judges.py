@@ -122,13 +122,13 @@ class RunJudge:
         return str(self.tokenizer.decode([token]))
 
     def estimate(self, budget: int) -> MemoryEstimate:
-        """What the judge pass needs with so many tokens in a forward, and one prompt at least."""
+        """Estimates what the judge pass needs with so many tokens in a forward, and one prompt at least."""
         config, length = load_config(self.path, self.revision), self.settings.max_length
         mapped = length if describe(config).mapped else 0
         return estimate_pass(config, dtype=self.settings.dtype, tokens=max(budget, length), mapped=mapped)
 
     def budget(self, capacity: int | None) -> int:
-        """The tokens of a forward on a device of so many bytes, where they are known.
+        """Chooses the tokens of a forward on a device of so many bytes, where they are known.
 
         What a judge that thinks first keeps of a prompt is not in the estimate, so that its number is the least.
         """

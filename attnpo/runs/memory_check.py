@@ -97,11 +97,11 @@ def training_estimate(
     model: ModelSpec | None = None,
     batch: BatchPlan | None = None,
 ) -> MemoryEstimate:
-    """What training this configuration needs on each device; of its own model and plan the least that ``auto`` may be.
+    """Estimates what training needs on each device; of its own model and plan the least that ``auto`` may be.
 
     ``model`` and ``batch`` stand in their place.
     """
-    plan = batch or cfg.batch.decided(cfg.lengths.max_length)
+    plan = batch or cfg.batch.decide(cfg.lengths.max_length)
     return estimate_training(
         config,
         model or cfg.model,

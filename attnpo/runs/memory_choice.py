@@ -21,7 +21,7 @@ BUDGETS = ("tokens", "eval_tokens")
 
 
 def fit_memory(context: RunContext) -> RunContext:
-    """The context with every ``auto`` of its model and batch decided by the memory estimate, the reason logged once.
+    """Decides every ``auto`` of a context's model and batch by the memory estimate, and logs the reason once.
 
     The first of ``ModelSpec.choices`` that the device holds with the least budgets: blocks that keep their activations
     are quicker with few tokens than others with many. Then the budgets, as large as they have room. The last choice,
@@ -45,17 +45,17 @@ def fit_memory(context: RunContext) -> RunContext:
         estimates = [training_estimate(context.cfg, config, choice, batch) for choice in choices]
         place, why = chosen(estimates, capacity)
         if capacity is not None and estimates[place].fits(capacity):
-            batch = filled(context.cfg, config, choices[place], capacity)
+            batch = fill_card(context.cfg, config, choices[place], capacity)
     log_once(_lines(context.cfg, choices, estimates, place, why, batch))
     return replace(context, model=choices[place], batch=batch)
 
 
-def filled(cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
-    """The plan of a configuration with every ``auto`` as large as a device of so many bytes holds beside ``model``.
+def fill_card(cfg: RunConfig | Planned, config: PretrainedConfig, model: ModelSpec, capacity: int) -> BatchPlan:
+    """Makes every ``auto`` of a plan as large as a device of so many bytes holds beside ``model``.
 
     No larger than a process's share of a step, in training.
     """
-    plan = cfg.batch.decided(cfg.lengths.max_length)
+    plan = cfg.batch.decide(cfg.lengths.max_length)
     share = min(MOST, 2 * cfg.lengths.max_length * -(-plan.pairs // planned_processes(cfg.trainer)))
 
     def fits(batch: BatchPlan) -> bool:

@@ -302,7 +302,7 @@ def _uncompiled(context: RunContext, policy: ScoredLM) -> RunContext:
         checkpoint_every=asked.checkpoint_every,
         logps_chunk=asked.logps_chunk,
     )
-    fitted = fit_memory(replace(context, model=plain, batch=context.cfg.batch.decided(rules.max_length)))
+    fitted = fit_memory(replace(context, model=plain, batch=context.cfg.batch.decide(rules.max_length)))
     policy.chunk = fitted.model.chunk
     if fitted.model.recomputes:
         policy.model.activation_checkpointing_enable(every_n_layers=fitted.model.checkpoint_every)

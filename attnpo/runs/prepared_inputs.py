@@ -237,7 +237,7 @@ def facts_of_examples(
 
 @dataclass(frozen=True)
 class Examples:
-    """A run's weights, the examples that they make of both splits, and what these are like."""
+    """Weights of a run, the examples that they make of both splits, and what these are like."""
 
     weighed: Weighed
     sets: dict[str, ExampleSet]

@@ -29,7 +29,7 @@ FOLDER = "examples"
 LIVE = "attnpo.live"
 Write = Callable[[pa.RecordBatch], None]
 Account = dict[str, Any]
-"""What is told of rows, as JSON gives it back."""
+"""Account of rows, as JSON gives it back."""
 
 
 @dataclass(frozen=True)

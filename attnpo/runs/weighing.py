@@ -294,7 +294,7 @@ def weigh(
 
 
 def _count_prompts(captured: Captured) -> tuple[int, int]:
-    """How many prompts were read, and how many of them had to be cut."""
+    """Counts the prompts that were read, and those that had to be cut."""
     counts = [(len(pair.rounds), sum(item.cut for item in pair.rounds)) for pair in captured.values()]
     return sum(rounds for rounds, _ in counts), sum(cut for _, cut in counts)
 

@@ -140,7 +140,7 @@ def count_parameters(config: PretrainedConfig, lora: LoraSpec | None = None) -> 
 
 
 def most_tokens(fits: Callable[[int], bool], least: int, most: int = MOST) -> int:
-    """The largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
+    """Finds the largest budget of tokens that ``fits``, from ``least``, which is taken as it is, up to ``most``."""
     steps = range(1, max(0, most - least) // ROUND + 1)
     return least + ROUND * bisect_left(steps, True, key=lambda step: not fits(least + ROUND * step))
 
@@ -177,7 +177,7 @@ def estimate_training(
         tokens or 2 * micro * max_length,
         *_recomputed(shape, model),
         quantized=model.quantize is not None,
-        compiled=model.compiled,
+        compiled=model.is_compiled,
     )
     validated = eval_tokens or 2 * eval_micro * max_length
     rows_of = f"{2 * eval_micro} rows of {max_length} tokens" if eval_tokens is None else f"{eval_tokens:,} tokens"

@@ -54,7 +54,7 @@ def recipe(length: str, hardware: str, method: str) -> Recipe:
     return part(compose("fit", words), Recipe)
 
 
-def decided(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
+def decide(made: Recipe, capacity: int) -> tuple[ModelSpec, MemoryEstimate]:
     """What a recipe's ``auto`` becomes on devices of so many bytes, and the estimate of that."""
     choices = made.model.choices()
     estimates = [training_estimate(made, SHAPE, choice) for choice in choices]

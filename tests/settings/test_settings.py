@@ -18,7 +18,7 @@ from attnpo.data.base import pairs_from_rows
 from attnpo.data.rules import BatchPlan
 from attnpo.models.spec import ModelSpec
 from attnpo.runs import settings
-from attnpo.runs.memory_choice import chosen, filled
+from attnpo.runs.memory_choice import chosen, fill_card
 from attnpo.runs.settings import TOKEN_BUDGET
 from attnpo.schema import SIDES, Message, PreferencePair
 from attnpo.studies.fit_config import FitConfig
@@ -269,9 +269,9 @@ def config_of(name: str) -> PretrainedConfig:
 
 def estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
     """Of training, with what ``auto`` stands for on devices of so many GiB."""
-    room, choices, least = int(capacity * GIB), cfg.model.choices(), cfg.batch.decided(cfg.lengths.max_length)
+    room, choices, least = int(capacity * GIB), cfg.model.choices(), cfg.batch.decide(cfg.lengths.max_length)
     place, _ = chosen([_estimate(cfg, model, config, least) for model in choices], room)
-    return _estimate(cfg, choices[place], config, filled(cfg, config, choices[place], room))
+    return _estimate(cfg, choices[place], config, fill_card(cfg, config, choices[place], room))
 
 
 def judge_estimate(cfg: FitConfig, config: PretrainedConfig, capacity: float) -> MemoryEstimate:
@@ -349,9 +349,9 @@ def test_a_card_is_filled_and_five_percent_of_it_stay_free(option: str) -> None:
     cfg = composed(SETTINGS[0], f"hardware={option}")
     again, tokens = FILLED[option]
     for choice in cfg.model.choices():
-        plan = cfg.batch.decided(cfg.lengths.max_length)
+        plan = cfg.batch.decide(cfg.lengths.max_length)
         if choice.recomputes == again:
-            plan = filled(cfg, config, choice, capacity)
+            plan = fill_card(cfg, config, choice, capacity)
             assert (choice.chunk, plan.tokens, plan.eval_tokens) == (1024, tokens, MOST)
             assert _estimate(cfg, choice, config, plan).fits(capacity)
             if tokens < 2 * cfg.lengths.max_length * cfg.batch.pairs // HARDWARE[option][1]:
@@ -376,7 +376,7 @@ def test_a_length_goes_with_any_setting_and_adds_up(name: str, length: int) -> N
     assert (made.lengths.max_length, made.judge.max_length) == (tokens, tokens)
     assert FRAME + made.lengths.max_prompt_length + 2 * made.judge.max_response_length == tokens
     assert (made.batch.tokens, made.batch.eval_tokens, made.batch.micro) == ("auto", 2 * tokens, None)
-    assert made.batch.decided(tokens).tokens == 2 * tokens
+    assert made.batch.decide(tokens).tokens == 2 * tokens
     assert (made.model.gradient_checkpointing, made.model.logps_chunk) == ("auto", "auto")
 
 
