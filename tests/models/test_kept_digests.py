@@ -21,11 +21,11 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path
     """The files that were read, in a process that keeps digests of all sizes as soon as they are taken."""
     seen: list[Path] = []
 
-    def counted(file: Path) -> str:
+    def count(file: Path) -> str:
         seen.append(file)
         return file_digest(file)
 
-    monkeypatch.setattr(kept_digests, "file_digest", counted)
+    monkeypatch.setattr(kept_digests, "file_digest", count)
     monkeypatch.setattr(kept_digests, "LARGE", 0)
     monkeypatch.setattr(kept_digests, "SETTLED", 0)
     monkeypatch.setattr(kept_digests, "_places", [])
@@ -145,12 +145,12 @@ def test_a_file_that_changed_just_now_is_hashed_by_the_next_process_too(
 def test_a_file_that_changes_while_it_is_read_is_not_kept(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def disturbed(file: Path) -> str:
+    def disturb(file: Path) -> str:
         found = file_digest(file)
         overwrite(file)
         return found
 
-    monkeypatch.setattr(kept_digests, "file_digest", disturbed)
+    monkeypatch.setattr(kept_digests, "file_digest", disturb)
     unchanged_digest(model)
     assert not (tmp_path / "store").exists()
 

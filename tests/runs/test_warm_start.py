@@ -32,20 +32,20 @@ class Calls:
             self._count(monkeypatch, room, name, into)
         digest = hashlib.file_digest
 
-        def hashed(file: object, kind: str) -> object:
+        def hash_file(file: object, kind: str) -> object:
             self.hashed.append(Path(file.name).name)  # type: ignore[attr-defined]
             return digest(file, kind)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(hashlib, "file_digest", hashed)
+        monkeypatch.setattr(hashlib, "file_digest", hash_file)
 
     def _count(self, monkeypatch: pytest.MonkeyPatch, room: object, name: str, into: list[str]) -> None:
         real = getattr(room, name)
 
-        def counted(*given: object, **more: object) -> object:
+        def count(*given: object, **more: object) -> object:
             into.append(name)
             return real(*given, **more)
 
-        monkeypatch.setattr(room, name, counted)
+        monkeypatch.setattr(room, name, count)
 
     def of_model(self, world: World) -> list[str]:
         """The model's files that were hashed."""

@@ -128,7 +128,7 @@ def outcome(pairs: Sequence[PreferencePair], chat: ChatFormat, rules: LengthRule
     return [found, chat.counts, chat._ends, chat.end_ids, chat.counts, heard.lines]
 
 
-def added(tokenizer: Any, template: str) -> Any:
+def add_template(tokenizer: Any, template: str) -> Any:
     words = set(re.findall(r"<[|\uff5c]?[\w\u2581/]+[|\uff5c]?>", template))
     tokenizer.add_special_tokens({"additional_special_tokens": sorted(words)})
     return tokenizer
@@ -140,7 +140,7 @@ def test_many_at_once_are_what_one_at_a_time_gives(formats: Formats, name: str) 
     folder, template = TEMPLATES[name]
     tokenizer = formats.tokenizer(folder)
     if template is not None and folder == GOLDEN:
-        tokenizer = added(formats.tokenizer(folder, fresh=True), template)
+        tokenizer = add_template(formats.tokenizer(folder, fresh=True), template)
 
     @settings(max_examples=15, suppress_health_check=list(HealthCheck))
     @given(PAIRS, st.sampled_from(RULES), st.booleans(), st.sampled_from([None, None, len(tokenizer) - 1, 300]))

@@ -280,12 +280,12 @@ def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool) -
         compile_blocks(model, "aot_eager")
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
-    def estimated(layers: int) -> int:
+    def estimate(layers: int) -> int:
         asked = replace(spec(dtype, checkpointing=recomputed), compile="inductor")
         named = {"precision": "bf16-mixed" if mixed else "32-true", "max_length": 2, "reference": "cached"}
         return estimate_training(small(layers), asked, Optimizer(), tokens=1, **named)["activations"].size
 
-    assert per_token(3) - per_token(2) == estimated(3) - estimated(2)
+    assert per_token(3) - per_token(2) == estimate(3) - estimate(2)
 
 
 def test_compiled_blocks_take_what_they_took_on_a_card() -> None:

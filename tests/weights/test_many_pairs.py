@@ -55,7 +55,7 @@ def tokens(rng: np.random.Generator, text: str) -> Tokens:
     return rng.integers(0, 12, len(ends)).tolist(), list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def merged(rng: np.random.Generator, given: Tokens) -> Tokens:
+def merge_tokens(rng: np.random.Generator, given: Tokens) -> Tokens:
     """The same text with some tokens joined to the next one."""
     ids, places = list(given[0]), list(given[1])
     for at in sorted(rng.choice(len(ids), size=min(2, len(ids)), replace=False).tolist(), reverse=True):
@@ -102,9 +102,9 @@ class World:
                 first = next(at for at, (_, stop) in enumerate(places) if stop > begins)
                 own = (ids[first:], places[first:])
             if sort == 2 and not self.train:
-                own = merged(rng, own)
+                own = merge_tokens(rng, own)
             for at, one in enumerate(rounds):
-                here = merged(rng, own) if sort == 3 and at and not self.train else own
+                here = merge_tokens(rng, own) if sort == 3 and at and not self.train else own
                 one[side] = TokenWeights(
                     torch.tensor(here[0]), torch.tensor(here[1]).reshape(-1, 2), self._rows(rng, len(here[0]), sort, at)
                 )
