@@ -58,7 +58,7 @@ class JudgeReading:
     """
 
     rows: Float[Tensor, "layers T"] | Float[Tensor, "layers heads T"]
-    rollout: Float[Tensor, "T"] | None = None
+    rollout: Float[Tensor, " T"] | None = None
     verdict_logits: Float[Tensor, "2"] | None = None
     verdict_token: int | None = None
     verdict_logps: Float[Tensor, "3"] | None = None

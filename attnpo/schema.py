@@ -163,7 +163,7 @@ class TokenWeights:
     ``offsets`` are characters of the response as it stands in the pair, half open.
     """
 
-    token_ids: Int[Tensor, "n"]
+    token_ids: Int[Tensor, " n"]
     offsets: Int[Tensor, "n 2"]
     weights: Float[Tensor, "layers n"]
 
@@ -299,8 +299,8 @@ class InputGradient:
     """
 
     response: Float[Tensor, "rows R"]
-    prompt: Float[Tensor, "rows"]
-    prompt_tokens: Int[Tensor, "rows"]
+    prompt: Float[Tensor, " rows"]
+    prompt_tokens: Int[Tensor, " rows"]
 
 
 @dataclass(frozen=True)
@@ -333,7 +333,7 @@ class RowGroup:
     response_ids: Int[Tensor, "rows R"]
     response_mask: Bool[Tensor, "rows R"]
     token_weights: Mapping[str, Float[Tensor, "rows R"]]
-    source_lengths: Float[Tensor, "rows"]
+    source_lengths: Float[Tensor, " rows"]
     reference_logps: Float[Tensor, "rows R"] | None
     inputs: ModelInputs | None = None
     factors: bool = False
@@ -396,7 +396,7 @@ def _move(value: _T, device: torch.device) -> _T:
 class ObjectiveOutput:
     """Per-pair results of an objective. ``losses`` carries gradient; rewards and extras are detached."""
 
-    losses: Float[Tensor, "pairs"]
-    chosen_rewards: Float[Tensor, "pairs"]
-    rejected_rewards: Float[Tensor, "pairs"]
-    extras: Mapping[str, Float[Tensor, "pairs"]] = field(default_factory=dict)
+    losses: Float[Tensor, " pairs"]
+    chosen_rewards: Float[Tensor, " pairs"]
+    rejected_rewards: Float[Tensor, " pairs"]
+    extras: Mapping[str, Float[Tensor, " pairs"]] = field(default_factory=dict)

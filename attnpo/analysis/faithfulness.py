@@ -280,7 +280,7 @@ def measure(
     )
 
 
-def _mean(margins: Float[np.ndarray, "prompts"], places: Sequence[Sequence[int]]) -> Array:
+def _mean(margins: Float[np.ndarray, " prompts"], places: Sequence[Sequence[int]]) -> Array:
     """The mean log-odds of each pair's prompts."""
     return np.array([margins[found].mean() for found in places])
 
@@ -338,7 +338,7 @@ def _margins(
     judge: JudgeModel,
     prompts: PromptBuilder,
     progress: Callable[[int, int], None] | None,
-) -> Float[np.ndarray, "prompts"]:
+) -> Float[np.ndarray, " prompts"]:
     """Log-odds of the chosen answer's label per prompt, NaN where its text cannot be shown."""
     margins = np.full(len(asked), np.nan)
     rest, done = iter(enumerate(asked)), 0

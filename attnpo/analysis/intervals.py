@@ -115,7 +115,7 @@ def paired_difference(first: Scores, second: Float[np.ndarray, "other_seeds othe
     return hierarchical_bootstrap(one - two)
 
 
-def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, "draws"]:
+def _resampled_means(scores: Scores, draws: int, seed: int, prompts: Prompts) -> Float[np.ndarray, " draws"]:
     """Means of resamples. Drawing with replacement is held as counts per seed and per prompt."""
     seeds, width = scores.shape
     if prompts is Prompts.SHARED and draws * width <= _DRAWS_AT_ONCE:
@@ -200,7 +200,7 @@ def t_quantile(probability: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan((low + high) / 2)
 
 
-def _t_factors(freedom: int) -> Float[np.ndarray, "terms"]:
+def _t_factors(freedom: int) -> Float[np.ndarray, " terms"]:
     """Coefficients of the even powers of the cosine: 1, 2/3, 2*4/(3*5)... (odd) or 1, 1/2, 1*3/(2*4)... (even)."""
     terms = freedom // 2
     step = np.arange(1, terms, dtype=np.float64)
@@ -208,7 +208,7 @@ def _t_factors(freedom: int) -> Float[np.ndarray, "terms"]:
     return np.concatenate([np.ones(min(terms, 1)), np.cumprod(ratios)])
 
 
-def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, "terms"]) -> float:
+def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, " terms"]) -> float:
     """The probability that |t| stays below sqrt(freedom) * tan(angle)."""
     cosine = math.cos(angle)
     series = float(factors @ cosine ** (2.0 * np.arange(len(factors)))) * math.sin(angle)
@@ -220,7 +220,7 @@ def _t_centre(angle: float, freedom: int, factors: Float[np.ndarray, "terms"]) -
 # ------------------------------------------------------------------------------------------------ ranks
 
 
-def tied_ranks(scores: Float[np.ndarray, "methods"]) -> Float[np.ndarray, "methods"]:
+def tied_ranks(scores: Float[np.ndarray, " methods"]) -> Float[np.ndarray, " methods"]:
     """The rank of each score, 1 the highest; equal scores share the mean of the ranks they take up."""
     if scores.ndim != 1 or not np.isfinite(scores).all():
         raise UserError(f"ranks: expected one row of finite scores, got shape {scores.shape}: {scores.tolist()}")
@@ -231,7 +231,7 @@ def tied_ranks(scores: Float[np.ndarray, "methods"]) -> Float[np.ndarray, "metho
 
 def average_ranks(
     scores: Float[np.ndarray, "methods metrics"], higher: Sequence[bool] | None = None
-) -> Float[np.ndarray, "methods"]:
+) -> Float[np.ndarray, " methods"]:
     """The mean over metrics of each method's tied rank (the paper's Avg Rank, best = 1).
 
     ``higher`` says of each metric whether its higher scores are the better ones, as they are where it is not given.

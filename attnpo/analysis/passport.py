@@ -94,7 +94,7 @@ def margins(captured: Sequence[PairWeights]) -> Margins:
     return np.array(rows, dtype=np.float64).reshape(-1, 2)
 
 
-def share(values: Float[np.ndarray, "cases"]) -> Estimate:
+def share(values: Float[np.ndarray, " cases"]) -> Estimate:
     """The mean of values from 0 to 1 with Wilson's 95 % interval."""
     if not values.size:
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -102,7 +102,7 @@ def share(values: Float[np.ndarray, "cases"]) -> Estimate:
     return Estimate(value, *wilson(value, values.size), values.size)
 
 
-def mean(values: Float[np.ndarray, "cases"], level: float = LEVEL) -> Estimate:
+def mean(values: Float[np.ndarray, " cases"], level: float = LEVEL) -> Estimate:
     """The mean of any values with Student's t interval; without one for fewer than two values."""
     if values.size < 2:
         return Estimate(float(values.mean()) if values.size else math.nan, math.nan, math.nan, values.size)

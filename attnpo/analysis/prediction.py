@@ -122,8 +122,8 @@ def held_out(cases: Sequence[Case], *names: str) -> HeldOut | None:
 
 
 def _predict(
-    columns: Sequence[Values], gains: Values, out: Bool[np.ndarray, "cases"]
-) -> tuple[Float[np.ndarray, "held"], Bool[np.ndarray, "held"]]:
+    columns: Sequence[Values], gains: Values, out: Bool[np.ndarray, " cases"]
+) -> tuple[Float[np.ndarray, " held"], Bool[np.ndarray, " held"]]:
     """The ranks of the gains left ``out`` as the others predict them, from 0 to 1, and whether that is a gain above 0.
 
     Ranks are places among the other cases, so that they mean the same whatever is left out.
@@ -139,7 +139,7 @@ def _predict(
     return ranks, np.interp(ranks, _places(others, ordered), ordered) > 0
 
 
-def _places(reference: Float[np.ndarray, "others"], values: Float[np.ndarray, "held"]) -> Float[np.ndarray, "held"]:
+def _places(reference: Float[np.ndarray, " others"], values: Float[np.ndarray, " held"]) -> Float[np.ndarray, " held"]:
     """The share of ``reference`` below each value, equal ones counted half."""
     ordered = np.sort(reference)
     ends = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")

@@ -56,14 +56,14 @@ class WeightSummary:
     mean: ResponseStats
 
 
-def effective_number(weights: Float[Tensor, "m"]) -> float:
+def effective_number(weights: Float[Tensor, " m"]) -> float:
     """1 / sum a^2 with a = |w| / sum |w|: m for uniform weights, 1 for a single token, 0 for a row without mass."""
     shares = _shares(weights)
     square = float(shares.square().sum())
     return 1.0 / square if square > 0 else 0.0
 
 
-def response_statistics(weights: Float[Tensor, "m"], length: float | int | None = None) -> ResponseStats:
+def response_statistics(weights: Float[Tensor, " m"], length: float | int | None = None) -> ResponseStats:
     """The statistics of one row of at least one weight; ``length`` is |y| (the number of weights by default).
 
     A row without mass has effective number, entropy and shares 0. UserError for an empty or non-finite row.
@@ -152,8 +152,8 @@ class WeightedRow:
     It is |y| of a distribution, the number of tokens by default, and 1 of factors.
     """
 
-    token_ids: Int[Tensor, "m"]
-    weights: Float[Tensor, "m"]
+    token_ids: Int[Tensor, " m"]
+    weights: Float[Tensor, " m"]
     length: float | int | None = None
 
 
@@ -214,7 +214,7 @@ def _gather(rows: Iterable[WeightedRow]) -> tuple[Tensor, Tensor, Tensor]:
     return torch.cat(ids), torch.cat(weights), torch.cat(relative)
 
 
-def _shares(weights: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
+def _shares(weights: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
     """|w| / sum |w| in float64; zeros for a row without mass."""
     size = weights.double().abs()
     total = size.sum()

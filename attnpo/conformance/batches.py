@@ -33,7 +33,7 @@ def filled(
 def row_group(
     mask: Bool[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"] | None = None,
-    lengths: Float[Tensor, "rows"] | None = None,
+    lengths: Float[Tensor, " rows"] | None = None,
     ids: Int[Tensor, "rows R"] | None = None,
     factors: bool = False,
 ) -> RowGroup:

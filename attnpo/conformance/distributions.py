@@ -22,8 +22,8 @@ from attnpo.training.pair_values import pair_values
 
 CHUNK = 4  # tokens at once; the records' responses are longer
 
-Statistics = dict[str, Float[Tensor, "N"]]
-Way = Callable[[Float[Tensor, "N vocab"], Int[Tensor, "N"], Float[Tensor, "N vocab"], tuple[str, ...]], Statistics]
+Statistics = dict[str, Float[Tensor, " N"]]
+Way = Callable[[Float[Tensor, "N vocab"], Int[Tensor, " N"], Float[Tensor, "N vocab"], tuple[str, ...]], Statistics]
 
 
 def through_logits(logits: Tensor, labels: Tensor, other: Tensor, joint: tuple[str, ...]) -> Statistics:
@@ -67,7 +67,7 @@ class LogitRows:
         ours = way(self.policy[mask], labels, self.reference[mask], joint)
         theirs = way(self.reference[mask], labels, self.reference[mask], ())
 
-        def spread(values: Float[Tensor, "N"]) -> Float[Tensor, "rows R"]:
+        def spread(values: Float[Tensor, " N"]) -> Float[Tensor, "rows R"]:
             return values.new_full(mask.shape, filling).masked_scatter(mask, values)
 
         policy = TokenStats(logps=spread(ours["logps"]), joint={name: spread(ours[f"joint:{name}"]) for name in joint})
@@ -105,7 +105,7 @@ def evaluate(
     }
 
 
-def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, "pairs"]]:
+def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, " pairs"]]:
     """Rewards ``beta (S(d) + K)``, sequence KLs K and, as the rest of these, the log-ratios S(d) of both sides."""
     values: dict[str, Tensor] = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):

@@ -63,7 +63,7 @@ def by_label(labels: Sequence[int]) -> list[int]:
     return desirable + undesirable
 
 
-def in_order(values: Float[Tensor, "rows"], order: Sequence[int]) -> Float[Tensor, "rows"]:
+def in_order(values: Float[Tensor, " rows"], order: Sequence[int]) -> Float[Tensor, " rows"]:
     """``values`` of the examples ``order``, each at its place in the record."""
     return torch.empty_like(values).index_put((torch.tensor(order),), values)
 

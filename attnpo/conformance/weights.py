@@ -71,7 +71,7 @@ def _places(count: int) -> list[tuple[int, int]]:
     return [(place, place + 1) for place in range(count)]
 
 
-def _row(ids: Sequence[int], weights: Float[Tensor, "n"]) -> TokenWeights:
+def _row(ids: Sequence[int], weights: Float[Tensor, " n"]) -> TokenWeights:
     places = torch.tensor(_places(len(ids)), dtype=torch.long).reshape(-1, 2)
     return TokenWeights(torch.tensor(ids, dtype=torch.long), places, weights.unsqueeze(0))
 
@@ -109,7 +109,7 @@ class GivenMap:
 
     map: Float[Tensor, "T T"]
 
-    def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
+    def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
         """The rows of ``last`` as those of a single head."""
         return self.map[last][:, None]
 
@@ -196,7 +196,7 @@ def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: 
         comparison.numbers("weights put in front", target, expected, rtol=EXACT, atol=EXACT)
 
 
-def moved(judge_ids: list[int], weights: Float[Tensor, "n"], ids: list[int]) -> Float[Tensor, "m"]:
+def moved(judge_ids: list[int], weights: Float[Tensor, " n"], ids: list[int]) -> Float[Tensor, " m"]:
     """Weights of judge tokens on training ids, times the judge's token count."""
     row = _row(judge_ids, weights)
     captured = PairWeights("golden", (Round(True, row, row),))
@@ -265,10 +265,10 @@ def _refused(judge_ids: list[int], weights: Tensor, ids: list[int]) -> bool:
 
 
 def is_tied(
-    ours: Float[Tensor, "m"],
-    theirs: Float[Tensor, "m"],
+    ours: Float[Tensor, " m"],
+    theirs: Float[Tensor, " m"],
     judge_ids: Sequence[int],
-    weights: Float[Tensor, "n"],
+    weights: Float[Tensor, " n"],
     ids: Sequence[int],
     tolerance: float = EXACT,
 ) -> bool:

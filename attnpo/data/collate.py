@@ -29,11 +29,11 @@ class TrainingExample:
     pair_id: str
     chosen: EncodedResponse
     rejected: EncodedResponse
-    weights: tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+    weights: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
     lengths: tuple[float, float]
     coverage: tuple[float, float]
     pair_weight: float = 1.0
-    reference_logps: tuple[Float[Tensor, "m"], Float[Tensor, "k"]] | None = None
+    reference_logps: tuple[Float[Tensor, " m"], Float[Tensor, " k"]] | None = None
     factors: bool = False
     source_coverage: tuple[float, float] = (1.0, 1.0)
     kept_mass: tuple[float, float] = (1.0, 1.0)
@@ -54,7 +54,7 @@ class TrainingExample:
         return max(len(side.prompt_ids) + len(side.response_ids) for side in self.sides)
 
 
-def pad_rows(rows: Sequence[Float[Tensor, "_"]], width: int) -> Float[Tensor, "rows R"]:
+def pad_rows(rows: Sequence[Float[Tensor, " _"]], width: int) -> Float[Tensor, "rows R"]:
     """Rows of different length as one tensor, zeros at the right; dtype of the first row."""
     out = torch.zeros(len(rows), width, dtype=rows[0].dtype)
     for i, row in enumerate(rows):

@@ -125,7 +125,7 @@ def _draw_panel(axes: Axes, shown: _Panel, rows: Sequence[Mapping[str, Number]])
 
 def _series(
     rows: Sequence[Mapping[str, Number]], column: str
-) -> tuple[Float[np.ndarray, "points"], Float[np.ndarray, "points"], int]:
+) -> tuple[Float[np.ndarray, " points"], Float[np.ndarray, " points"], int]:
     """Steps and values of a column in order of steps, and how many logged values were not finite."""
     logged = [(float(row.get("step", number)), float(row[column])) for number, row in enumerate(rows) if column in row]
     kept = sorted(pair for pair in logged if math.isfinite(pair[0]) and math.isfinite(pair[1]))
@@ -133,7 +133,7 @@ def _series(
     return table[:, 0], table[:, 1], len(logged) - len(kept)
 
 
-def _running_mean(values: Float[np.ndarray, "points"]) -> Float[np.ndarray, "points"]:
+def _running_mean(values: Float[np.ndarray, " points"]) -> Float[np.ndarray, " points"]:
     """The mean over a centred window of about a fifteenth of the curve, shorter at its ends."""
     half = max(2, len(values) // 30)
     total = np.concatenate([[0.0], np.cumsum(values)])

@@ -179,7 +179,7 @@ class HeatRow:
 def heat_row(
     pair: PreferencePair,
     encoded: tuple[EncodedResponse, EncodedResponse],
-    weights: tuple[Float[Tensor, "m"], Float[Tensor, "k"]],
+    weights: tuple[Float[Tensor, " m"], Float[Tensor, " k"]],
     decode: Callable[[int], str],
     *,
     lengths: tuple[float | int, float | int] | None = None,
@@ -253,7 +253,7 @@ def _side_view(text: str, found: TokenWeights) -> SideView:
 def _heat_side(
     text: str,
     encoded: EncodedResponse,
-    weights: Float[Tensor, "m"],
+    weights: Float[Tensor, " m"],
     decode: Callable[[int], str],
     length: float | None,
     coverage: float | None,

@@ -220,7 +220,7 @@ def prompts(name: str, rows: Sequence[Compared]) -> list[str | None]:
     return [prompt if isinstance(prompt, str) else None for prompt in (row["prompt"] for row in asked)]
 
 
-def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, GradingReply]) -> Float[np.ndarray, "rows"]:
+def preferences(name: str, rows: Sequence[Compared], replies: Mapping[str, GradingReply]) -> Float[np.ndarray, " rows"]:
     """The library's preferences: 1 where the baseline's answer is surely better, 2 where the model's is, 1.5 for ties.
 
     NaN where the reply to a row's prompt holds no verdict, or is not among ``replies`` (by prompt). A reply without

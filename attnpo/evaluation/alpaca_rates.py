@@ -32,7 +32,7 @@ class Rates:
     """
 
     scores: dict[str, float]
-    values: dict[str, Float[np.ndarray, "rows"]]
+    values: dict[str, Float[np.ndarray, " rows"]]
     errors: dict[str, float] = field(default_factory=dict)
     lengths_equal: bool = False
 
@@ -89,7 +89,7 @@ def _in_place_of_download(file: Path) -> Iterator[None]:
 
 def win_rates(
     rows: Sequence[Compared],
-    preferences: Float[np.ndarray, "rows"],
+    preferences: Float[np.ndarray, " rows"],
     auxiliary: Path | None,
     places: Sequence[int] | None = None,
 ) -> Rates:
@@ -138,7 +138,7 @@ def win_rates(
     return Rates(scores, values, errors, lengths_equal=not controlled)
 
 
-def _length_differences(rows: Sequence[Compared]) -> Float[np.ndarray, "rows"]:
+def _length_differences(rows: Sequence[Compared]) -> Float[np.ndarray, " rows"]:
     """Characters of the baseline's answer less those of the model's."""
     return np.array([len(row.baseline) - len(row.output) for row in rows], dtype=float)
 
@@ -163,9 +163,9 @@ def _metrics(annotations: object, auxiliary: Path | None) -> dict[str, float]:
 
 def _standard_error(
     weights: Float[np.ndarray, "3"],
-    lengths: Float[np.ndarray, "rows"],
-    shares: Float[np.ndarray, "rows"],
-    places: Int[np.ndarray, "rows"],
+    lengths: Float[np.ndarray, " rows"],
+    shares: Float[np.ndarray, " rows"],
+    places: Int[np.ndarray, " rows"],
     auxiliary: Path,
 ) -> float:
     """The standard error over questions of the length-controlled rate, in percent.
@@ -196,5 +196,5 @@ def _standard_error(
     return float(100 * influence.std(ddof=1) / math.sqrt(count))
 
 
-def _logistic(values: Float[np.ndarray, "rows"]) -> Float[np.ndarray, "rows"]:
+def _logistic(values: Float[np.ndarray, " rows"]) -> Float[np.ndarray, " rows"]:
     return np.asarray(np.exp(-np.logaddexp(0, -values)))

@@ -30,8 +30,8 @@ class Graded:
 
     questions: tuple[str, ...]
     scores: Mapping[str, float]
-    values: Mapping[str, Float[np.ndarray, "questions"]]
-    weights: Mapping[str, Float[np.ndarray, "questions"]]
+    values: Mapping[str, Float[np.ndarray, " questions"]]
+    weights: Mapping[str, Float[np.ndarray, " questions"]]
     counts: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
 

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY = 10.0  # seconds between two lines on the progress
 
-Logps = Mapping[str, tuple[Float[Tensor, "m"], Float[Tensor, "k"]]]
+Logps = Mapping[str, tuple[Float[Tensor, " m"], Float[Tensor, " k"]]]
 """Per-token log-probabilities of chosen and rejected response, by pair id."""
 
 PLAIN, NORMALISED, WEIGHTED = "accuracy", "accuracy_normalised", "accuracy_weighted"
@@ -43,7 +43,7 @@ class RewardFactors(NamedTuple):
     """What multiplies the log-ratio of each response token, and the tokens it was made for (chosen, rejected)."""
 
     response_ids: tuple[list[int], list[int]]
-    factors: tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+    factors: tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
 
 
 Weigh = Callable[[Sequence[PreferencePair]], Mapping[str, RewardFactors]]

@@ -40,7 +40,7 @@ def answered(questions: Sequence[Question], answers: Mapping[str, ModelAnswer]) 
     return [question for question in questions if question.id in answers]
 
 
-def weighted_mean(values: Float[np.ndarray, "questions"], weights: Float[np.ndarray, "questions"]) -> float:
+def weighted_mean(values: Float[np.ndarray, " questions"], weights: Float[np.ndarray, " questions"]) -> float:
     """sum(w v) / sum(w) over the questions with a weight; NaN where there is none."""
     counted = weights > 0
     mass = float(weights[counted].sum())

@@ -148,16 +148,16 @@ class Preferences:
     """
 
     items: tuple[str, ...]
-    values: Float[np.ndarray, "items"]
+    values: Float[np.ndarray, " items"]
     counts: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def weights(self) -> Float[np.ndarray, "items"]:
+    def weights(self) -> Float[np.ndarray, " items"]:
         """1 for an item with a value, else 0."""
         return there(self.values)
 
     @property
-    def percent(self) -> Float[np.ndarray, "items"]:
+    def percent(self) -> Float[np.ndarray, " items"]:
         """The values in percent."""
         return 100 * self.values
 
@@ -167,12 +167,12 @@ class Preferences:
         return mean_of(self.percent)
 
 
-def there(values: Float[np.ndarray, "items"]) -> Float[np.ndarray, "items"]:
+def there(values: Float[np.ndarray, " items"]) -> Float[np.ndarray, " items"]:
     """1.0 for each value that is there, 0.0 for NaN."""
     return np.where(np.isnan(values), 0.0, 1.0)
 
 
-def mean_of(values: Float[np.ndarray, "items"]) -> float:
+def mean_of(values: Float[np.ndarray, " items"]) -> float:
     """Mean of the values that are there; NaN where there is none."""
     found = values[~np.isnan(values)]
     return float(found.mean()) if len(found) else math.nan

@@ -160,7 +160,7 @@ class TestbedBenchmark:
             counts={reason: count for reason, count in counts.items() if count},
         )
 
-    def _rewards(self, items: Sequence[str], replies: Replies) -> Float[np.ndarray, "items"]:
+    def _rewards(self, items: Sequence[str], replies: Replies) -> Float[np.ndarray, " items"]:
         """The true reward of each prompt's review, from whichever of its calls has one; NaN where none has."""
         place = {ANSWER: 0, MODEL_FIRST: 0, MODEL_SECOND: 1}
         found: dict[str, float] = {}

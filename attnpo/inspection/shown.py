@@ -35,7 +35,7 @@ class ShownSide:
     tokens: tuple[HeatToken, ...]
     ids: tuple[int, ...]
     offsets: tuple[tuple[int, int], ...] | None
-    columns: Mapping[str, Float[Tensor, "m"]]
+    columns: Mapping[str, Float[Tensor, " m"]]
     summary: str
 
 

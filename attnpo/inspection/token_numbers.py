@@ -23,7 +23,7 @@ class Scores:
     policy: LogpPair
     reference: LogpPair
 
-    def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, "_"]]]:
+    def columns(self, objective: PreferenceObjective, example: TrainingExample) -> list[dict[str, Float[Tensor, " _"]]]:
         """The columns of either side: log-probabilities, log-ratio, contribution to the margin."""
         parts = contributions(objective, example, self)
         return [
@@ -58,7 +58,7 @@ def _margins(
     example: TrainingExample,
     scores: Scores,
     left_out: Sequence[tuple[int, int] | None],
-) -> Float[Tensor, "_"]:
+) -> Float[Tensor, " _"]:
     """The margin with each of the tokens (side, place) as the reference has it; None leaves the policy as it is."""
     copies = len(left_out)
     batch = collate([example] * copies, padded, 0, copies)

@@ -116,7 +116,7 @@ def shown(
     example: TrainingExample,
     rounds: PairWeights | None,
     decode: Callable[[int], str],
-    more: Sequence[Mapping[str, Float[Tensor, "_"]]],
+    more: Sequence[Mapping[str, Float[Tensor, " _"]]],
     note: str,
     traces: tuple[str, ...] = (),
 ) -> ShownPair:
@@ -146,9 +146,9 @@ def shown_side(
     side: HeatSide,
     ids: Sequence[int],
     offsets: Sequence[tuple[int, int]] | None,
-    weights: Float[Tensor, "m"],
+    weights: Float[Tensor, " m"],
     scale: float,
-    more: Mapping[str, Float[Tensor, "_"]],
+    more: Mapping[str, Float[Tensor, " _"]],
 ) -> ShownSide:
     """One response with its weights, these times ``scale`` (relative to uniform), and ``more`` columns."""
     columns = {"weight": weights, "relative": weights * scale, **more}

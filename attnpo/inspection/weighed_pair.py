@@ -54,7 +54,7 @@ class WeighedResponse:
     tokens: tuple[str, ...]
     token_ids: tuple[int, ...]
     offsets: tuple[Range, ...]
-    weights: Float[Tensor, "m"]
+    weights: Float[Tensor, " m"]
     length: float
     coverage: float
     matched: tuple[bool, ...]
@@ -62,7 +62,7 @@ class WeighedResponse:
     kept_mass: float = 1.0
 
     @property
-    def relative(self) -> Float[Tensor, "m"]:
+    def relative(self) -> Float[Tensor, " m"]:
         """The weights relative to uniform, w * |y|: 1 where a token counts as much as the mean token."""
         return self.weights * self.length
 
@@ -214,7 +214,7 @@ class WeighedPairs(Sequence[WeighedPair]):
 
 
 def weighed_responses(heat: HeatRow, pair: PreferencePair, ids: Sequence[tuple[Sequence[int], Sequence[Range]]],
-                      weights: Sequence[Float[Tensor, "_"]]) -> tuple[WeighedResponse, WeighedResponse]:  # fmt: skip
+                      weights: Sequence[Float[Tensor, " _"]]) -> tuple[WeighedResponse, WeighedResponse]:  # fmt: skip
     """Both responses of ``heat`` with token ids, characters and weights; sequences are (chosen, rejected)."""
     made = [
         WeighedResponse(

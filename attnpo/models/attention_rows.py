@@ -82,7 +82,7 @@ class LayerAttention:
     key: Float[Tensor, "batch groups K d"]
     scaling: float
     softcap: float | None
-    sinks: Float[Tensor, "heads"] | None
+    sinks: Float[Tensor, " heads"] | None
     rule: MaskRule
     branches: Int[Tensor, "n L"] | None = None
 
@@ -97,7 +97,7 @@ class LayerAttention:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         return softmax(scores.masked_fill_(~allowed, -torch.inf), self.sinks)
 
-    def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
+    def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""
         batch, length = len(last), self.length
         each = torch.arange(batch, device=last.device)
@@ -164,14 +164,14 @@ def cut(length: int, per_query: int) -> Iterator[slice]:
 class AttentionMap(Protocol):
     """One layer's attention map as rollout reads it."""
 
-    def rows(self, last: Int[Tensor, "batch"]) -> Float[Tensor, "batch heads T"]:
+    def rows(self, last: Int[Tensor, " batch"]) -> Float[Tensor, "batch heads T"]:
         """The softmax row of each sequence's position ``last``, per query head."""
 
     def pull(self, weights: Float[Tensor, "batch T"]) -> Float[Tensor, "batch T"]:
         """``weights @ A`` for the head-mean attention map A."""
 
 
-def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, "batch"]) -> Float[Tensor, "batch T"]:
+def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, " batch"]) -> Float[Tensor, "batch T"]:
     """The row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
 
     No layer is needed twice, so a generator that drops each after use keeps memory low.

@@ -51,7 +51,7 @@ class Probe:
 
     def __init__(
         self,
-        last: Int[Tensor, "batch"],
+        last: Int[Tensor, " batch"],
         layers: Sequence[int],
         *,
         depth: int,

@@ -190,7 +190,7 @@ class Until(StoppingCriteria):
         self.found.clear()
         return self
 
-    def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, "rows"]:
+    def __call__(self, input_ids: Int[Tensor, "rows T"], scores: object, **kwargs: object) -> Bool[Tensor, " rows"]:
         """Which of the rows are done."""
         written = input_ids.shape[1] - self._width
         for row, ids in enumerate(input_ids[:, self._width :][:, -self._window :].tolist()):
@@ -299,7 +299,7 @@ def processors(
     return steps
 
 
-def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, "steps"]:
+def uniforms_of(request: Request, sampling: Sampling) -> Float[Tensor, " steps"]:
     """One number in [0, 1) per step, from the seed, the prompt and the draw alone."""
     seed = int(digest([sampling.seed, list(request.ids), request.draw])[:15], 16)
     generator = torch.Generator().manual_seed(seed)

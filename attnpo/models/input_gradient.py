@@ -75,7 +75,7 @@ def _drops(layer: nn.Module) -> bool:
     return held or any("dropout" in name and bool(value) for name, value in vars(layer).items())
 
 
-def prompt_lengths(rows: RowGroup) -> Int[Tensor, "rows"]:
+def prompt_lengths(rows: RowGroup) -> Int[Tensor, " rows"]:
     """The prompt's tokens of every row, for rows that ``models.layouts.padded`` laid out.
 
     Raises:
@@ -165,7 +165,7 @@ def _cloned(rows: RowGroup) -> ModelInputs:
     )
 
 
-def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, "rows"], rows: RowGroup) -> InputGradient:
+def _split(scores: Float[Tensor, "rows T"], prompts: Int[Tensor, " rows"], rows: RowGroup) -> InputGradient:
     """Splits the scores of a row's tokens into those of its response and the sum over its prompt."""
     width = scores.shape[1]
     places = prompts[:, None] + torch.arange(rows.response_mask.shape[1], device=scores.device)

@@ -28,7 +28,7 @@ class Head:
     """
 
     weight: Float[Tensor, "vocab d"]
-    bias: Float[Tensor, "vocab"] | None = None
+    bias: Float[Tensor, " vocab"] | None = None
     scale: float = 1.0
     softcap: float | None = None
 
@@ -116,13 +116,13 @@ contrast softmax(2 z - z'), z and z' the two models' logits."""
 def token_statistics(
     hidden: Float[Tensor, "N d"],
     head: Head,
-    labels: Int[Tensor, "N"],
+    labels: Int[Tensor, " N"],
     *,
     vocab: Sequence[str] = (),
     joint: Sequence[str] = (),
     other: tuple[Float[Tensor, "N e"], Head] | None = None,
     chunk: int = 1024,
-) -> dict[str, Float[Tensor, "N"]]:
+) -> dict[str, Float[Tensor, " N"]]:
     """Statistics per token under the keys "logps", "vocab:<name>" and "joint:<name>", all from one chunk loop.
 
     Every statistic carries gradient to ``hidden`` and the head; the second model in ``other`` (hidden states before
@@ -145,12 +145,12 @@ def token_statistics(
 
 def statistics_of_logits(
     logits: Float[Tensor, "N vocab"],
-    labels: Int[Tensor, "N"],
+    labels: Int[Tensor, " N"],
     *,
     vocab: Sequence[str] = (),
     joint: Sequence[str] = (),
     other: Float[Tensor, "N vocab"] | None = None,
-) -> dict[str, Float[Tensor, "N"]]:
+) -> dict[str, Float[Tensor, " N"]]:
     """The same statistics from logits that exist already, by ordinary autograd: for models without a plain head."""
     logp = torch.log_softmax(logits.to(_accumulate(logits.dtype)), -1)
     second = None if other is None else torch.log_softmax(other.detach().to(logp.dtype), -1)

@@ -87,9 +87,9 @@ class VarlenRow:
     """
 
     kernel: Callable[..., object]
-    keys: Int[Tensor, "K"] | None
-    query_ends: Int[Tensor, "ends"]
-    key_ends: Int[Tensor, "ends"]
+    keys: Int[Tensor, " K"] | None
+    query_ends: Int[Tensor, " ends"]
+    key_ends: Int[Tensor, " ends"]
     longest: tuple[int, int]
     options: frozenset[str]
 
@@ -132,7 +132,7 @@ class Plan:
         return cls(alone, branches, device)
 
     @cached_property
-    def layout_in_buckets(self) -> tuple[tuple[Bucket, ...], Int[Tensor, "N"]]:
+    def layout_in_buckets(self) -> tuple[tuple[Bucket, ...], Int[Tensor, " N"]]:
         """Gathers segments into buckets that hold every token once; also where each token's output is among all."""
         back = torch.empty(int(self.alone[:, 1].sum()), dtype=torch.long)
         buckets, offset = [], 0

@@ -31,7 +31,7 @@ class PromptRow:
     input_ids: Int[Tensor, "1 N"]
     position_ids: Int[Tensor, "1 N"]
     branches: Int[Tensor, "n T"]
-    last: Int[Tensor, "n"]
+    last: Int[Tensor, " n"]
     plan: Plan
 
     def inputs(self) -> dict[str, Tensor | Plan]:

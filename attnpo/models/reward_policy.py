@@ -69,7 +69,7 @@ class RewardPolicy(ScoredLM):
 @torch.inference_mode()
 def rewards_of(
     model: PreTrainedModel, conversations: Sequence[Sequence[int]], token_budget: int
-) -> Float[Tensor, "conversations"]:
+) -> Float[Tensor, " conversations"]:
     """The reward of each conversation's token ids, float64 on the CPU, from right-padded batches of similar lengths.
 
     A batch has at most ``token_budget`` tokens, padding included, or one conversation. UserError as ``RewardPolicy``.

@@ -86,11 +86,11 @@ def sequence_tokens(inputs: ModelInputs) -> Bool[Tensor, "rows tokens"]:
     return rows if inputs.attention_mask is None else rows & inputs.attention_mask.flatten().bool()
 
 
-def _rows(segments: Int[Tensor, "segments 4"], rows: Int[Tensor, "segments"] | None) -> Int[Tensor, "segments"]:
+def _rows(segments: Int[Tensor, "segments 4"], rows: Int[Tensor, " segments"] | None) -> Int[Tensor, " segments"]:
     return torch.arange(len(segments), device=segments.device) if rows is None else rows
 
 
-def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, "pairs"]:
+def load_balancing(routing: Float[Tensor, "rows 2 experts"]) -> Float[Tensor, " pairs"]:
     """The load-balancing loss of each pair's two sequences: chosen experts per token when the load is even.
 
     Equations 4 to 6 of Switch Transformer (https://huggingface.co/papers/2101.03961) as transformers has them

@@ -42,7 +42,7 @@ def reduce(
     weights: Float[Tensor, "rows R"] | None,
     mask: Bool[Tensor, "rows R"],
     how: Reduction,
-) -> Float[Tensor, "rows"]:
+) -> Float[Tensor, " rows"]:
     """One number per row; positions with a false mask never matter, whatever they hold (infinities included)."""
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     kept = torch.where(mask, values, zero)
@@ -68,14 +68,14 @@ def weighted_sum(
     values: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None = None,
-) -> Float[Tensor, "rows"]:
+    lengths: Float[Tensor, " rows"] | None = None,
+) -> Float[Tensor, " rows"]:
     """``|y| sum_t a_t x_t`` of each row: S(x) for uniform weights; ``sum_t w_t x_t`` where ``lengths`` is None."""
     factors = weights if lengths is None else weights * lengths.to(weights.dtype).unsqueeze(-1)
     return reduce(values, factors, mask, Reduction.SUM)
 
 
-def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, "rows"] | None:
+def response_lengths(rows: RowGroup, length_scale: bool, length_from: LengthFrom) -> Float[Tensor, " rows"] | None:
     """|y| of each row as ``weighted_sum`` takes it: None without the length scale, and for factors."""
     if rows.factors or not length_scale:
         return None
@@ -97,7 +97,7 @@ class LengthScaled:
 
     def weighted(
         self, rows: RowGroup
-    ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, "rows"] | None]:
+    ) -> tuple[Float[Tensor, "rows R"], Bool[Tensor, "rows R"], Float[Tensor, " rows"] | None]:
         """Weights, mask and lengths of the rows, as the formulas take them."""
         lengths = response_lengths(rows, self.length_scale, self.length_from)
         return rows.token_weights["reward"], rows.response_mask, lengths
@@ -111,13 +111,13 @@ def mean_factors(rows: RowGroup) -> Float[Tensor, "rows R"]:
     return weights / rows.response_mask.sum(-1, keepdim=True).clamp(min=1).to(weights.dtype)
 
 
-def split_pairs(rows: Float[Tensor, "rows"]) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+def split_pairs(rows: Float[Tensor, " rows"]) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
     """The chosen and the rejected half of a per-row tensor."""
     chosen, rejected = rows.chunk(2)
     return chosen, rejected
 
 
-def by_side(name: str, rows: Float[Tensor, "rows"]) -> dict[str, Float[Tensor, "pairs"]]:
+def by_side(name: str, rows: Float[Tensor, " rows"]) -> dict[str, Float[Tensor, " pairs"]]:
     """The halves of a per-row tensor as NAME/chosen and NAME/rejected."""
     chosen, rejected = split_pairs(rows)
     return {f"{name}/chosen": chosen, f"{name}/rejected": rejected}

@@ -23,11 +23,11 @@ def cpo_loss(
     policy_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     beta: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
     """The CPO loss of each pair: ``-log sigmoid(beta (S(p_w) - S(p_l))) + sft_coef nll``.

@@ -31,7 +31,7 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
     clip_ratio: float | None = None,
 ) -> ObjectiveOutput:

@@ -31,7 +31,7 @@ def ipo_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     beta: float,
 ) -> ObjectiveOutput:
     """The IPO loss of each pair: ``((A(d_w) - A(d_l)) - 1 / (2 beta))^2``.

@@ -24,12 +24,12 @@ from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
 
 
 def example_losses(
-    rewards: Float[Tensor, "rows"],
+    rewards: Float[Tensor, " rows"],
     z: Float[Tensor, ""],
     beta: float,
     desirable_weight: float,
     undesirable_weight: float,
-) -> tuple[Float[Tensor, "pairs"], Float[Tensor, "pairs"]]:
+) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
     """The losses of the desirable and of the undesirable examples, from their rewards ``b S(d)``, chosen rows first."""
     desirable, undesirable = split_pairs(rewards - beta * z)
     # The exponential of a log-sigmoid is the sigmoid, with a gradient that does not vanish where it rounds to 1.
@@ -41,7 +41,7 @@ def kto_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     mismatched_mean: Float[Tensor, ""],
     beta: float,
     desirable_weight: float = 1.0,

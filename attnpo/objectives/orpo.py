@@ -15,7 +15,7 @@ def orpo_loss(
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
     lam: float,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
 ) -> ObjectiveOutput:
     """The ORPO loss of each pair: ``nll - lam log sigmoid(o_w - o_l)``, ``o = A(p) - log(1 - exp A(p))``.
 

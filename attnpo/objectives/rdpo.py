@@ -15,7 +15,7 @@ def rdpo_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     beta: float,
     alpha: float,
     label_smoothing: float = 0.0,

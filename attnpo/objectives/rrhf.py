@@ -16,7 +16,7 @@ def rrhf_loss(
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
     length_penalty: float,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
     """The pairwise RRHF loss: ``max(0, s_l - s_w) + sft_coef nll``, ``s = n^(1-k) A(p)``; s is the reward.

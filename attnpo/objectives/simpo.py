@@ -27,7 +27,7 @@ def simpo_loss(
     gamma: float,
     label_smoothing: float = 0.0,
     loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
     """The SimPO loss of each pair: ``-log sigmoid(beta (A(p_w) - A(p_l)) - gamma)``, ``+ sft_coef nll`` where given.

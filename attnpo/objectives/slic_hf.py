@@ -15,9 +15,9 @@ def slic_hf_loss(
     policy_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     delta: float,
-    nll: Float[Tensor, "pairs"] | None = None,
+    nll: Float[Tensor, " pairs"] | None = None,
     sft_coef: float = 1.0,
 ) -> ObjectiveOutput:
     """The SLiC-HF loss of each pair: ``max(0, delta - S(p_w) + S(p_l)) + sft_coef nll``.

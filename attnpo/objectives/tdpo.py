@@ -37,7 +37,7 @@ def kl_of(policy: TokenStats) -> Float[Tensor, "rows R"]:
     return policy.joint[STATISTIC]
 
 
-def tdpo2_margin(sums: Float[Tensor, "rows"], kl: Float[Tensor, "rows"], alpha: float) -> Float[Tensor, "pairs"]:
+def tdpo2_margin(sums: Float[Tensor, " rows"], kl: Float[Tensor, " rows"], alpha: float) -> Float[Tensor, " pairs"]:
     """``S_w - S_l - alpha (K_l - sg(K_w))`` per pair: the chosen side's K passes no gradient."""
     (chosen, rejected), (chosen_kl, rejected_kl) = split_pairs(sums), split_pairs(kl)
     return chosen - rejected - alpha * (rejected_kl - chosen_kl.detach())
@@ -48,7 +48,7 @@ def tdpo1_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     position_kl: Float[Tensor, "rows R"],
     beta: float,
 ) -> ObjectiveOutput:
@@ -79,7 +79,7 @@ def tdpo2_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     position_kl: Float[Tensor, "rows R"],
     beta: float,
     alpha: float,
@@ -104,7 +104,7 @@ def tdpo2_loss(
 
 
 def tdpo_output(
-    margin: Float[Tensor, "pairs"], sums: Float[Tensor, "rows"], kl: Float[Tensor, "rows"], beta: float
+    margin: Float[Tensor, " pairs"], sums: Float[Tensor, " rows"], kl: Float[Tensor, " rows"], beta: float
 ) -> ObjectiveOutput:
     """``-log sigmoid(beta margin)``, rewards ``beta (S + K)`` without alpha, and each side's K as extras."""
     rewards = split_pairs(beta * (sums + kl).detach())

@@ -27,7 +27,7 @@ class LossType(Enum):
     ROBUST = "robust"
 
 
-def sigmoid_loss(margin: Float[Tensor, "pairs"], label_smoothing: float = 0.0) -> Float[Tensor, "pairs"]:
+def sigmoid_loss(margin: Float[Tensor, " pairs"], label_smoothing: float = 0.0) -> Float[Tensor, " pairs"]:
     """``-(1-e) log sigmoid(z) - e log sigmoid(-z)`` per pair, stable for margins of several hundred."""
     loss = -F.logsigmoid(margin)
     if label_smoothing:
@@ -36,8 +36,8 @@ def sigmoid_loss(margin: Float[Tensor, "pairs"], label_smoothing: float = 0.0) -
 
 
 def margin_loss(
-    margin: Float[Tensor, "pairs"], loss_type: LossType, label_smoothing: float = 0.0
-) -> Float[Tensor, "pairs"]:
+    margin: Float[Tensor, " pairs"], loss_type: LossType, label_smoothing: float = 0.0
+) -> Float[Tensor, " pairs"]:
     """What the margins of the pairs cost."""
     if loss_type is LossType.HINGE:
         return F.relu(1.0 - margin)
@@ -84,7 +84,7 @@ class Sft(Enum):
 
 def chosen_nll(
     policy_logps: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"], form: Sft, pairs_per_token: float = 0.0
-) -> Float[Tensor, "pairs"]:
+) -> Float[Tensor, " pairs"]:
     """The negative log-likelihood of each chosen response (the first half of the rows): ``-A(p)``, or ``-S(p)``.
 
     Under BATCH it is the pair's share ``-S(p) pairs_per_token``, the pairs of the whole optimiser step over its chosen
@@ -96,7 +96,7 @@ def chosen_nll(
     return nll * pairs_per_token if form is Sft.BATCH else nll
 
 
-def batch_nll(policy: TokenStats, batch: PreferenceBatch, coef: float, form: Sft) -> Float[Tensor, "pairs"] | None:
+def batch_nll(policy: TokenStats, batch: PreferenceBatch, coef: float, form: Sft) -> Float[Tensor, " pairs"] | None:
     """``chosen_nll`` of a batch, which knows the counts of its step; None where the coefficient is 0.
 
     Raises:
@@ -113,8 +113,8 @@ def batch_nll(policy: TokenStats, batch: PreferenceBatch, coef: float, form: Sft
 
 
 def with_sft(
-    preference: Float[Tensor, "pairs"], nll: Float[Tensor, "pairs"] | None, coef: float, scale: float = 1.0
-) -> tuple[Float[Tensor, "pairs"], dict[str, Float[Tensor, "pairs"]]]:
+    preference: Float[Tensor, " pairs"], nll: Float[Tensor, " pairs"] | None, coef: float, scale: float = 1.0
+) -> tuple[Float[Tensor, " pairs"], dict[str, Float[Tensor, " pairs"]]]:
     """``scale * preference + coef * nll`` per pair, and both terms unscaled as extras.
 
     Without an ``nll`` there is no second term and there are no extras.

@@ -18,8 +18,8 @@ ANCHOR = Sampling(max_new_tokens=32, temperature=0.8, top_p=0.95, top_k=50)
 class Triplet(NamedTuple):
     """A triplet term per pair, and whether the pair's anchor shares a position with both responses."""
 
-    losses: Float[Tensor, "pairs"]
-    measured: Bool[Tensor, "pairs"]
+    losses: Float[Tensor, " pairs"]
+    measured: Bool[Tensor, " pairs"]
 
 
 def squared_distance(
@@ -27,7 +27,7 @@ def squared_distance(
     first_mask: Bool[Tensor, "pairs A"],
     second: Float[Tensor, "pairs R"],
     second_mask: Bool[Tensor, "pairs R"],
-) -> tuple[Float[Tensor, "pairs"], Bool[Tensor, "pairs"]]:
+) -> tuple[Float[Tensor, " pairs"], Bool[Tensor, " pairs"]]:
     """``sum_t (x_t - y_t)^2`` over the response indices t that both have, and whether they have any."""
     width = min(first.shape[1], second.shape[1])
     both = first_mask[:, :width] & second_mask[:, :width]

@@ -26,7 +26,7 @@ def tis_dpo_loss(
     reference_logps: Float[Tensor, "rows R"],
     weights: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    lengths: Float[Tensor, "rows"] | None,
+    lengths: Float[Tensor, " rows"] | None,
     position_kl: Float[Tensor, "rows R"] | None,
     beta: float,
     alpha: float = 0.5,

@@ -53,7 +53,7 @@ class TrueImportance:
         """Returns ``captured`` as it is."""
         return captured
 
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """A weight per training token, float32. UserError naming the pair whose prompt is not of the grammar."""
         places = encoded.offsets
         marks = decisive(pair, side, places, self.grammar)

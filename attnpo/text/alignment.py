@@ -43,18 +43,18 @@ class Aligned(NamedTuple):
     a partner. ``arrived`` is the share of each source token's weight that training tokens with characters got.
     """
 
-    weights: Float[Tensor, "m"]
+    weights: Float[Tensor, " m"]
     coverage: float
     source_coverage: float
-    matched: Bool[Tensor, "m"]
-    arrived: Float[Tensor, "n"]
+    matched: Bool[Tensor, " m"]
+    arrived: Float[Tensor, " n"]
 
 
 def align(
-    token_ids: Sequence[int] | Int[Tensor, "n"],
+    token_ids: Sequence[int] | Int[Tensor, " n"],
     offsets: Ranges,
-    weights: Float[Tensor, "n"],
-    target_ids: Sequence[int] | Int[Tensor, "m"],
+    weights: Float[Tensor, " n"],
+    target_ids: Sequence[int] | Int[Tensor, " m"],
     target_offsets: Ranges,
     method: AlignMethod = AlignMethod.LEVENSHTEIN,
 ) -> Aligned:
@@ -94,7 +94,7 @@ def align(
 
 def differing(
     first: Sequence[int], second: Sequence[int], min_match: int = 1
-) -> tuple[Bool[Tensor, "n"], Bool[Tensor, "m"]]:
+) -> tuple[Bool[Tensor, " n"], Bool[Tensor, " m"]]:
     """Marks the tokens of two texts that have no equal partner in a best edit alignment of them.
 
     Runs of fewer than ``min_match`` partners, neighbours in both texts, count as none.

@@ -46,7 +46,7 @@ class Case:
         return {"pi*": self.best.policy, "DPO": self.dpo, "h": self.heuristic.policy}
 
     @property
-    def lengths(self) -> Float[Tensor, "responses"]:
+    def lengths(self) -> Float[Tensor, " responses"]:
         """``|y|`` of every response."""
         return self.own.sum(-1).double()
 

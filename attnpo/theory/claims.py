@@ -115,7 +115,7 @@ class FreedomPath:
     weights: tuple[float, ...]
     steps: tuple[int, ...]
     ratios: Float[Tensor, "steps length"]
-    limit: Float[Tensor, "length"]
+    limit: Float[Tensor, " length"]
 
 
 def policy_row(solved: Sequence[Case], reads: Reads, delta: float) -> PolicyRow:

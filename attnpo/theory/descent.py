@@ -20,7 +20,7 @@ def preference_loss(
     problems: Sequence[Problem],
     logits: Float[Tensor, "problems contexts vocab"],
     weights: Float[Tensor, "problems responses length"],
-) -> Float[Tensor, "problems"]:
+) -> Float[Tensor, " problems"]:
     """TwDPO's expected loss (paper Eq. twdpo) over pairs drawn from the reference and labelled by Bradley-Terry.
 
     ``weights`` are factors ``|y| a_t``; all problems share a tree. The minimum over all policies is the heuristic

@@ -41,7 +41,7 @@ class GradientRow:
     at_dpo: float
 
 
-def closed_form(case: Case, policy: Policy, weights: Float[Tensor, "responses length"]) -> Float[Tensor, "logits"]:
+def closed_form(case: Case, policy: Policy, weights: Float[Tensor, "responses length"]) -> Float[Tensor, " logits"]:
     """The paper's gradient by the logits of all contexts."""
     problem = case.problem
     scores = weighted_scores(problem.tree, policy, weights)
@@ -64,7 +64,7 @@ def factors(margin: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return torch.sigmoid(-margin)
 
 
-def differentiated(case: Case, policy: Policy) -> Float[Tensor, "logits"]:
+def differentiated(case: Case, policy: Policy) -> Float[Tensor, " logits"]:
     """The same gradient by automatic differentiation of the loss."""
     leaf = policy.unsqueeze(0).clone().requires_grad_()
     (slope,) = torch.autograd.grad(preference_loss([case.problem], leaf, case.weights.unsqueeze(0)).sum(), leaf)

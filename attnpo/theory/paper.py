@@ -76,7 +76,7 @@ class PaperRow:
         return largest(self.constants.values())
 
 
-def deviation(case: Case, policy: Policy) -> Float[Tensor, "responses"]:
+def deviation(case: Case, policy: Policy) -> Float[Tensor, " responses"]:
     """``R(policy; y)``: what weights add to the log-ratio of every response."""
     return (case.epsilons * case.log_ratios(policy)).sum(-1)
 

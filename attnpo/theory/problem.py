@@ -83,7 +83,7 @@ class Tree:
         return table[self._first(position) : self._first(position + 1)]
 
     @cached_property
-    def _number(self) -> Int[Tensor, "responses"]:
+    def _number(self) -> Int[Tensor, " responses"]:
         return torch.arange(self.vocab**self.length)
 
     @property
@@ -100,7 +100,7 @@ class Problem:
 
     tree: Tree
     reference: Policy
-    rewards: Float[Tensor, "responses"]
+    rewards: Float[Tensor, " responses"]
     beta: float
 
 
@@ -121,7 +121,7 @@ def token_logps(tree: Tree, policy: Policy) -> Float[Tensor, "responses length"]
     return policy[tree.nodes, tree.sequences]
 
 
-def probabilities(tree: Tree, policy: Policy) -> Float[Tensor, "responses"]:
+def probabilities(tree: Tree, policy: Policy) -> Float[Tensor, " responses"]:
     """The probability of every response."""
     return token_logps(tree, policy).sum(-1).exp()
 
@@ -137,7 +137,7 @@ def kl(tree: Tree, first: Policy, second: Policy) -> Float[Tensor, ""]:
     return probabilities(tree, first) @ (token_logps(tree, first) - token_logps(tree, second)).sum(-1)
 
 
-def position_kl(tree: Tree, first: Policy, second: Policy) -> Float[Tensor, "length"]:
+def position_kl(tree: Tree, first: Policy, second: Policy) -> Float[Tensor, " length"]:
     """The expected KL of the next token at each position, prefixes drawn from ``first``; the sum is ``kl``."""
     per_context = (first.exp() * (first - second)).sum(-1)
     return probabilities(tree, first) @ per_context[tree.nodes]
@@ -155,7 +155,7 @@ def objective(problem: Problem, policy: Policy, weights: Weights) -> Float[Tenso
     return probabilities(tree, policy) @ problem.rewards - penalty
 
 
-def weighted_ratios(problem: Problem, policy: Policy, weights: Weights) -> Float[Tensor, "responses"]:
+def weighted_ratios(problem: Problem, policy: Policy, weights: Weights) -> Float[Tensor, " responses"]:
     """``sum_t w_t d_t`` of every response: TwDPO's implicit reward over beta."""
     ratios = token_logps(problem.tree, policy) - token_logps(problem.tree, problem.reference)
     return (weights * ratios).sum(-1)
@@ -176,7 +176,7 @@ def reward_deviation(problem: Problem, policy: Policy, weights: Weights) -> floa
 
 def weighted_likelihood(
     tree: Tree, policy: Policy, weights: Weights
-) -> tuple[Float[Tensor, "responses"], Float[Tensor, ""]]:
+) -> tuple[Float[Tensor, " responses"], Float[Tensor, ""]]:
     """The normalised weighted likelihood ``prod_t pi_t^w_t / Z`` in logs, and ``log Z`` (0 for weights of 1).
 
     The paper's note: ``prod_t pi_t^w_t`` is no distribution over responses. Z depends on the policy but not on
@@ -210,7 +210,7 @@ def dpo_policy(problem: Problem) -> Policy:
     return backward_heuristic(problem, torch.ones(problem.tree.length, dtype=torch.float64)).policy
 
 
-def backward_heuristic(problem: Problem, position_weights: Float[Tensor, "length"]) -> Heuristic:
+def backward_heuristic(problem: Problem, position_weights: Float[Tensor, " length"]) -> Heuristic:
     """The heuristic policy of weights that depend on the position alone, exact, from the last token back.
 
     Raises:
@@ -259,7 +259,7 @@ def solve_heuristic(
 
 def _equations(
     problem: Problem, policy: Policy, constant: float | Tensor, weights: Weights
-) -> Float[Tensor, "responses"]:
+) -> Float[Tensor, " responses"]:
     """``sum_t w_t d_t - r / beta + c`` of every response."""
     return weighted_ratios(problem, policy, weights) - problem.rewards / problem.beta + constant
 
@@ -330,7 +330,7 @@ def _climb(problem: Problem, weights: Weights, start: Policy, steps: int) -> tup
 
 def _derivatives(
     problem: Problem, policy: Policy, weights: Weights
-) -> tuple[Float[Tensor, "logits"], Float[Tensor, "logits logits"]]:
+) -> tuple[Float[Tensor, " logits"], Float[Tensor, "logits logits"]]:
     """Gradient and Hessian of J_w by the logits: sums over responses of the score, and of each context's softmax."""
     tree, beta = problem.tree, problem.beta
     score, weighted = weighted_scores(tree, policy, torch.ones_like(weights)), weighted_scores(tree, policy, weights)

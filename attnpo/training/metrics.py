@@ -19,7 +19,7 @@ class PairMeans(torchmetrics.Metric):
         self.names: list[str] = []
         self.add_state("pairs", default=torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, values: Mapping[str, Float[Tensor, "pairs"]]) -> None:
+    def update(self, values: Mapping[str, Float[Tensor, " pairs"]]) -> None:
         """Adds one micro-batch. The first call fixes the names."""
         for name, value in values.items():
             state = self._state(name)

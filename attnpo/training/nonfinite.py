@@ -30,7 +30,7 @@ class Scored:
     batch: PreferenceBatch
     policy: TokenStats
     reference: TokenStats | None
-    losses: Float[Tensor, "pairs"]
+    losses: Float[Tensor, " pairs"]
 
     @classmethod
     def of(
@@ -55,7 +55,7 @@ class NonfiniteStep:
     file: Path | None
 
 
-def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, "pairs"]]]) -> list[str]:
+def nonfinite_pairs(scored: Iterable[tuple[Sequence[str], Float[Tensor, " pairs"]]]) -> list[str]:
     """The ids of the pairs whose loss is not finite; of each batch the ids and the losses are given."""
     return [
         pair_id
@@ -201,7 +201,7 @@ def named(pair_ids: Sequence[str]) -> str:
     return ", ".join(pair_ids[:SHOWN]) + more
 
 
-def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
+def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, " pairs"]]:
     rows = item.batch.main
     per_token = {"policy log-probs": item.policy.logps}
     if item.reference is not None:
@@ -216,7 +216,7 @@ def _finite_inputs(item: Scored) -> dict[str, Bool[Tensor, "pairs"]]:
     return finite
 
 
-def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, "pairs"]:
+def _finite_pairs(finite: Bool[Tensor, "rows R"]) -> Bool[Tensor, " pairs"]:
     chosen, rejected = finite.all(-1).chunk(2)
     return chosen & rejected
 

@@ -10,7 +10,7 @@ from attnpo.schema import ModelInputs, ObjectiveOutput, PreferenceBatch, TokenSt
 
 def pair_values(
     policy: TokenStats, output: ObjectiveOutput, batch: PreferenceBatch
-) -> dict[str, Float[Tensor, "pairs"]]:
+) -> dict[str, Float[Tensor, " pairs"]]:
     """Everything logged per pair: loss, rewards, margins, accuracies, log-probabilities, weight statistics.
 
     ``rewards/*`` are the objective's own rewards (weighted where it weighs tokens); equal rewards count as half an
@@ -44,7 +44,7 @@ def pair_values(
     return values
 
 
-def read_tokens(batch: PreferenceBatch) -> Float[Tensor, "pairs"]:
+def read_tokens(batch: PreferenceBatch) -> Float[Tensor, " pairs"]:
     """Tokens of the batch's rows, prompts included and padding not, as equal shares of its pairs.
 
     A prompt that two rows share counts twice, as it does in every other layout.

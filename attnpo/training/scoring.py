@@ -51,7 +51,7 @@ def within_budget(ordered: Sequence[TrainingExample]) -> Iterator[list[TrainingE
 
 # --------------------------------------------------------------------------------------------- scorers of weights
 
-Scores = Mapping[str, Float[Tensor, "m"]]
+Scores = Mapping[str, Float[Tensor, " m"]]
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def _prepended(row: TokenWeights, encoded: EncodedResponse, begins: int) -> Toke
     )
 
 
-def beside_trace(answer: Float[Tensor, "n"], trace: int) -> Float[Tensor, "m"]:
+def beside_trace(answer: Float[Tensor, " n"], trace: int) -> Float[Tensor, " m"]:
     """The distribution of trace and answer: ``trace`` tokens at the mean, the answer's weights in the rest; sum 1."""
     tokens = max(1, trace + answer.numel())
     return torch.cat([answer.new_full((trace,), 1 / tokens), normalize(answer) * (answer.numel() / tokens)])

@@ -24,7 +24,7 @@ COLUMNS = {
 """Heads of the columns beside coverage in tables, by the names in a run's result; older results lack them."""
 
 
-def shares_that_arrived(weights: Float[Tensor, "n"], arrived: Float[Tensor, "n"]) -> tuple[float, float]:
+def shares_that_arrived(weights: Float[Tensor, " n"], arrived: Float[Tensor, " n"]) -> tuple[float, float]:
     """Returns source coverage and kept mass of one response; ``arrived`` is the share of each weight that does.
 
     Source coverage is the share of the tokens of whose weight anything arrives. Both are 1 where there is nothing to
@@ -34,7 +34,7 @@ def shares_that_arrived(weights: Float[Tensor, "n"], arrived: Float[Tensor, "n"]
     return tokens, kept_share(weights.abs(), arrived)
 
 
-def kept_share(mass: Float[Tensor, "n"], arrived: Float[Tensor, "n"]) -> float:
+def kept_share(mass: Float[Tensor, " n"], arrived: Float[Tensor, " n"]) -> float:
     """Returns the share of ``mass`` that arrives, 1 where there is none."""
     total = float(mass.sum())
     return float(mass @ arrived) / total if total else 1.0

@@ -24,7 +24,7 @@ from attnpo.weights.layers import Row
 from attnpo.weights.layers import resolve_layer as resolve_layer
 from attnpo.weights.postprocess import Postprocess
 
-PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, "pairs"]]
+PairedWeights = tuple[Float[Tensor, "rows R"], Float[Tensor, " pairs"]]
 """Weights of a batch's rows, and a weight for each of its pairs, by which the pair's loss is multiplied."""
 
 SomeSource = TypeVar("SomeSource", bound="Layerless")
@@ -114,12 +114,12 @@ class Scorer(Protocol):
     ``names`` are those of ``TokenStats``: "logps", "vocab:NAME" of one model's distribution, "joint:NAME" of two.
     """
 
-    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, "m"]]]:
+    def scores(self, ids: Sequence[EncodedResponse], names: Collection[str]) -> list[Mapping[str, Float[Tensor, " m"]]]:
         """The statistics ``names`` of each response's m tokens, in the order of ``ids``, on the CPU."""
 
     def pair_scores(
         self, ids: Sequence[EncodedResponse], other: "Scorer", names: Collection[str]
-    ) -> list[Mapping[str, Float[Tensor, "m"]]]:
+    ) -> list[Mapping[str, Float[Tensor, " m"]]]:
         """The same, joint statistics with ``other`` (the second model) among them."""
 
 
@@ -262,7 +262,7 @@ class NativeSource(WeightSource, Protocol):
     def neutral(self) -> bool:
         """Whether its weights say no more than an objective without weights does (equal weights)."""
 
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """A weight for every training token of ``pair``'s response ``side``."""
 
 
@@ -274,7 +274,9 @@ class PairedSource(WeightSource, Protocol):
     def neutral(self) -> bool:
         """As for ``NativeSource``."""
 
-    def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
+    def weigh_pair(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
+    ) -> dict[str, Float[Tensor, " _"]]:
         """A weight for every training token of each response, by side."""
 
 

@@ -357,7 +357,7 @@ def _by_missing_layers(
 
 # --------------------------------------------------------------------------------------------- reference log-probs
 
-LogpPair = tuple[Float[Tensor, "m"], Float[Tensor, "k"]]
+LogpPair = tuple[Float[Tensor, " m"], Float[Tensor, " k"]]
 
 
 def store_logps(table: Table, logps: Mapping[str, LogpPair]) -> None:

@@ -57,7 +57,7 @@ class _Rows:
 
 def distributions(
     rule: Postprocess, responses: Sequence[Sequence[TokenWeights]]
-) -> list[tuple[Float[Tensor, "_"], bool] | None]:
+) -> list[tuple[Float[Tensor, " _"], bool] | None]:
     """What ``rule`` makes of each response's rounds, one or two on the same tokens, and whether they count as flat."""
     found: list[tuple[Tensor, bool] | None] = [None] * len(responses)
     for rounds in (1, 2):
@@ -75,7 +75,7 @@ def _is_plain(parts: Sequence[TokenWeights]) -> bool:
 
 def _distributions(
     rule: Postprocess, rounds: Sequence[Sequence[TokenWeights]]
-) -> list[tuple[Float[Tensor, "_"], bool] | None]:
+) -> list[tuple[Float[Tensor, " _"], bool] | None]:
     """The same for rounds that are as long as each other; ``rounds`` has all rows of the first one, then the next's."""
     rows = _Rows([part.token_ids.numel() for part in rounds[0]])
     raw = [torch.cat([part.weights for part in parts], dim=1)[0].double().numpy() for parts in rounds]
@@ -132,7 +132,7 @@ def _fix_sink(weights: Floats, rows: _Rows, first: int, least: int) -> Floats:
 class Landed(NamedTuple):
     """One response's weights on its training tokens; the numbers are those of ``pipeline.TrainingWeights``."""
 
-    weights: Float[Tensor, "m"]
+    weights: Float[Tensor, " m"]
     length: float
     source_coverage: float
     kept_mass: float
@@ -146,7 +146,7 @@ class Landed(NamedTuple):
 
 
 def carry(
-    responses: Sequence[tuple[TokenWeights, Float[Tensor, "_"], Bool[Tensor, "_"] | None]],
+    responses: Sequence[tuple[TokenWeights, Float[Tensor, " _"], Bool[Tensor, " _"] | None]],
     encoded: Sequence[EncodedResponse],
     method: AlignMethod,
     end_is_mean: bool,

@@ -24,7 +24,7 @@ class Plan:
 
     chosen: Float[Tensor, "pairs n"]
     rejected: Float[Tensor, "pairs m"]
-    scale: Float[Tensor, "pairs"]
+    scale: Float[Tensor, " pairs"]
 
 
 def token_costs(
@@ -46,8 +46,8 @@ def token_costs(
 def _pair_costs(
     chosen: Float[Tensor, "n d"],
     rejected: Float[Tensor, "m d"],
-    chosen_mask: Bool[Tensor, "n"],
-    rejected_mask: Bool[Tensor, "m"],
+    chosen_mask: Bool[Tensor, " n"],
+    rejected_mask: Bool[Tensor, " m"],
 ) -> Float[Tensor, "n m"]:
     one = torch.where(chosen_mask[:, None], chosen.double(), 0.0)
     other = torch.where(rejected_mask[:, None], rejected.double(), 0.0)
@@ -120,7 +120,7 @@ def _log_product(
 
 
 def _spread(
-    logs: Float[Tensor, "pairs a"], total: Float[Tensor, "pairs"], mask: Bool[Tensor, "pairs a"]
+    logs: Float[Tensor, "pairs a"], total: Float[Tensor, " pairs"], mask: Bool[Tensor, "pairs a"]
 ) -> Float[Tensor, "pairs a"]:
     """Shares of ``total`` as the logarithms say."""
     return torch.where(mask, logs.softmax(-1) * total.unsqueeze(-1), 0.0)

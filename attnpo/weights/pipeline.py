@@ -63,8 +63,8 @@ class TrainingWeights:
     used as they are, and no distribution.
     """
 
-    chosen: Float[Tensor, "m"]
-    rejected: Float[Tensor, "k"]
+    chosen: Float[Tensor, " m"]
+    rejected: Float[Tensor, " k"]
     lengths: tuple[float, float]
     coverage: tuple[float, float]
     source_coverage: tuple[float, float]
@@ -87,15 +87,15 @@ class Finished:
     """
 
     row: TokenWeights
-    weights: Float[Tensor, "n"]
+    weights: Float[Tensor, " n"]
     realigned: bool
     flat: bool = False
-    said: Bool[Tensor, "n"] | None = None
-    open: Bool[Tensor, "n"] | None = None
+    said: Bool[Tensor, " n"] | None = None
+    open: Bool[Tensor, " n"] | None = None
     begins: int = 0
 
     @property
-    def changeable(self) -> Bool[Tensor, "n"]:
+    def changeable(self) -> Bool[Tensor, " n"]:
         """The tokens that transforms may change."""
         return torch.ones(self.weights.numel(), dtype=torch.bool) if self.open is None else self.open
 
@@ -278,7 +278,7 @@ def _averaged(
     ]
 
 
-def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, "n"] | None:
+def _said(known: _Source, rounds: Sequence[TokenWeights]) -> Bool[Tensor, " n"] | None:
     """The tokens about which a ``PartialSource`` said something in one of the rounds."""
     return torch.cat([row.weights for row in rounds]).ne(0).any(dim=0) if known.partial else None
 
@@ -349,7 +349,7 @@ def raw_weights(
     align_method: AlignMethod = AlignMethod.LEVENSHTEIN,
     *,
     layers: tuple[Row, ...] = (),
-) -> dict[str, Float[Tensor, "_"]]:
+) -> dict[str, Float[Tensor, " _"]]:
     """By side, what was captured: the mean over its rounds on the training tokens, before any post-processing."""
     found = {}
     for side in SIDES:
@@ -384,7 +384,7 @@ def transformed(transform: WeightTransform, finished: Mapping[str, Finished], pa
     return changed
 
 
-def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, "n"]:
+def _applied(transform: WeightTransform, row: WeightRow) -> Float[Tensor, " n"]:
     """The row's weights after ``transform``, in their own type. UserError naming the pair for what is no such row."""
     weights, where = transform(row), f"pair {row.pair_id}, {row.side}, after {type(transform).__name__}"
     if weights.shape != row.weights.shape:
@@ -459,7 +459,7 @@ def _given(source: WeightSource, pair: PreferencePair | None) -> PreferencePair:
 
 
 def _raw_rows(
-    known: _Source, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, "m"] | None
+    known: _Source, captured: PairWeights | None, asked: PairToWeigh, side: str, own: Float[Tensor, " m"] | None
 ) -> list[TokenWeights]:
     """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
     if captured is not None:
@@ -511,7 +511,7 @@ def _on_training_tokens(
     )
 
 
-def _finish(known: _Source, raw: Sequence[Float[Tensor, "n"]], where: str, trace: int) -> Float[Tensor, "m"]:
+def _finish(known: _Source, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int) -> Float[Tensor, " m"]:
     """One row out of the rounds: the source's post-processing, or their mean as it is; without the first ``trace``."""
     source = known.itself
     if source.postprocess is not None:
@@ -548,8 +548,8 @@ def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
 
 def _align(
     source: TokenWeights,
-    weights: Float[Tensor, "n"],
-    target_ids: Sequence[int] | Int[Tensor, "m"],
+    weights: Float[Tensor, " n"],
+    target_ids: Sequence[int] | Int[Tensor, " m"],
     target_offsets: Ranges,
     method: AlignMethod,
 ) -> Aligned:

@@ -33,7 +33,7 @@ class EndToken(Enum):
     MEAN = "mean"
 
 
-def normalize(weights: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+def normalize(weights: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """``weights`` divided by their sum; uniform when the sum is 0."""
     if is_flat(weights):
         return torch.full_like(weights, 1.0 / max(1, weights.numel()))
@@ -41,24 +41,24 @@ def normalize(weights: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
     return scaled / scaled.sum()
 
 
-def is_flat(row: Float[Tensor, "n"]) -> bool:
+def is_flat(row: Float[Tensor, " n"]) -> bool:
     """Whether a raw row has no mass on the response (all zero, or underflowed to it), so that it becomes uniform."""
     return float(row.sum()) == 0
 
 
-def average_rounds(rounds: Sequence[Float[Tensor, "n"]]) -> Float[Tensor, "n"]:
+def average_rounds(rounds: Sequence[Float[Tensor, " n"]]) -> Float[Tensor, " n"]:
     """The mean of the rows of all rounds, token by token."""
     return torch.stack(list(rounds)).mean(dim=0)
 
 
-def combine(rounds: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> Float[Tensor, "n"]:
+def combine(rounds: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> Float[Tensor, " n"]:
     """One distribution out of the raw rows of all rounds, in the given order of averaging and normalising."""
     if order is RoundOrder.NORMALIZE_THEN_MEAN:
         return average_rounds([normalize(row) for row in rounds])
     return normalize(average_rounds(rounds))
 
 
-def fix_sink(weights: Float[Tensor, "n"], first: int = 1, min_length: int = 5) -> Float[Tensor, "n"]:
+def fix_sink(weights: Float[Tensor, " n"], first: int = 1, min_length: int = 5) -> Float[Tensor, " n"]:
     """``weights`` with the first ``first`` of them set to the mean and the others rescaled; the total is kept.
 
     Rows shorter than ``min_length`` stay as they are (the paper: K = 1, K' = 5).
@@ -96,7 +96,7 @@ class Postprocess:
         if self.sink_min_length < 1:
             raise UserError(f"weights.postprocess.sink_min_length: expected 1 or more, got {self.sink_min_length}")
 
-    def __call__(self, rows: Sequence[Float[Tensor, "n"]], where: str = "weights") -> Float[Tensor, "n"]:
+    def __call__(self, rows: Sequence[Float[Tensor, " n"]], where: str = "weights") -> Float[Tensor, " n"]:
         """The distribution (sum 1) of one response from its raw rows, one per round.
 
         ``where`` opens the error message, e.g. "pair 3f2a, chosen". UserError for no row, no token, or a weight
@@ -113,7 +113,7 @@ class Postprocess:
         return fix_sink(combine(rows, self.round_order), self.sink_tokens, self.sink_min_length)
 
 
-def flat_rounds(rows: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> bool:
+def flat_rounds(rows: Sequence[Float[Tensor, " n"]], order: RoundOrder) -> bool:
     """Whether ``combine`` puts uniform weights in the place of rows without mass.
 
     Under ``mean_then_normalize`` that takes all rounds, a flat one counts for nothing beside another; under
@@ -123,7 +123,7 @@ def flat_rounds(rows: Sequence[Float[Tensor, "n"]], order: RoundOrder) -> bool:
     return any(flat) if order is RoundOrder.NORMALIZE_THEN_MEAN else all(flat)
 
 
-def check_finite(row: Float[Tensor, "n"], where: str) -> None:
+def check_finite(row: Float[Tensor, " n"], where: str) -> None:
     """Raises UserError naming ``where`` and the first token whose weight is NaN or infinite."""
     if isfinite(float(row.sum())):  # a sum that overflows is looked into
         return

@@ -16,7 +16,7 @@ from attnpo.weights.capture import Unreadable
 LOG_RATIO = "log_ratio"
 CONTRAST = "contrast"
 
-Rule = Callable[[Float[Tensor, "n"], Bool[Tensor, "n"], str], Float[Tensor, "n"]]
+Rule = Callable[[Float[Tensor, " n"], Bool[Tensor, " n"], str], Float[Tensor, " n"]]
 """(raw numbers, which tokens hold characters, side) to the weights of a response."""
 
 
@@ -87,7 +87,7 @@ def _ask(pair: PreferencePair, texts: TrainingTexts, model: ScorerModel, other: 
 
 def _compare(
     asked: Sequence[_Asked], first: Scorer, second: Scorer, statistic: str
-) -> dict[str, dict[str, Float[Tensor, "n"]]]:
+) -> dict[str, dict[str, Float[Tensor, " n"]]]:
     """The rows by pair id and side."""
     places = [(one.pair_id, side) for one in asked for side in SIDES]
     read = [one.first[side] for one in asked for side in SIDES]
@@ -104,7 +104,7 @@ def _compare(
     return rows
 
 
-def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, "n"]]) -> PairWeights:
+def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWeights:
     sides = {}
     for side in SIDES:
         encoded = asked.encoded[side]

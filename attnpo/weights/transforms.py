@@ -28,8 +28,8 @@ class WeightRow:
     Of factors only those on tokens that hold a character: the factor of the end of turn is never changed.
     """
 
-    weights: Float[Tensor, "n"]
-    token_ids: Int[Tensor, "n"]
+    weights: Float[Tensor, " n"]
+    token_ids: Int[Tensor, " n"]
     pair_id: str
     side: str
     other: int
@@ -46,7 +46,7 @@ class WeightTransform(Protocol):
     def fit(self, rows: Iterable[WeightRow]) -> "WeightTransform":
         """The transform with what it learnt from ``rows``."""
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The new weights of ``row``, on the same tokens."""
 
 
@@ -74,7 +74,7 @@ def _generator(seed: int, row: WeightRow) -> torch.Generator:
     return torch.Generator().manual_seed(int(digest([seed, row.pair_id, row.side])[:15], 16))
 
 
-def _same_total(new: Float[Tensor, "n"], old: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+def _same_total(new: Float[Tensor, " n"], old: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """``new`` rescaled to the sum of ``old``; uniform when ``new`` holds nothing."""
     total = new.sum()
     if total == 0:
@@ -88,7 +88,7 @@ class UniformOnSupport(_Pure):
 
     factors: ClassVar[bool] = True
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row's mean everywhere."""
         return torch.full_like(row.weights, float(row.weights.mean()) if row.weights.numel() else 0.0)
 
@@ -101,7 +101,7 @@ class Shuffled(_Pure):
 
     factors: ClassVar[bool] = True
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row, permuted."""
         return row.weights[torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))]
 
@@ -118,7 +118,7 @@ class Inverse(_Pure):
 
     factors: ClassVar[bool] = True
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row with its values handed out in reverse order of size."""
         mixed = torch.randperm(row.weights.numel(), generator=_generator(self.seed, row))
         order = mixed[torch.argsort(row.weights[mixed], stable=True)]
@@ -142,7 +142,7 @@ class Mixture(_Pure):
         if not 0 <= self.share <= 1:
             raise UserError(f"transform Mixture: share must lie in [0, 1], got {self.share}")
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row mixed with its mean."""
         return (1 - self.share) * row.weights.mean() + self.share * row.weights
 
@@ -161,7 +161,7 @@ class Smeared(_Pure):
         if not 0 <= self.decay < 1:
             raise UserError(f"transform Smeared: decay must lie in [0, 1), got {self.decay}")
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The smeared row."""
         places = torch.arange(1, row.weights.numel() + 1, dtype=torch.float64)
         shares = row.weights.double() * (1 - self.decay) / (1 - self.decay**places)  # what each leaves on its own token
@@ -182,7 +182,7 @@ class Sharpness(_Pure):
         if self.tau < 0:
             raise UserError(f"transform Sharpness: tau must be at least 0, got {self.tau}")
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The sharpened row; zeros stay zeros."""
         scaled = row.weights / row.weights.max().clamp(min=torch.finfo(row.weights.dtype).tiny)
         powered = torch.where(row.weights > 0, scaled**self.tau, torch.zeros_like(scaled))
@@ -201,7 +201,7 @@ class OneSide(_Pure):
         if self.side not in SIDES:
             raise UserError(f"transform OneSide: side must be one of {', '.join(SIDES)}, got {self.side!r}")
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row as it is on ``side``, its mean on the other."""
         return row.weights if row.side == self.side else UniformOnSupport()(row)
 
@@ -218,7 +218,7 @@ class TailCut(_Pure):
         if not 0 <= self.alpha <= 1:
             raise UserError(f"transform TailCut: alpha must lie in [0, 1], got {self.alpha}")
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row with its tail scaled."""
         kept = torch.arange(row.weights.numel()) < row.other
         return torch.where(kept, row.weights, self.alpha * row.weights)
@@ -227,7 +227,7 @@ class TailCut(_Pure):
 # --------------------------------------------------------------------------------------------- fitted
 
 
-def resample(weights: Float[Tensor, "k"], length: int) -> Float[Tensor, "n"]:
+def resample(weights: Float[Tensor, " k"], length: int) -> Float[Tensor, " n"]:
     """The mass of ``weights`` over relative position, spread on ``length`` tokens; the total is kept.
 
     Token i of n covers the stretch [i/n, (i+1)/n) of the response; within one token the mass is even.
@@ -260,7 +260,7 @@ class CrossPair:
     """
 
     seed: int = 0
-    pool: dict[str, list[tuple[str, Float[Tensor, "_"]]]] = field(
+    pool: dict[str, list[tuple[str, Float[Tensor, " _"]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -268,13 +268,13 @@ class CrossPair:
 
     def fit(self, rows: Iterable[WeightRow]) -> "CrossPair":
         """Returns a copy that holds the training rows of each side, ordered by pair id."""
-        pool: defaultdict[str, list[tuple[str, Float[Tensor, _]]]] = defaultdict(list)
+        pool: defaultdict[str, list[tuple[str, Float[Tensor, " _"]]]] = defaultdict(list)
         for row in rows:
             if row.weights.numel():
                 pool[row.side].append((row.pair_id, row.weights))
         return _with_state(self, pool={side: sorted(pool[side], key=_pair_id) for side in pool})
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """A donor's weights on this row's tokens, at this row's total."""
         _require_fit(bool(self.pool), self)
         rows = self.pool.get(row.side, [])
@@ -287,7 +287,7 @@ class CrossPair:
         return _same_total(resample(donor.to(row.weights.dtype), row.weights.numel()), row.weights)
 
 
-def _pair_id(item: tuple[str, Float[Tensor, "_"]]) -> str:
+def _pair_id(item: tuple[str, Float[Tensor, " _"]]) -> str:
     return item[0]
 
 
@@ -311,7 +311,7 @@ class PositionProfile:
             raise UserError("transform PositionProfile has no training row to be fitted on")
         return _with_state(self, profile=tuple(torch.stack(masses).double().mean(0).tolist()))
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The profile on this row's tokens, at this row's total."""
         _require_fit(bool(self.profile), self)
         profile = torch.tensor(self.profile, dtype=row.weights.dtype)
@@ -351,7 +351,7 @@ class TokenProfile:
         places = PositionProfile(self.bins).fit(kept) if self.position else None
         return _with_state(self, words={token: sums[token] / counts[token] for token in sums}, places=places)
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The factors of this row's words, at this row's total."""
         _require_fit(bool(self.words), self)
         factors = [self.words.get(token, 1.0) for token in row.token_ids.tolist()]
@@ -390,7 +390,7 @@ class Branched:
             raise UserError("transform Branched has no training row to be fitted on")
         return _with_state(self, entropies={before: _entropy(counts) for before, counts in follows.items()})
 
-    def __call__(self, row: WeightRow) -> Float[Tensor, "n"]:
+    def __call__(self, row: WeightRow) -> Float[Tensor, " n"]:
         """The row with its weights moved; the total is kept."""
         _require_fit(bool(self.entropies), self)
         ids = row.token_ids.tolist()
@@ -410,6 +410,6 @@ def _entropy(counts: Counter[int]) -> float:
     return float(torch.special.entr(shares / shares.sum()).sum())
 
 
-def _normal(weights: Float[Tensor, "k"]) -> Float[Tensor, "k"]:
+def _normal(weights: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
     total = weights.sum()
     return weights / total if total != 0 else torch.full_like(weights, 1.0 / weights.numel())

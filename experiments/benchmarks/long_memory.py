@@ -71,7 +71,7 @@ def rows() -> Iterator[list[str]]:
                 if method == EIGHT_BITS and whole_fits:
                     continue
                 made = recipe(length, hardware, method)
-                model, training = decided(made, capacity)
+                model, training = decide(made, capacity)
                 tokens = max(TOKEN_BUDGET, made.judge.max_length)
                 judged = estimate_pass(SHAPE, dtype=made.judge.dtype, tokens=tokens)
                 fits = training.fits(capacity) and judged.fits(capacity)

@@ -112,7 +112,7 @@ def select(source: WeightSource, captured: PairWeights, layers: tuple[Row, ...])
 
 @dataclass(frozen=True)
 class _Side:
-    weights: Float[Tensor, "m"]
+    weights: Float[Tensor, " m"]
     length: float
     coverage: float
     source_coverage: float
@@ -217,7 +217,7 @@ def _raw_rows(
     encoded: EncodedResponse,
     pair: PreferencePair | None,
     side: str,
-    own: Float[Tensor, "m"] | None,
+    own: Float[Tensor, " m"] | None,
 ) -> list[TokenWeights]:
     """One entry per round, each with the one row that the source selected; ``own``: a paired source's weights."""
     if captured is not None:
@@ -275,7 +275,9 @@ def _on_training_tokens(
     )
 
 
-def _finish(source: WeightSource, raw: Sequence[Float[Tensor, "n"]], where: str, trace: int = 0) -> Float[Tensor, "m"]:
+def _finish(
+    source: WeightSource, raw: Sequence[Float[Tensor, " n"]], where: str, trace: int = 0
+) -> Float[Tensor, " m"]:
     """One row out of the rounds: the source's post-processing, or their mean as it is; without the first ``trace``."""
     if source.postprocess is not None:
         return source.postprocess([row[trace:] for row in raw], where)
@@ -310,7 +312,7 @@ def _same_tokens(rows: list[TokenWeights]) -> tuple[list[TokenWeights], bool]:
     return same, realigned
 
 
-def _align(source: TokenWeights, weights: Float[Tensor, "n"], target: EncodedResponse, method: AlignMethod) -> Aligned:
+def _align(source: TokenWeights, weights: Float[Tensor, " n"], target: EncodedResponse, method: AlignMethod) -> Aligned:
     """``weights``, which stand on the tokens of ``source``, on the response tokens of ``target``."""
     return align(source.token_ids, source.offsets, weights, target.response_ids, target.offsets, method)
 
@@ -326,10 +328,10 @@ def _require_same_ids(source: TokenWeights, encoded: EncodedResponse, where: str
 
 
 def align(
-    token_ids: Sequence[int] | Int[Tensor, "n"],
+    token_ids: Sequence[int] | Int[Tensor, " n"],
     offsets: Sequence[Range] | Int[Tensor, "n 2"],
-    weights: Float[Tensor, "n"],
-    target_ids: Sequence[int] | Int[Tensor, "m"],
+    weights: Float[Tensor, " n"],
+    target_ids: Sequence[int] | Int[Tensor, " m"],
     target_offsets: Sequence[Range] | Int[Tensor, "m 2"],
     method: AlignMethod = AlignMethod.LEVENSHTEIN,
 ) -> Aligned:

@@ -73,7 +73,7 @@ class Column(Uncaptured):
         """The key that spans alone read."""
         return {"elsewhere": "weights.form=tokens"} if self.form is Form.TOKENS else {}
 
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """The weights of the m training tokens, float32.
 
         UserError naming pair, side and column for what is missing, of the wrong length, no number, negative where that

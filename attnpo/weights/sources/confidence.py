@@ -45,7 +45,7 @@ def alike(kept: Bool[Tensor, "rows R"], dtype: torch.dtype) -> Float[Tensor, "ro
     return kept.to(dtype) / kept.sum(-1, keepdim=True).clamp(min=1).to(dtype)
 
 
-def both_kept(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, "pairs"]:
+def both_kept(kept: Bool[Tensor, "rows R"]) -> Float[Tensor, " pairs"]:
     """1 for each pair that keeps a token on both sides, 0 for the others."""
     chosen, rejected = kept.any(-1).chunk(2)
     return (chosen & rejected).float()

@@ -33,7 +33,7 @@ class ContrastForm(Protocol):
     def statistic(self) -> str:
         """What is compared: "log_ratio" of a token, or its log-probability under the "contrast" of both."""
 
-    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """The weights of a response; ``words`` is false on the tokens that only end the turn."""
 
 
@@ -65,7 +65,7 @@ READ = {
 ROUNDING = 100  # the code keeps two decimals of a log-ratio
 
 
-def ranks(values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
     """The place of each value in rising order, from 0; equal values share the mean of theirs."""
     below = (values[None, :] < values[:, None]).sum(-1)
     upto = (values[None, :] <= values[:, None]).sum(-1)
@@ -116,7 +116,7 @@ class TISDPO:
         why = f"weights.form.transform={self.transform.value}"
         return {name: why for name in every if name not in READ[self.transform]}
 
-    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """The weights of a response."""
         sign = 1 if side == "chosen" else -1
         if self.transform is Transform.PAPER:
@@ -126,7 +126,7 @@ class TISDPO:
         weights[words] = self._of_words(sign * (raw[words] * ROUNDING).round() / ROUNDING)
         return weights
 
-    def _of_words(self, rewards: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    def _of_words(self, rewards: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         count = rewards.numel()
         if self.transform is Transform.THRESHOLD:
             return rewards.clamp(self.low, self.high)
@@ -156,7 +156,7 @@ class CriticalTokens:
     signed: ClassVar[bool] = False
     statistic: ClassVar[str] = CONTRAST
 
-    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """The weights of a response, from log c."""
         one = torch.ones_like(raw)
         if side == "chosen" and self.only_neg:
@@ -186,7 +186,7 @@ class TokenGuided:
             value = getattr(self, name)
             _require(name, 0 < value < float("inf"), "a finite number above 0", value)
 
-    def __call__(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    def __call__(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         """The factors of a response."""
         return 1 + (1 if side == "chosen" else -1) * self.alpha * self.beta * raw
 

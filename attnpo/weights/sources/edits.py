@@ -44,7 +44,9 @@ class Edits(Uncaptured):
             raise UserError("weights.changed and weights.same are both 0, so that no token would count: raise one")
         check_least("weights", 1, min_match=self.min_match)
 
-    def weigh_pair(self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]) -> dict[str, Float[Tensor, "_"]]:
+    def weigh_pair(
+        self, pair: PreferencePair, encoded: Mapping[str, EncodedResponse]
+    ) -> dict[str, Float[Tensor, " _"]]:
         """The factors of both responses on their training tokens, float32."""
         holding = {
             side: [place for place, (start, end) in enumerate(encoded[side].offsets) if end > start] for side in SIDES

@@ -104,7 +104,7 @@ class Formula(Uncaptured):
             "code": self._digests(),
         }
 
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """The function's numbers for the m training tokens, float32.
 
         UserError naming pair, side and function when it raises, gives another number of weights, or one that is not

@@ -20,7 +20,7 @@ class Scope(Enum):
 
 
 def position_prior(
-    counts: Int[Tensor, "rows"], first: Int[Tensor, "rows"], width: int, divisor: float, dtype: torch.dtype
+    counts: Int[Tensor, " rows"], first: Int[Tensor, " rows"], width: int, divisor: float, dtype: torch.dtype
 ) -> Float[Tensor, "rows R"]:
     """A Gaussian over the tokens 0..n-1 of each row, which sums to 1 over them: its values at ``first`` and on.
 
@@ -38,8 +38,8 @@ def position_prior(
 def importance_weights(
     scores: Float[Tensor, "rows R"],
     mask: Bool[Tensor, "rows R"],
-    before: Float[Tensor, "rows"],
-    tokens_before: Int[Tensor, "rows"],
+    before: Float[Tensor, " rows"],
+    tokens_before: Int[Tensor, " rows"],
     lam: float,
     divisor: float,
 ) -> Float[Tensor, "rows R"]:

@@ -17,7 +17,7 @@ from attnpo.weights.base import PairedWeights
 from attnpo.weights.sources.uniform import Uniform
 
 
-def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Float[Tensor, "rows"]:
+def token_mean(values: Float[Tensor, "rows R"], mask: Bool[Tensor, "rows R"]) -> Float[Tensor, " rows"]:
     """The mean over each row's tokens, in float64; 0 for a row without any."""
     kept = torch.where(mask, values.double(), 0.0)
     return kept.sum(-1) / mask.sum(-1).clamp(min=1)

@@ -15,7 +15,7 @@ from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
 
 
-def selected(scores: Float[Tensor, "n"], top_fraction: float, highest: bool) -> Bool[Tensor, "n"]:
+def selected(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
     """The ``int(top_fraction (n - 1))`` highest (or lowest) scores, the first token's never; the earlier of equal ones.
 
     Source: SteveKGYang/SePO, ``token_score.py``.
@@ -78,10 +78,10 @@ class Selection(Unlayered):
         empty = [not bool(part.weights.any()) for item in chosen.rounds for part in (item.chosen, item.rejected)]
         return weighed_by(captured, _nothing) if any(empty) else chosen
 
-    def _weights(self, raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+    def _weights(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
         kept = selected(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
         return kept * (raw.numel() / kept.sum().clamp(min=1)) if self.as_mean else kept
 
 
-def _nothing(raw: Float[Tensor, "n"], words: Bool[Tensor, "n"], side: str) -> Float[Tensor, "n"]:
+def _nothing(raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
     return torch.zeros_like(raw)

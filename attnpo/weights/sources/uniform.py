@@ -21,7 +21,7 @@ class Uniform(Uncaptured):
     signed: ClassVar[bool] = False
     neutral: ClassVar[bool] = True
 
-    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, "m"]:
+    def weigh(self, pair: PreferencePair, side: str, encoded: EncodedResponse) -> Float[Tensor, " m"]:
         """1/m for each of the m training tokens, float32."""
         count = len(encoded.response_ids)
         return torch.full((count,), 1.0 / max(1, count))

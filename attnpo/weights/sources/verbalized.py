@@ -84,7 +84,7 @@ def _row(pair: PreferencePair, side: str, answer: str, questions: QuestionBuilde
     )
 
 
-def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, "n"]:
+def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[int, int]]) -> Float[Tensor, " n"]:
     """A score per token: the mean over those of its characters that have one; 0 for a token without any.
 
     A token of blanks alone takes the score of the part it stands in or, since parts are quoted without what is between
@@ -101,7 +101,7 @@ def spread(spans: Sequence[ScoredSpan], response: str, places: Sequence[tuple[in
     return torch.tensor(row, dtype=torch.float32)
 
 
-def _mean(scores: Float[Tensor, "characters"]) -> float:
+def _mean(scores: Float[Tensor, " characters"]) -> float:
     """The mean of the scores above 0; 0 where there is none."""
     scored = scores[scores > 0]
     return float(scored.mean()) if scored.numel() else 0.0
