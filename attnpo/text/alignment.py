@@ -11,7 +11,6 @@ partner is put in front of the completion).
 from collections import defaultdict
 from collections.abc import Sequence
 from enum import Enum
-from itertools import chain
 from typing import NamedTuple
 
 import Levenshtein
@@ -21,7 +20,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from attnpo.text.ranges import Range
+from attnpo.text.ranges import Range, as_places
 
 Ranges = Sequence[Range] | Int[Tensor, "_ 2"] | NDArray[np.int64]
 """Half-open character ranges, one for each token."""
@@ -125,7 +124,7 @@ def range_array(values: Ranges) -> NDArray[np.int64]:
         return values.cpu().reshape(-1, 2).numpy()
     if isinstance(values, np.ndarray):
         return values
-    return np.fromiter(chain.from_iterable(values), np.int64, 2 * len(values)).reshape(-1, 2)
+    return as_places(values)
 
 
 class _Moved(NamedTuple):

@@ -23,7 +23,7 @@ from attnpo.text.deadline import Overran, deadline, within
 from attnpo.text.frames import SENTINEL as SENTINEL
 from attnpo.text.frames import place_in_frame as place_in_frame
 from attnpo.text.frames import split_frame as split_frame
-from attnpo.text.ranges import Range, hold_every_character
+from attnpo.text.ranges import Range, as_places, hold_every_character
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import TokenWithoutRow
@@ -475,8 +475,8 @@ class ChatFormat:
             offsets = [(start + seam, stop + seam) for start, stop in offsets]
         end = conversation.pieces[-1].end
         ids, offsets = self._close(ids, offsets, end)
-        offsets = hold_every_character(offsets, full, begin, end)
-        ranges = all_in_response(offsets, conversation.pieces, len(conversation.response))
+        places = hold_every_character(as_places(offsets), full, begin, end)
+        ranges = all_in_response(places, conversation.pieces, len(conversation.response))
         return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
 
     def _tell(self, head: str) -> None:
@@ -561,9 +561,13 @@ class ChatFormat:
 
     def special_inside(self, encoded: EncodedResponse, response: str) -> int:
         """How many special tokens of ``encoded`` are spelled out in ``response`` itself (a literal "</s>")."""
+        if self._special.isdisjoint(encoded.response_ids[:-1]):  # the last one mostly is the end of turn
+            places = zip(encoded.response_ids[-1:], encoded.offsets[-1:], strict=True)
+        else:
+            places = zip(encoded.response_ids, encoded.offsets, strict=True)
         return sum(
             response[start:end].strip().startswith(self._spelling[token])
-            for token, (start, end) in zip(encoded.response_ids, encoded.offsets, strict=True)
+            for token, (start, end) in places
             if token in self._special and end > start
         )
 

@@ -19,6 +19,8 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from attnpo.judging import JudgePrompt
 from attnpo.schema import SIDES, Message, PreferencePair, UserError, check_least, digest
 from attnpo.text.chat import SENTINEL, ChatFormat, check_text, place_in_frame, split_frame
@@ -26,7 +28,7 @@ from attnpo.text.judge_labels import check_prefill, label_tokens
 from attnpo.text.judge_lengths import first_tokens, last_tokens, share_room
 from attnpo.text.judge_trace import AfterTrace, TraceRules, after_trace, require_open
 from attnpo.text.judge_wording import JudgeTemplate
-from attnpo.text.ranges import Range, hold_every_character
+from attnpo.text.ranges import Range, as_places, as_ranges, hold_every_character
 from attnpo.text.traces import start_apart
 
 ANSWERS = ("answer_a", "answer_b")
@@ -302,15 +304,13 @@ class JudgePrompts:
             begin, end = max(rendered.spans[name][0] + shift, low), min(rendered.spans[name][1] + shift, high)
             first = bisect_right(places, begin, key=itemgetter(1))
             last = max(first, bisect_left(places, end, key=itemgetter(0)))
-            held = hold_every_character(places[first:last], full, begin, end)
+            held = hold_every_character(as_places(places[first:last]), full, begin, end)
             if self.rules.span is SpanMode.REFERENCE:
                 closing = bisect_left(places, end + (self._gaps[name] or 0), key=itemgetter(0))
                 last = self._reference_end(first, last, closing)
             spans[name] = (first, last)
-            offsets[name] = [
-                (0, 0) if view.blank else (max(start, begin) + shift_back, min(stop, end) + shift_back)
-                for start, stop in held[: last - first]
-            ]
+            own = np.stack([np.maximum(held[:, 0], begin), np.minimum(held[:, 1], end)], axis=1) + shift_back
+            offsets[name] = as_ranges((np.zeros_like(own) if view.blank else own)[: last - first])
         return _Placed(ids, spans, offsets)
 
     def _spliced(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
@@ -372,7 +372,8 @@ class JudgePrompts:
 
     def _whole_ranges(self, text: str) -> list[Range]:
         """Returns the ranges of a response's tokens, so that no cut behind one parts an accent from its letter."""
-        return hold_every_character(self.chat.tokenize(text, start=False)[1], text, 0, len(text))
+        places = as_places(self.chat.tokenize(text, start=False)[1])
+        return as_ranges(hold_every_character(places, text, 0, len(text)))
 
     def _shortened(self, question: str, shown: Mapping[str, _Shown]) -> list[_Placed]:
         """Both rounds with fewer than ``_limit`` tokens: responses keep their beginning, the question its end."""

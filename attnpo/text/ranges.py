@@ -1,11 +1,27 @@
 """Character ranges of tokens, made whole where a tokenizer's normaliser left characters out."""
 
 from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
 
 Range = tuple[int, int]
+Places = NDArray[np.int64]
+"""Ranges as rows of two."""
 
 
-def hold_every_character(places: Sequence[Range], text: str, begin: int, end: int) -> list[Range]:
+def as_places(ranges: Sequence[Range]) -> Places:
+    """Returns ranges as an array."""
+    return np.fromiter(chain.from_iterable(ranges), np.int64, 2 * len(ranges)).reshape(-1, 2)
+
+
+def as_ranges(places: Places) -> list[Range]:
+    """Returns ranges as tuples."""
+    return list(zip(places[:, 0].tolist(), places[:, 1].tolist(), strict=True))
+
+
+def hold_every_character(places: Places, text: str, begin: int, end: int) -> Places:
     """Returns the tokens' ranges so that every visible character of ``text[begin:end]`` lies in one.
 
     A tokenizer that composes, strips or removes characters (e and an accent to é) gives the token the first of them
@@ -13,21 +29,22 @@ def hold_every_character(places: Sequence[Range], text: str, begin: int, end: in
     ``text[begin:end]``, to the tokens that begin there. Blanks are left out: some tokenizers drop them, and some leave
     the blank in front of a word out of the word's range, so that they say nothing of its owner. Ranges come in order.
     """
-    gaps = {} if _touch(places[:-1], begin, end) else _find_gaps(places, text, begin, end)
+    gaps = {} if _covers(places, begin, end) else _find_gaps(as_ranges(places), text, begin, end)
     if not gaps:
-        return list(places)
-    grown = []
-    for start, stop in places:
-        inside = begin < stop and start < end and start < stop
-        first, last = gaps.get((start, True), start), gaps.get((stop, False), stop)
-        grown.append((first, last) if inside else (start, stop))
+        return places
+    grown = places.copy()
+    for row, (start, stop) in enumerate(as_ranges(places)):
+        if begin < stop and start < end and start < stop:
+            grown[row] = gaps.get((start, True), start), gaps.get((stop, False), stop)
     return grown
 
 
-def _touch(places: Sequence[Range], begin: int, end: int) -> bool:
-    """Tells whether each range begins where the one before ends, from ``begin`` or before to ``end`` or after."""
-    starts, stops = zip(*places, strict=True) if places else ((end,), (begin,))
-    return starts[0] <= begin and stops[-1] >= end and starts[1:] == stops[:-1]
+def _covers(places: Places, begin: int, end: int) -> bool:
+    """Tells whether every character from ``begin`` to ``end`` lies in a range, blanks too."""
+    starts, stops = places.T
+    held = (stops > np.maximum(starts, begin)) & (starts <= end)
+    reach = np.maximum.accumulate(np.append(begin, stops[held]))
+    return bool((starts[held] <= reach[:-1]).all() and end <= reach[-1])
 
 
 def _find_gaps(places: Sequence[Range], text: str, begin: int, end: int) -> dict[tuple[int, bool], int]:

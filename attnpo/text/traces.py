@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from attnpo.schema import PreferencePair
-from attnpo.text.ranges import Range
+from attnpo.text.ranges import Places, Range, as_ranges
 
 OPEN, CLOSE = "<think>", "</think>"
 _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -104,16 +106,15 @@ def place_traced(body: str, response: str) -> list[Piece] | None:
     return [Piece(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
 
 
-def all_in_response(places: Sequence[Range], pieces: list[Piece], last: int) -> list[Range]:
+def all_in_response(places: Places, pieces: list[Piece], last: int) -> list[Range]:
     """Returns ``in_response`` of many ranges; most lie within the longest piece."""
     begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
-    move = place - begin
-    return [
-        (start + move, end + move)
-        if begin <= start < stop and begin < end <= stop
-        else in_response(start, end, pieces, last)
-        for start, end in places
-    ]
+    starts, ends = places.T
+    inside = (starts >= begin) & (starts < stop) & (ends > begin) & (ends <= stop)
+    found = as_ranges(places + (place - begin))
+    for row in np.flatnonzero(~inside).tolist():
+        found[row] = in_response(int(starts[row]), int(ends[row]), pieces, last)
+    return found
 
 
 def in_response(start: int, end: int, pieces: list[Piece], last: int) -> Range:

@@ -19,7 +19,7 @@ from attnpo.data.rules import Keep, LengthRules, Overlong
 from attnpo.schema import Message, PreferencePair, UserError
 from attnpo.text import chat as chat_module
 from attnpo.text.chat import ChatFormat
-from attnpo.text.ranges import hold_every_character
+from attnpo.text.ranges import as_places, as_ranges, hold_every_character
 from attnpo.text.traces import Piece, all_in_response, in_response
 from tests.text.formats import CHATML, FORMATS, LLAMA2_LIKE, PLAIN, Formats
 from tests.text.one_at_a_time import OneAtATime, grow
@@ -209,8 +209,8 @@ def test_ranges_grow_and_move_as_token_by_token(
     places: list[tuple[int, int]], begin: int, size: int, text: str
 ) -> None:
     end = begin + size
-    assert hold_every_character(places, text, begin, end) == grow(places, text, begin, end)
+    assert as_ranges(hold_every_character(as_places(places), text, begin, end)) == grow(places, text, begin, end)
     for cut in range(begin, end + 1):
         pieces = [Piece(begin, cut, 3), Piece(cut + 1, end + 1, 40)]
         pieces = [piece for piece in pieces if piece.end > piece.start] or [Piece(begin, end, 3)]
-        assert all_in_response(places, pieces, 99) == [in_response(*place, pieces, 99) for place in places]
+        assert all_in_response(as_places(places), pieces, 99) == [in_response(*place, pieces, 99) for place in places]
