@@ -199,7 +199,9 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
     handler.addFilter(_once)
     handler.setFormatter(Lines(FORMAT, CLOCK))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("attnpo").setLevel(logging.INFO if leads() else logging.ERROR)
+    package = logging.getLogger("attnpo")
+    level = package.level
+    package.setLevel(logging.INFO if leads() else logging.ERROR)
     wanted = {**QUIET, **({} if bars and sys.stderr.isatty() and leads() else WITHOUT_BARS)}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
@@ -213,6 +215,7 @@ def reporting(*, bars: bool = True) -> Iterator[None]:
                 warnings.showwarning = _log_warning
             yield
     finally:
+        package.setLevel(level)
         logging.setLogRecordFactory(records)
         for name in added:
             os.environ.pop(name, None)

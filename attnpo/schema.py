@@ -150,7 +150,7 @@ class EncodedResponse(NamedTuple):
 
     prompt_ids: list[int]
     response_ids: list[int]
-    offsets: list[tuple[int, int]]
+    offsets: Sequence[tuple[int, int]]
 
 
 # --------------------------------------------------------------------------------------------- token weights

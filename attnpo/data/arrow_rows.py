@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import torch
 
 from attnpo.data.collate import TrainingExample
 from attnpo.schema import SIDES, EncodedResponse, PreferencePair, ids_of
+from attnpo.text.ranges import Offsets, as_places
 
 AT_ONCE = 1024  # rows of a record batch
 Counts = npt.NDArray[np.int64]
@@ -97,9 +98,18 @@ class Rows:
     def flush(self) -> None:
         """Hands on the rows that wait."""
         kinds = zip(self._schema.names, self._schema.types, strict=True)
-        columns = [pa.array([row[name] for row in self._waiting], kind) for name, kind in kinds]
+        columns = [_column([row[name] for row in self._waiting], kind) for name, kind in kinds]
         self._write(pa.RecordBatch.from_arrays(columns, schema=self._schema))
         self._waiting.clear()
+
+
+def _column(cells: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    if not pa.types.is_list(kind):
+        return pa.array(cells, kind)
+    dtype = kind.value_type.to_pandas_dtype()
+    numbers = np.concatenate([np.zeros(0, dtype), *(np.asarray(cell, dtype) for cell in cells)])
+    bounds = np.cumsum([0, *map(len, cells)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(bounds), pa.array(numbers, kind.value_type))
 
 
 class RowsOnDemand(Sequence[Some], Generic[Some]):
@@ -221,10 +231,10 @@ def encoded_row(row: int, prompt: str, sides: Mapping[str, EncodedResponse]) -> 
     shared = chosen.prompt_ids == rejected.prompt_ids
     found: dict[str, object] = {"row": row, "prompt": prompt, "shared": shared}
     for side, one in sides.items():
-        starts, ends = zip(*one.offsets, strict=True) if one.offsets else ((), ())
+        places = as_places(one.offsets)
         ids = [] if shared and side == SIDES[1] else one.prompt_ids
         found |= {f"{side}_prompt": ids, f"{side}_response": one.response_ids}
-        found |= {f"{side}_starts": starts, f"{side}_ends": ends}
+        found |= {f"{side}_starts": places[:, 0], f"{side}_ends": places[:, 1]}
     return found
 
 
@@ -241,15 +251,14 @@ class EncodedRows(RowsOnDemand[dict[str, EncodedResponse]]):
         return len(self.rows)
 
     def _make(self, row: int) -> dict[str, EncodedResponse]:
-        return {side: self.response(row, side) for side in SIDES}
-
-    def response(self, row: int, side: str) -> EncodedResponse:
-        """Returns one side of a row."""
-        prompt = SIDES[0] if self._shared[row] else side
-        of = self._lists
-        starts, ends = of[f"{side}_starts"][row].tolist(), of[f"{side}_ends"][row].tolist()
-        ids = of[f"{prompt}_prompt"][row].tolist(), of[f"{side}_response"][row].tolist()
-        return EncodedResponse(*ids, list(zip(starts, ends, strict=True)))
+        of, shared, found = self._lists, self._shared[row], dict[str, EncodedResponse]()
+        for side in SIDES:
+            starts = of[f"{side}_starts"][row]
+            places = np.empty((len(starts), 2), dtype=np.int64)
+            places[:, 0], places[:, 1] = starts, of[f"{side}_ends"][row]
+            prompt = found[SIDES[0]].prompt_ids if shared and found else of[f"{side}_prompt"][row].tolist()
+            found[side] = EncodedResponse(prompt, of[f"{side}_response"][row].tolist(), Offsets(places))
+        return found
 
     def prompts(self) -> list[str]:
         """Returns the digest of each row's prompt."""
@@ -359,8 +368,7 @@ class ExampleRows(RowsOnDemand[TrainingExample]):
         at = int(self._numbers["row"][row])
         return TrainingExample(
             pair_id=self.ids[at],
-            chosen=self.encoded.response(at, SIDES[0]),
-            rejected=self.encoded.response(at, SIDES[1]),
+            **self.encoded[at],
             weights=self._tensors("weights", row),
             lengths=self._both("length", row),
             coverage=self._both("coverage", row),

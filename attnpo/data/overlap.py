@@ -78,7 +78,8 @@ def key_of_ids(sides: Mapping[str, EncodedResponse]) -> bytes:
     """Returns a digest of a pair's token ids as they are trained on."""
     found = hashlib.blake2b(digest_size=16)
     for ids in (ids for side in SIDES for ids in (sides[side].prompt_ids, sides[side].response_ids)):
-        found.update(array("q", [len(ids), *ids]).tobytes())
+        found.update(array("q", [len(ids)]))
+        found.update(array("q", ids))
     return found.digest()
 
 

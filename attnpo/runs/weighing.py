@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from attnpo.weights.capture import (
     TOKENS,
     VERDICTS,
     WEIGHTS,
+    CapturedRows,
     CaptureReport,
     ensure_captured,
     estimate_bytes,
@@ -101,7 +102,7 @@ class CaptureMethod:
     model: dict[str, object]
     prompts: dict[str, object]
     tools: Callable[[], Tools]
-    verdicts: Callable[[Captured], JudgeStatistics | None]
+    verdicts: Callable[[Iterable[PairWeights]], JudgeStatistics | None]
     answers: Callable[[Sequence[PreferencePair], Captured], AnswerStatistics | None]
     labels: LabelCheck | None = None
     trace: TraceRules | None = None
@@ -122,7 +123,7 @@ def _judge(context: RunContext) -> CaptureMethod:
         model=judge.fingerprint(),
         prompts=judge.prompts.fingerprint(),
         tools=lambda: judge.tools(device_of(context.cfg.trainer.accelerator)),
-        verdicts=lambda captured: judge_statistics(captured.values(), judge.prompts.label_ids) if verdict else None,
+        verdicts=lambda captured: judge_statistics(captured, judge.prompts.label_ids) if verdict else None,
         answers=lambda pairs, captured: None,
         labels=LabelCheck(judge, context.store),
         trace=judge.settings.trace,
@@ -274,12 +275,13 @@ def weigh(
         method.labels.recall(tools_again, wanted)
     label_mass = None if method.labels is None else method.labels.known(wanted)
     _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, method)
-    rounds, cut = _count_prompts(captured)
+    told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
+    rounds, cut = _count_prompts(told())
     return Weighed(
         source,
         captured,
         report,
-        method.verdicts(captured),
+        method.verdicts(told()),
         rows,
         method.depth,
         key,
@@ -287,15 +289,15 @@ def weigh(
         reads=method.reads,
         seconds=table.seconds_per_pair(captured),
         label_mass=label_mass,
-        traces=None if method.trace is None else trace_statistics(captured.values(), method.trace),
+        traces=None if method.trace is None else trace_statistics(told(), method.trace),
         rounds=rounds,
         cut=cut,
     )
 
 
-def _count_prompts(captured: Captured) -> tuple[int, int]:
+def _count_prompts(captured: Iterable[PairWeights]) -> tuple[int, int]:
     """Counts the prompts that were read, and those that had to be cut."""
-    counts = [(len(pair.rounds), sum(item.cut for item in pair.rounds)) for pair in captured.values()]
+    counts = [(len(pair.rounds), sum(item.cut for item in pair.rounds)) for pair in captured]
     return sum(rounds for rounds, _ in counts), sum(cut for _, cut in counts)
 
 

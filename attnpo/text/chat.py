@@ -23,7 +23,7 @@ from attnpo.text.deadline import Overran, deadline, within
 from attnpo.text.frames import SENTINEL as SENTINEL
 from attnpo.text.frames import place_in_frame as place_in_frame
 from attnpo.text.frames import split_frame as split_frame
-from attnpo.text.ranges import Range, as_places, hold_every_character
+from attnpo.text.ranges import Offsets, Range, as_places, hold_every_character
 from attnpo.text.refusals import RefusedText as RefusedText
 from attnpo.text.refusals import RunawayTemplate as RunawayTemplate
 from attnpo.text.refusals import TokenWithoutRow
@@ -476,8 +476,8 @@ class ChatFormat:
         end = conversation.pieces[-1].end
         ids, offsets = self._close(ids, offsets, end)
         places = hold_every_character(as_places(offsets), full, begin, end)
-        ranges = all_in_response(places, conversation.pieces, len(conversation.response))
-        return EncodedResponse(list(prompt_ids), ids, ranges), is_prefix
+        places = all_in_response(places, conversation.pieces, len(conversation.response))
+        return EncodedResponse(list(prompt_ids), ids, Offsets(places)), is_prefix
 
     def _tell(self, head: str) -> None:
         if head != self._told:

@@ -1,7 +1,8 @@
 """Character ranges of tokens, made whole where a tokenizer's normaliser left characters out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,41 @@ Places = NDArray[np.int64]
 """Ranges as rows of two."""
 
 
+class Offsets(Sequence[Range]):
+    """Ranges of tokens in an array, each of which becomes a tuple when it is read."""
+
+    def __init__(self, places: Places) -> None:
+        self.places = places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @overload
+    def __getitem__(self, place: int) -> Range: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Offsets": ...
+    def __getitem__(self, place: int | slice) -> "Range | Offsets":
+        if isinstance(place, slice):
+            return Offsets(self.places[place])
+        start, end = self.places[place].tolist()
+        return start, end
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(as_ranges(self.places))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+
 def as_places(ranges: Sequence[Range]) -> Places:
     """Returns ranges as an array."""
+    if isinstance(ranges, Offsets):
+        return ranges.places
     return np.fromiter(chain.from_iterable(ranges), np.int64, 2 * len(ranges)).reshape(-1, 2)
 
 
@@ -43,7 +77,7 @@ def _covers(places: Places, begin: int, end: int) -> bool:
     """Tells whether every character from ``begin`` to ``end`` lies in a range, blanks too."""
     starts, stops = places.T
     held = (stops > np.maximum(starts, begin)) & (starts <= end)
-    reach = np.maximum.accumulate(np.append(begin, stops[held]))
+    reach = np.maximum.accumulate(np.concatenate(([begin], stops[held])))
     return bool((starts[held] <= reach[:-1]).all() and end <= reach[-1])
 
 

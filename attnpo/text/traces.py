@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnpo.schema import PreferencePair
-from attnpo.text.ranges import Places, Range, as_ranges
+from attnpo.text.ranges import Places, Range
 
 OPEN, CLOSE = "<think>", "</think>"
 _TRACED = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
@@ -106,12 +106,12 @@ def place_traced(body: str, response: str) -> list[Piece] | None:
     return [Piece(*span, place) for span, place in zip(spans, places, strict=True) if span[1] > span[0]]
 
 
-def all_in_response(places: Places, pieces: list[Piece], last: int) -> list[Range]:
+def all_in_response(places: Places, pieces: list[Piece], last: int) -> Places:
     """Returns ``in_response`` of many ranges; most lie within the longest piece."""
     begin, stop, place = max(pieces, key=lambda piece: piece.end - piece.start)
     starts, ends = places.T
     inside = (starts >= begin) & (starts < stop) & (ends > begin) & (ends <= stop)
-    found = as_ranges(places + (place - begin))
+    found = places + (place - begin)
     for row in np.flatnonzero(~inside).tolist():
         found[row] = in_response(int(starts[row]), int(ends[row]), pieces, last)
     return found

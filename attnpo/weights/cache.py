@@ -134,14 +134,17 @@ class Table:
 
     # ------------------------------------------------------------------------------------------- reading
 
-    def read(self, pair_ids: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Cell]]:
+    def read(
+        self, pair_ids: Sequence[str], columns: Sequence[str], where_stored: Sequence[str] = ()
+    ) -> dict[str, dict[str, Cell]]:
         """``columns`` of each pair id: list columns as one-dimensional numpy arrays, numbers as Python numbers.
 
-        Only these columns are read from disk. UserError when a pair lacks one of them.
+        Only these columns are read from disk, and of ``"column.field"`` only that field of a dict. UserError when a
+        pair lacks one of them; those ``where_stored`` are read of the pairs that have them.
         """
         if not pair_ids:
             return {}
-        absent = self.missing(pair_ids, columns)
+        absent = self.missing(pair_ids, map(_whole, columns))
         if absent:
             raise UserError(
                 f"store {self.folder}: expected {', '.join(columns)} of {len(set(pair_ids))} pairs, {len(absent)} lack "
@@ -150,11 +153,15 @@ class Table:
         cells: dict[str, dict[str, Cell]] = {pair_id: {} for pair_id in pair_ids}
         for shard in self._index():
             here = cells.keys() & shard.rows.keys()
-            take = [name for name in columns if name in shard.columns and any(name not in cells[one] for one in here)]
+            take = [
+                name
+                for name in (*columns, *where_stored)
+                if _whole(name) in shard.columns and any(_whole(name) not in cells[one] for one in here)
+            ]
             if not take:
                 continue
             data = self._load(shard, take)
-            for name in take:
+            for name in dict.fromkeys(map(_whole, take)):
                 values = _Column(data.column(name))
                 for pair_id in here:
                     if name not in cells[pair_id]:
@@ -317,6 +324,11 @@ def _read_json(path: Path) -> dict[str, object] | None:
 
 
 # --------------------------------------------------------------------------------------------- columns
+
+
+def _whole(column: str) -> str:
+    """Returns the column of which ``"column.field"`` names a field."""
+    return column.partition(".")[0]
 
 
 def array_in(cell: Cell) -> Array:

@@ -22,8 +22,17 @@ from attnpo.text.chat import RefusedText
 from attnpo.weights.base import PromptBuilder, Tools, WeightSource
 from attnpo.weights.cache import Cell, Store, Table, array_in, fields_in
 from attnpo.weights.layers import HeadRow, Row, layer_column
+from attnpo.weights.round_columns import (
+    ROUNDS,
+    TOLD,
+    TRACES,
+    pack_tokens,
+    pack_traces,
+    pack_verdicts,
+    unpack,
+    unpack_rounds,
+)
 from attnpo.weights.round_columns import TOKENS as TOKENS
-from attnpo.weights.round_columns import TRACES, pack_tokens, pack_traces, pack_verdicts, unpack
 from attnpo.weights.round_columns import VERDICTS as VERDICTS
 
 WEIGHTS = "weights"
@@ -149,15 +158,11 @@ def load_captured(table: Table, pair_ids: Sequence[str], layers: Sequence[Row]) 
 
     What a judge could not be shown is ``Unreadable``. UserError when a pair or a layer is missing.
     """
-    stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)])
-    present = table.columns_present(pair_ids)
-    for name in (VERDICTS, TRACES):
-        for pair_id, row in table.read([one for one, columns in present.items() if name in columns], [name]).items():
-            stored[pair_id] |= row
+    stored = table.read(pair_ids, [TOKENS, *(layer_column(layer) for layer in layers)], TOLD)
     captured: dict[str, PairWeights] = {}
     while stored:
         captured |= unpack({pair_id: stored.pop(pair_id) for pair_id in list(islice(stored, UNPACKED))}, layers)
-    return captured | _unreadable_among(table, present)
+    return captured | _unreadable_among(table, table.columns_present(pair_ids))
 
 
 class CapturedRows(Mapping[str, PairWeights]):
@@ -173,6 +178,11 @@ class CapturedRows(Mapping[str, PairWeights]):
             begin = self._places[pair_id] // AT_ONCE * AT_ONCE
             self._some = load_captured(self._table, self._ids[begin : begin + AT_ONCE], self._layers)
         return self._some[pair_id]
+
+    def without_tokens(self) -> Iterator[PairWeights]:
+        """Yields what is known of the rounds of every pair, on no tokens."""
+        for begin in range(0, len(self._ids), AT_ONCE):
+            yield from unpack_rounds(self._table.read(self._ids[begin : begin + AT_ONCE], ROUNDS, TOLD))
 
     def __contains__(self, pair_id: object) -> bool:
         return pair_id in self._places

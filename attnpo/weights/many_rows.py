@@ -7,8 +7,7 @@ refused) comes back as None and is left to the way for one.
 """
 
 from collections.abc import Sequence
-from itertools import chain, starmap
-from operator import lt
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from attnpo.schema import EncodedResponse, TokenWeights
-from attnpo.text.alignment import AlignMethod, equal_ids, range_array
+from attnpo.text.alignment import AlignMethod, equal_ids
+from attnpo.text.ranges import as_places
 from attnpo.weights.arrival import kept_share
 from attnpo.weights.postprocess import Postprocess, RoundOrder
 
@@ -169,17 +169,14 @@ def carry(
     ours = torch.cat([row.token_ids for row, _, _ in responses]).numpy()
     theirs = np.fromiter(chain.from_iterable(onto.response_ids for onto in encoded), np.int64, len(target.owner))
     differs = ours[givers] != theirs[receivers]
+    places = np.concatenate([as_places(onto.offsets) for onto in encoded])
+    holds = places[:, 1] > places[:, 0]
     if method is AlignMethod.CHARACTERS:
-        places = range_array(list(chain.from_iterable(onto.offsets for onto in encoded)))
-        holds = places[:, 1] > places[:, 0]
         offsets = torch.cat([row.offsets for row, _, _ in responses]).numpy()
         differs |= (offsets[givers] != places[receivers]).any(axis=1)
         alone = source.counts > target.counts
         alone[source.owner[givers[differs]]] = True
     else:
-        holds = np.fromiter(
-            starmap(lt, chain.from_iterable(onto.offsets for onto in encoded)), np.bool_, len(target.owner)
-        )
         alone = np.zeros(len(encoded), dtype=np.bool_)
         edited = np.unique(source.owner[givers[differs]])
         if edited.size:

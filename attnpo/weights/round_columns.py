@@ -14,6 +14,11 @@ from attnpo.weights.layers import Row, layer_column
 TOKENS = "tokens"
 VERDICTS = "verdicts"
 TRACES = "traces"
+TOLD = (VERDICTS, TRACES)
+"""Columns that only some pairs have."""
+ROUNDS = (f"{TOKENS}.chosen_is_a", f"{TOKENS}.cut")
+"""What is known of every round beside its tokens."""
+_NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
 
 
 def pack_tokens(pair: PairWeights, parts: Sequence[TokenWeights]) -> dict[str, Cell]:
@@ -87,6 +92,14 @@ def unpack(stored: Mapping[str, Mapping[str, Cell]], layers: Sequence[Row]) -> d
         pair_id: PairWeights(pair_id, tuple(_rounds(row, list(islice(rounds, len(part["chosen_is_a"]))))))
         for (pair_id, row), part in zip(stored.items(), tokens, strict=True)
     }
+
+
+def unpack_rounds(stored: Mapping[str, Mapping[str, Cell]]) -> Iterator[PairWeights]:
+    """Yields the pairs whose ``ROUNDS`` and ``TOLD`` columns ``stored`` has by pair id, their rounds on no tokens."""
+    for pair_id, row in stored.items():
+        known = _arrays(row[TOKENS])
+        rounds = zip(known["chosen_is_a"].tolist(), known["cut"].tolist(), strict=True)
+        yield PairWeights(pair_id, tuple(_rounds(row, [(first, cut, _NO_TOKENS, _NO_TOKENS) for first, cut in rounds])))
 
 
 def _rounds(row: Mapping[str, Cell], rounds: Sequence[tuple[int, int, TokenWeights, TokenWeights]]) -> Iterator[Round]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, PreferencePair, Round, TokenWeights, UserError
 from attnpo.text.chat import RefusedText
+from attnpo.text.ranges import as_places
 from attnpo.weights.base import Scorer, ScorerModel, Tools, TrainingTexts
 from attnpo.weights.capture import Unreadable
 
@@ -110,7 +111,7 @@ def _captured(asked: _Asked, rows: Mapping[str, Float[Tensor, " n"]]) -> PairWei
         encoded = asked.encoded[side]
         sides[side] = TokenWeights(
             torch.tensor(encoded.response_ids, dtype=torch.long),
-            torch.tensor(encoded.offsets, dtype=torch.long).reshape(-1, 2),
+            torch.from_numpy(as_places(encoded.offsets)),
             rows[side].unsqueeze(0),
         )
     return PairWeights(asked.pair_id, (Round(True, sides["chosen"], sides["rejected"], cut=asked.cut),))
