@@ -68,7 +68,9 @@ def prepared_rows(
             found = _read(file, facts, say=True)
             if found is None:
                 log.info("%s rows are prepared: about %s in %s", kind, in_bytes(about), folder)
+                began = time.perf_counter()
                 found = _made(file, facts, make)
+                log.info("%s rows: prepared in %.1f s", kind, time.perf_counter() - began)
             return found
     except OSError as error:
         raise UserError(

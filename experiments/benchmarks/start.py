@@ -11,6 +11,7 @@ store comes between and is not counted. Every start is a process of its own, and
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from experiments.benchmarks.step import add_trl, trl_python
 
 FEW, HELD_OUT = 64, 16  # rows of the start that others are held against; rows for validation
 FIRST, FIRST_OF_TRL = "parameters for 2 optimiser steps", "the first step begins"
+PREPARED = re.compile(r"(\w+) rows: prepared in ([\d.]+) s")
 ROOM_BAR, LATE_BAR = 0.7, 3.0  # GB beyond a start on few rows; seconds after TRL's
 
 
@@ -51,15 +53,17 @@ def save_model(folder: Path, options: Namespace) -> None:
     random_llama(shape, options.seed).save_pretrained(folder)
 
 
-def until(command: Sequence[str], mark: str) -> tuple[float, float]:
+def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> tuple[float, float]:
     """Starts a process; returns the seconds until it writes ``mark`` and its peak resident memory in GB then.
+
+    ``said`` takes the lines that it wrote.
 
     Raises ``SystemExit`` where it ends without. It is stopped when it has.
     """
     began = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as started:
         assert started.stderr is not None
-        lines: list[str] = []
+        lines: list[str] = [] if said is None else said
         for line in started.stderr:
             lines.append(line)
             if mark in line:
@@ -106,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rows = min(options.rows, 5_000)
     library.disable_progress_bar()
     python, missing = trl_python(options)
-    found: dict[str, tuple[float, float]] = {}
+    found, rates = dict[str, tuple[float, float]](), dict[str, float]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(folder / "model", options)
@@ -120,11 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             process(ours(options, folder, options.rows, folder / "store"))
             shutil.rmtree(folder / "store" / "examples")
         for name in ("ours, cold", "ours, warm"):
-            found[name] = until(ours(options, folder, options.rows, folder / "store"), FIRST)
+            said: list[str] = []
+            found[name] = until(ours(options, folder, options.rows, folder / "store"), FIRST, said)
+            rates |= {kind: (options.rows + HELD_OUT) / float(took) for kind, took in PREPARED.findall("".join(said))}
             say(f"{name}: {found[name][0]:.1f} s")
         for name in ("TRL, cold", "TRL, warm") if python is not None else ():
             found[name] = until(theirs(options, folder, python), FIRST_OF_TRL)
             say(f"{name}: {found[name][0]:.1f} s")
+    for kind, rate in rates.items():
+        print(f"{kind} rows: {rate:,.0f} pairs/s")
     rows = [[name, f"{seconds:.1f}", f"{peak:.2f}"] for name, (seconds, peak) in found.items()]
     print(f"\n{table(('start', 'seconds to the first step', 'resident, GB'), rows)}", flush=True)
     late = found["ours, warm"][0] - found["TRL, warm"][0] if python is not None else None
@@ -133,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Bar("start: ours warm after TRL's", LATE_BAR, late, False, missing, " s"),
         Bar(f"start: resident beyond {FEW} rows", ROOM_BAR, beyond, False, unit=" GB"),
     ]
-    finish("start", options, {"seconds_and_gb": found}, bars)
+    finish("start", options, {"seconds_and_gb": found, "pairs_a_second": rates}, bars)
     return 0
 
 
