@@ -77,8 +77,9 @@ def judged(pair: PreferencePair, side: str) -> str:
 
 def before(start: int, offsets: Sequence[Sequence[int]]) -> int:
     """How many tokens stand in front of the first one that holds a character of the response from ``start`` on."""
-    held = (place for place, (first, end) in enumerate(offsets) if end > max(first, start))
-    return next(held, len(offsets)) if start else 0
+    if not start:
+        return 0
+    return next((place for place, (first, end) in enumerate(offsets) if end > max(first, start)), len(offsets))
 
 
 def place_traced(body: str, response: str) -> list[Piece] | None:
