@@ -123,9 +123,14 @@ def inputs_of(cfg: RunConfig) -> dict[str, object]:
 
 
 def component(value: object) -> object:
-    """A value of a config; for a component of the package its class alone, whichever module it was in or is in now."""
+    """Returns a value of a config; of a component of the package its class alone, whichever module that is in."""
     own = isinstance(value, str) and value.startswith(f"{PACKAGE.name}.")
     return str(value).rpartition(".")[2] if own else value
+
+
+def by_class(values: Mapping[str, Json]) -> dict[str, object]:
+    """Returns every key of a config with its value, the components of the package by their classes."""
+    return {key: component(value) if key.endswith("_target_") else value for key, value in flat(values)}
 
 
 def may_lack(key: str) -> bool:
@@ -150,8 +155,11 @@ def _unread(values: Mapping[str, Json], source: WeightSource | None) -> list[str
 
 
 def _values(values: Mapping[str, Json]) -> dict[str, object]:
-    """Every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands for."""
-    every = {key: value for key, value in flat(values) if not OF_SETS.fullmatch(key)}
+    """Every key with its value, but paths in a mixture; a mode that follows from the metric as what it stands for.
+
+    Components of the package are their classes, so that a class may move to another module.
+    """
+    every = {key: value for key, value in by_class(values).items() if not OF_SETS.fullmatch(key)}
     if every.get(MODE, "") is None:
         every[MODE] = direction(str(every.get(MONITOR, CallbackSettings.monitor)))
     if every.get(RECOMPUTED) == AUTO:

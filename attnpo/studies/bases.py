@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from attnpo.data.prepare import EncodedSet
-from attnpo.files import clean, file_digest, flat, read_record, write_record
+from attnpo.files import clean, file_digest, read_record, write_record
 from attnpo.machine import versions
 from attnpo.models.loading import weights_fingerprint
 from attnpo.models.spec import ModelSpec
 from attnpo.runs.auto_layer import settle_layer
 from attnpo.runs.context import RunContext, make_context, open_paths, settle, settle_judge
-from attnpo.runs.identity import APART, below, files_of, inputs_of, settings_of
+from attnpo.runs.identity import APART, below, by_class, files_of, inputs_of, settings_of
 from attnpo.runs.inputs import encode, read_pairs
 from attnpo.runs.run_config import RunConfig
 from attnpo.runs.sources import source_digest
@@ -220,7 +220,7 @@ def measure(
     own = arm_config(cfg, study, [], basis.world).changed({"seed": basis.seed})
     config = with_paths(own.config, context.cfg)
     values = {key: value for key, value in settings_of(config).items() if key.partition(".")[0] not in APART}
-    settings = dict(flat(cfg.below("study")))
+    settings = by_class(cfg.below("study"))
     for name, analysis in study.analyses.items():
         same = digest(
             {

@@ -1,13 +1,14 @@
 """Which code and which files tell a study's points apart: all that can run one, and nothing that only shows results."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from attnpo.config import as_yaml, load
+from attnpo.config import CONFIG_DIR, as_yaml, load
 from attnpo.runs import sources
-from attnpo.runs.identity import numbers_of, saved_numbers
+from attnpo.runs.identity import by_class, numbers_of, saved_numbers
 from attnpo.runs.resume import check_same
 from attnpo.runs.sources import SHOWING, source_digest
 from attnpo.schema import UserError
@@ -215,3 +216,21 @@ def test_the_source_of_a_component_from_elsewhere_counts(tmp_path: Path, monkeyp
         (tmp_path / "my_transforms.py").write_text(text, encoding="utf-8")
         found.append(point_folder(Path(), point, cfg, {}).name)
     assert found[0] != found[1]
+
+
+def test_a_class_counts_by_its_name_which_no_other_component_of_its_group_has() -> None:
+    """A class may move to another module: no point, analysis or registered study becomes another by that."""
+    moved = {"weights": {"_target_": "attnpo.elsewhere.Attention", "layer": "attnpo.kept"}, "form_target_": "other.Own"}
+    assert by_class(moved) == {
+        "weights._target_": "Attention",
+        "weights.layer": "attnpo.kept",
+        "form_target_": "other.Own",
+    }
+    groups: dict[str, set[str]] = {}
+    for path in CONFIG_DIR.rglob("*.yaml"):
+        group = path.relative_to(CONFIG_DIR).parts[0]
+        found = re.findall(r"_target_: *(attnpo\.[\w.]+)", path.read_text(encoding="utf-8"))
+        groups.setdefault(group, set()).update(found)
+    for group, dotted in groups.items():
+        assert len({name.rpartition(".")[2] for name in dotted}) == len(dotted), group
+    assert sum(map(len, groups.values())) > 100
