@@ -53,7 +53,8 @@ bench: $(READY) $(TRL_READY) ## speed and memory beside TRL and the authors' ext
 	@$(BIN)/python -m experiments.benchmarks.step --short --json $(BENCH)/step.json $(ARGS)
 	@$(BIN)/python -m experiments.benchmarks.extraction --short --json $(BENCH)/extraction.json $(ARGS)
 	@$(BIN)/python -m experiments.benchmarks.pipeline --short --json $(BENCH)/pipeline.json $(ARGS)
-	@echo && $(BIN)/python -m experiments.benchmarks.harness $(BENCH)/step.json $(BENCH)/extraction.json $(BENCH)/pipeline.json
+	@$(BIN)/python -m experiments.benchmarks.start --short --json $(BENCH)/start.json $(ARGS)
+	@echo && $(BIN)/python -m experiments.benchmarks.harness $(foreach part,step extraction pipeline start,$(BENCH)/$(part).json)
 
 gpu: $(READY) ## what one GPU makes of it at 8B, in 8 minutes: tests, step, judge, TRL, a run; ARGS=--tiny on any machine
 	@$(BIN)/python -m experiments.benchmarks.gpu --json $(BENCH)/gpu.json $(ARGS)

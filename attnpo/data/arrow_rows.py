@@ -6,9 +6,11 @@ that it takes no memory of its own; what a row gives is made at each reading and
 
 import json
 from abc import abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
@@ -58,14 +60,14 @@ class Ragged:
         chunks = [chunk for chunk in column.chunks if len(chunk)]
         self._values = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
         self._bounds = [chunk.offsets.to_numpy(zero_copy_only=True) for chunk in chunks]
-        self._starts = np.cumsum([0, *map(len, chunks)])
+        self._starts = [0, *accumulate(map(len, chunks))]
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
     def __getitem__(self, row: int) -> npt.NDArray[np.generic]:
-        chunk = int(np.searchsorted(self._starts, row, side="right")) - 1
-        place = row - int(self._starts[chunk])
+        chunk = bisect_right(self._starts, row) - 1
+        place = row - self._starts[chunk]
         start, end = self._bounds[chunk][place : place + 2]
         found: npt.NDArray[np.generic] = self._values[chunk][start:end]
         return found

@@ -300,8 +300,10 @@ def prepare_examples(
     partial, weigher = isinstance(source, PartialSource), source if isinstance(source, PairWeigher) else None
     told, again = tee(_to_weigh(encoded, captured))
     weighed = weigh_pairs(source, filter(_is_readable, again), align.method, transforms, layers=layers)
-    for place, (pair, asked) in enumerate(zip(encoded.pairs, told, strict=True)):
-        pair_id, raw = pair.pair_id, asked.captured
+    for place, asked in enumerate(told):
+        pair, raw = asked.pair, asked.captured
+        assert pair is not None  # ``_to_weigh`` has them all
+        pair_id = pair.pair_id
         if raw is not None and not raw.rounds:
             tally.add(f"{unreadable}: {raw.reason}" if isinstance(raw, Unreadable) else unreadable, pair_id)
             continue

@@ -3,7 +3,8 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -276,12 +277,15 @@ def weigh(
     label_mass = None if method.labels is None else method.labels.known(wanted)
     _log_unreadable(table, list(dict.fromkeys(ids_of(wanted))), columns, method)
     told = captured.without_tokens if isinstance(captured, CapturedRows) else captured.values
-    rounds, cut = _count_prompts(told())
+    prompts = Counter[str]()
+    seen = _counting(told(), prompts)
+    verdicts = method.verdicts(seen)
+    deque(seen, maxlen=0)  # where no verdicts were asked for, none is looked at before
     return Weighed(
         source,
         captured,
         report,
-        method.verdicts(told()),
+        verdicts,
         rows,
         method.depth,
         key,
@@ -290,15 +294,17 @@ def weigh(
         seconds=table.seconds_per_pair(captured),
         label_mass=label_mass,
         traces=None if method.trace is None else trace_statistics(told(), method.trace),
-        rounds=rounds,
-        cut=cut,
+        rounds=prompts["read"],
+        cut=prompts["cut"],
     )
 
 
-def _count_prompts(captured: Iterable[PairWeights]) -> tuple[int, int]:
-    """Counts the prompts that were read, and those that had to be cut."""
-    counts = [(len(pair.rounds), sum(item.cut for item in pair.rounds)) for pair in captured]
-    return sum(rounds for rounds, _ in counts), sum(cut for _, cut in counts)
+def _counting(captured: Iterable[PairWeights], prompts: Counter[str]) -> Iterator[PairWeights]:
+    """Yields ``captured``; counts the prompts that were read, and those that had to be cut."""
+    for pair in captured:
+        prompts["read"] += len(pair.rounds)
+        prompts["cut"] += sum(item.cut for item in pair.rounds)
+        yield pair
 
 
 def _columns_key(source: WeightSource, encoded: Mapping[str, EncodedSet]) -> dict[str, object]:

@@ -45,7 +45,7 @@ RENDERING = 10.0
 ROOM, LONGEST = 2**30, 10**7
 """Bytes of memory that a conversation may take to render, and characters that a template may add to its turns."""
 
-AT_ONCE, CHARACTERS = 1024, 2**22
+AT_ONCE, CHARACTERS = 256, 2**22
 """Prompts whose texts are tokenised at once, and characters after which they are fewer."""
 
 _NONE: "Encodings" = {}
