@@ -41,7 +41,7 @@ from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
 from attnpo.objectives.terms import LossType, Sft, chosen_nll
 from attnpo.objectives.tidpo import tidpo_loss, triplet_term
 from attnpo.objectives.tis_dpo import tis_dpo_loss
-from attnpo.objectives.twdpo import twdpo_loss
+from attnpo.objectives.twdpo import twdpo_loss, twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput, UserError, check_choice
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "token_logps",
     "triplet_term",
     "twdpo_loss",
+    "twdpo_variant_loss",
     "uniform_weights",
 ]
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnpo.objectives.base import logps_of
 from attnpo.objectives.terms import check_beta
-from attnpo.objectives.twdpo import twdpo_loss
+from attnpo.objectives.twdpo import twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
 
@@ -33,7 +33,7 @@ def otpo_loss(
         >>> otpo_loss(policy, reference, 2 * weights, mask, beta=0.1).losses
         tensor([0.6349])
     """
-    return twdpo_loss(policy_logps, reference_logps, weights, mask, None, beta, label_smoothing)
+    return twdpo_variant_loss(policy_logps, reference_logps, weights, mask, None, beta, label_smoothing)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -42,19 +43,12 @@ def twdpo_loss(
     mask: Bool[Tensor, "rows R"],
     lengths: Float[Tensor, " rows"] | None,
     beta: float,
-    label_smoothing: float = 0.0,
-    loss_type: LossType = LossType.SIGMOID,
-    nll: Float[Tensor, " pairs"] | None = None,
-    sft_coef: float = 1.0,
-    clip_ratio: float | None = None,
 ) -> ObjectiveOutput:
-    """The TwDPO loss of each pair: ``-log sigmoid(beta |y_w| sum_t a_wt d_wt - beta |y_l| sum_t a_lt d_lt)``.
+    """-log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
 
-    d is the log-ratio of a token in nats, a (``weights``) a distribution over the response, |y| (``lengths``) its
-    tokens as the judge counts them. Without ``lengths`` |y| is left out; with an ``nll``, ``sft_coef nll`` is added;
-    ``clip_ratio`` bounds d (``clipped``).
-    Rewards are ``beta |y| sum_t a_t d_t``; the extras hold the unweighted ones, ``beta S(d)``. Source: paper Eq. twdpo,
-    without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
+    a (``weights``) is a distribution over the response, |y| (``lengths``) its tokens as the judge counts them; without
+    lengths |y| is left out. Rewards are r; the extras hold the unweighted ones, ``beta sum_t d_t``.
+    Source: paper Eq. twdpo, without lengths Eq. twdpo_len_norm; HCY123902/AttentionPO, ``tw_dpo_trainer.py``.
 
     Example:
         >>> import torch
@@ -64,6 +58,38 @@ def twdpo_loss(
         >>> lengths = mask.sum(-1).float()
         >>> twdpo_loss(policy, reference, weights, mask, lengths, beta=0.1).losses
         tensor([0.6349])
+    """
+    d = log_ratios(policy_logps, reference_logps, mask)  # of each token, 0 off the response
+    r_w, r_l = split_pairs(beta * weighted_sum(d, weights, mask, lengths))
+    losses = -F.logsigmoid(r_w - r_l)
+    unweighted = by_side("unweighted", beta * d.detach().sum(-1))
+    return ObjectiveOutput(losses, r_w.detach(), r_l.detach(), unweighted)
+
+
+def twdpo_variant_loss(
+    policy_logps: Float[Tensor, "rows R"],
+    reference_logps: Float[Tensor, "rows R"],
+    weights: Float[Tensor, "rows R"],
+    mask: Bool[Tensor, "rows R"],
+    lengths: Float[Tensor, " rows"] | None,
+    beta: float,
+    label_smoothing: float = 0.0,
+    loss_type: LossType = LossType.SIGMOID,
+    nll: Float[Tensor, " pairs"] | None = None,
+    sft_coef: float = 1.0,
+    clip_ratio: float | None = None,
+) -> ObjectiveOutput:
+    """Computes ``twdpo_loss`` with its options: another form of the loss, an SFT term, log-ratios that are held.
+
+    With an ``nll``, ``sft_coef nll`` is added; ``clip_ratio`` bounds d (``clipped``).
+
+    Example:
+        >>> import torch
+        >>> from attnpo.losses import twdpo_variant_loss
+        >>> policy, reference = torch.tensor([[-0.5, -1.0], [-2.0, -0.3]]), torch.full((2, 2), -1.0)
+        >>> mask, weights = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[0.9, 0.1], [0.5, 0.5]])
+        >>> twdpo_variant_loss(policy, reference, weights, mask, mask.sum(-1).float(), 0.1, label_smoothing=0.5).losses
+        tensor([0.6949])
     """
     ratios = clipped(log_ratios(policy_logps, reference_logps, mask), clip_ratio)
     chosen, rejected = split_pairs(beta * weighted_sum(ratios, weights, mask, lengths))
@@ -110,7 +136,7 @@ class TwDPO(LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
-        output = twdpo_loss(
+        output = twdpo_variant_loss(
             policy.logps,
             logps_of(reference),
             *self.weighted(batch.main),

@@ -6,7 +6,8 @@
 Rows with texts of their own (``experiments.benchmarks.rows``), a model of two tiny layers, weights from attention of
 the last layer or uniform, two steps: what takes time is reading, tokenising and weighing. Cold is an empty store,
 warm the same command again; TRL keeps its tokenised rows in the cache of ``datasets``. The judge pass that fills the
-store comes between and is not counted. Every start is a process of its own, and so is its peak of resident memory.
+store comes between and is not counted. Every start is a process of its own, and so is its memory: the peak of what is
+resident, mapped files among it, which all processes of a machine share, and what is its alone at the first step.
 """
 
 import json
@@ -53,8 +54,8 @@ def save_model(folder: Path, options: Namespace) -> None:
     random_llama(shape, options.seed).save_pretrained(folder)
 
 
-def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> tuple[float, float]:
-    """Starts a process; returns the seconds until it writes ``mark`` and its peak resident memory in GB then.
+def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> tuple[float, float, float]:
+    """Starts a process; returns seconds until it writes ``mark``, and peak resident and private memory in GB then.
 
     ``said`` takes the lines that it wrote.
 
@@ -69,9 +70,11 @@ def until(command: Sequence[str], mark: str, said: list[str] | None = None) -> t
             if mark in line:
                 seconds = time.perf_counter() - began
                 status = Path(f"/proc/{started.pid}/status").read_text(encoding="utf-8")
-                peak = next(int(one.split()[1]) for one in status.splitlines() if one.startswith("VmHWM"))
+                peak, private = (
+                    int(status.partition(f"{name}:")[2].split()[0]) * 1024 / 1e9 for name in ("VmHWM", "RssAnon")
+                )
                 started.kill()
-                return seconds, peak * 1024 / 1e9
+                return seconds, peak, private
     raise SystemExit(f"{' '.join(command)} ended with status {started.returncode}:\n{''.join(lines)[-3000:]}")
 
 
@@ -110,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.rows = min(options.rows, 5_000)
     library.disable_progress_bar()
     python, missing = trl_python(options)
-    found, rates = dict[str, tuple[float, float]](), dict[str, float]()
+    found, rates = dict[str, tuple[float, float, float]](), dict[str, float]()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         save_model(folder / "model", options)
@@ -133,13 +136,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{name}: {found[name][0]:.1f} s")
     for kind, rate in rates.items():
         print(f"{kind} rows: {rate:,.0f} pairs/s")
-    rows = [[name, f"{seconds:.1f}", f"{peak:.2f}"] for name, (seconds, peak) in found.items()]
-    print(f"\n{table(('start', 'seconds to the first step', 'resident, GB'), rows)}", flush=True)
+    rows = [[name, f"{seconds:.1f}", f"{peak:.2f}", f"{own:.2f}"] for name, (seconds, peak, own) in found.items()]
+    head = ("start", "seconds to the first step", "resident at its peak, GB", "private then, GB")
+    print(f"\n{table(head, rows)}", flush=True)
     late = found["ours, warm"][0] - found["TRL, warm"][0] if python is not None else None
-    beyond = max(found[f"ours, {way}"][1] for way in ("cold", "warm")) - found[f"ours, {FEW} rows"][1]
+    beyond = max(found[f"ours, {way}"][2] for way in ("cold", "warm")) - found[f"ours, {FEW} rows"][2]
     bars = [
         Bar("start: ours warm after TRL's", LATE_BAR, late, False, missing, " s"),
-        Bar(f"start: resident beyond {FEW} rows", ROOM_BAR, beyond, False, unit=" GB"),
+        Bar(f"start: private memory beyond {FEW} rows", ROOM_BAR, beyond, False, unit=" GB"),
     ]
     finish("start", options, {"seconds_and_gb": found, "pairs_a_second": rates}, bars)
     return 0

@@ -25,7 +25,7 @@ from attnpo.objectives.tdpo import tdpo1_loss, tdpo2_loss
 from attnpo.objectives.terms import Sft, chosen_nll, low_shares, with_anchor
 from attnpo.objectives.tidpo import Triplet, tidpo_loss, triplet_term
 from attnpo.objectives.tis_dpo import tis_dpo_loss
-from attnpo.objectives.twdpo import twdpo_loss
+from attnpo.objectives.twdpo import twdpo_loss, twdpo_variant_loss
 from attnpo.schema import ObjectiveOutput, RowGroup
 
 DOCS = Path(__file__).parents[2] / "docs" / "objectives.md"
@@ -60,7 +60,7 @@ CASES: list[tuple[Callable[[], ObjectiveOutput], float, tuple[float, float]]] = 
     (lambda: dpo_loss(P, R, MASK, 0.4), -lsig(0.4 * 3), (0.4, -0.8)),
     (lambda: dpo_loss(P, R, MASK, 0.4, nll=NLL, sft_coef=0.5), -lsig(0.4 * 3) + 1.5, (0.4, -0.8)),
     (lambda: dpo_loss(P, R, MASK, 0.4, clip_ratio=1.0), -lsig(0.4 * 2), (0.4, -0.4)),
-    (lambda: twdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4, clip_ratio=0.4), -lsig(0.4 * 2), (0.32, -0.48)),
+    (lambda: twdpo_variant_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4, clip_ratio=0.4), -lsig(0.4 * 2), (0.32, -0.48)),
     (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1), -lsig(0.4 * 3) + 0.1 * 0.4, (0.4, -0.8)),
     (lambda: with_anchor(dpo_loss(P, R, MASK, 0.4), KL, MASK, 0.1, LOW), -lsig(0.4 * 3) + 0.1 * 0.05, (0.4, -0.8)),
     (lambda: twdpo_loss(P, R, WEIGHTS, MASK, LENGTHS, 0.4), -lsig(0.4 * 7), (0.4, -2.4)),

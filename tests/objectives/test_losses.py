@@ -65,7 +65,28 @@ FUNCTIONS = [name for name in losses.__all__ if inspect.isfunction(getattr(losse
 
 
 def test_there_is_nothing_that_no_objective_needs() -> None:
-    assert {name.removesuffix("_loss") for name in FUNCTIONS if name.endswith("_loss")} == set(OPTIONS)
+    found = {name.removesuffix("_loss") for name in FUNCTIONS if name.endswith("_loss")}
+    assert found == {*OPTIONS, "twdpo_variant"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_equation_is_its_variant_without_options_to_the_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(70):
+        rows, length = 2 * (trial % 4 + 1), trial % 9 + 1
+        mask = torch.rand(rows, length, generator=generator) < 0.8
+        reference, weights = (torch.rand(rows, length, generator=generator, dtype=dtype) for _ in range(2))
+        lengths = None if trial % 3 == 0 else mask.sum(-1).float()
+        found = []
+        for loss in (losses.twdpo_loss, losses.twdpo_variant_loss):
+            policy = (-3 * reference.flip(-1)).requires_grad_()
+            output = loss(policy, -reference, weights, mask, lengths, 0.3)
+            output.losses.sum().backward()
+            found.append(
+                (output.losses, output.chosen_rewards, output.rejected_rewards, *output.extras.values(), policy.grad)
+            )
+            assert output.extras.keys() == {"unweighted/chosen", "unweighted/rejected"}
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("name", [*(name for name in FUNCTIONS if "_loss" in name or "token_" in name), ""])
