@@ -95,7 +95,7 @@ def test_a_start_is_timed_on_rows_and_a_tokenizer_of_its_own(
     rows = rows_of(capsys.readouterr().out)
     assert {"ours, 64 rows", "ours, cold", "ours, warm"} <= rows.keys()
     found = json.loads((tmp_path / "j").read_text(encoding="utf-8"))["results"]["seconds_and_gb"]
-    assert all(seconds > 0 and memory > 0 for seconds, memory in found.values())
+    assert all(seconds > 0 and resident > private > 0 for seconds, resident, private in found.values())
 
 
 # ------------------------------------------------------------------------------------------------ harness

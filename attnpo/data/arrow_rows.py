@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Generic, TypeVar, overload
+from typing import Generic, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -105,12 +105,13 @@ class Rows:
         self._waiting.clear()
 
 
-def _column(cells: Sequence[Any], kind: pa.DataType) -> pa.Array:
+def _column(cells: Sequence[object], kind: pa.DataType) -> pa.Array:
     if not pa.types.is_list(kind):
         return pa.array(cells, kind)
     dtype = kind.value_type.to_pandas_dtype()
-    numbers = np.concatenate([np.zeros(0, dtype), *(np.asarray(cell, dtype) for cell in cells)])
-    bounds = np.cumsum([0, *map(len, cells)], dtype=np.int32)
+    rows = [np.asarray(cell, dtype) for cell in cells]
+    numbers = np.concatenate([np.zeros(0, dtype), *rows])
+    bounds = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(pa.array(bounds), pa.array(numbers, kind.value_type))
 
 

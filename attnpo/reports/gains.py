@@ -17,7 +17,7 @@ from attnpo.analysis.prediction import Case
 from attnpo.files import Json, clean, parse_json, read_record
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.reports.finished import ANALYSES, StudyFolder, finished_points
-from attnpo.runs.identity import LATER
+from attnpo.runs.identity import LATER, by_class, component
 from attnpo.runs.result import RunResult
 from attnpo.schema import UserError, digest
 from attnpo.studies.faithfulness import ROLLOUT
@@ -97,18 +97,18 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
 def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
     """The arms of judge weights, each with the arm of uniform weights from which it differs in these alone."""
     plain = {label: record for label, record in arms.items() if is_plain(record)}
-    uniform = [label for label, record in plain.items() if record[SOURCE] == _path(Uniform)]
+    uniform = [label for label, record in plain.items() if is_class(record[SOURCE], Uniform)]
     for label, record in plain.items():
-        if record[SOURCE] in (_path(Attention), _path(Rollout)):
+        if is_class(record[SOURCE], Attention, Rollout):
             same = [one for one in uniform if _only_weights_differ(record, plain[one])]
             yield from ((label, one) for one in same[:1])
 
 
-def settled(record: Record) -> dict[str, Json]:
+def settled(record: Record) -> dict[str, object]:
     """What decides an arm's numbers, the same whichever version wrote it, and whether its drift was measured or not."""
     return {
         key: value
-        for key, value in record.items()
+        for key, value in by_class(record).items()
         if not key.startswith("drift.") and not (key in LATER and LATER[key] == value)
     }
 
@@ -118,7 +118,7 @@ def is_plain(record: Record) -> bool:
     transformed = any(key.startswith("transforms.") for key in record)
     values = {f"objective.{item.name}": item.default for item in fields(TwDPO) if item.name not in OF_LENGTH}
     plain = all(record.get(key, _plain(value)) == _plain(value) for key, value in values.items())
-    return record.get(OBJECTIVE) == _path(TwDPO) and SOURCE in record and plain and not transformed
+    return is_class(record.get(OBJECTIVE), TwDPO) and SOURCE in record and plain and not transformed
 
 
 def _only_weights_differ(one: Record, other: Record) -> bool:
@@ -129,8 +129,9 @@ def _plain(value: object) -> object:
     return value.value if isinstance(value, Enum) else value
 
 
-def _path(of: type) -> str:
-    return f"{of.__module__}.{of.__qualname__}"
+def is_class(value: object, *classes: type) -> bool:
+    """Tells whether an arm's component is one of ``classes``, whichever version wrote its record."""
+    return component(value) in {one.__name__ for one in classes}
 
 
 def gain_at(
@@ -166,7 +167,7 @@ def known_before(result: RunResult, record: Record, measured: Measured) -> dict[
 def _row_of(record: Record) -> int | str:
     """What an analysis calls an arm's weights: the layer, or the rollout; empty for several layers or chosen heads."""
     layer = record.get("weights.layer")
-    if record[SOURCE] == _path(Rollout):
+    if is_class(record[SOURCE], Rollout):
         return ROLLOUT
     return "" if record.get("weights.layers") or record.get("weights.heads") or not isinstance(layer, int) else layer
 
