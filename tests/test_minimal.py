@@ -1,4 +1,4 @@
-"""The method in one file, ``experiments/minimal.py``, beside the product: the same weights and losses."""
+"""Holds the method in one file, ``experiments/minimal.py``, to the product: the same weights and losses."""
 
 import ast
 import json

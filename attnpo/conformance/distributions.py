@@ -100,12 +100,12 @@ def evaluate(
     return {
         "loss_per_example": output.losses,
         "loss": pair_values(policy, output, given.batch)["loss"].mean(),
-        **logged(output, beta),
+        **logged_values(output, beta),
         **given.gradients(output.losses.mean()),
     }
 
 
-def logged(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, " pairs"]]:
+def logged_values(output: ObjectiveOutput, beta: float) -> dict[str, Float[Tensor, " pairs"]]:
     """Rewards ``beta (S(d) + K)``, sequence KLs K and, as the rest of these, the log-ratios S(d) of both sides."""
     values: dict[str, Tensor] = {}
     for side, rewards in zip(SIDES, (output.chosen_rewards, output.rejected_rewards), strict=True):

@@ -25,8 +25,8 @@ from attnpo.conformance.extraction_folder import (
 from attnpo.conformance.fields import Fields
 from attnpo.conformance.records import PRODUCT_ERRORS, Absent, Check, Comparison, Item, built, has_option
 from attnpo.conformance.weights import (
+    align_weights,
     is_tied,
-    moved,
     on_training_tokens,
     unit_items,
     weight_source,
@@ -375,7 +375,7 @@ class Extraction:
             # The alignment alone, without the judge: the reference's own weights on the same ids.
             fixed = self.golden.value(pair, f"L{self.depth:02d}/fixed/{side}").double()
             judge_ids, ids = pair.judge_tokens[side], pair.completion_ids[side]
-            alone = moved(judge_ids, fixed, ids)
+            alone = align_weights(judge_ids, fixed, ids)
             if is_tied(alone, target, judge_ids, fixed, ids, FLOAT32):
                 comparison.vary(TIED)
                 target = alone

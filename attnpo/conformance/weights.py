@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnpo.conformance.fields import Fields, Record
 from attnpo.conformance.records import Check, Comparison, Item, built, compare_expected
-from attnpo.models.attention_rows import rolled
+from attnpo.models.attention_rows import rollout_row
 from attnpo.schema import SIDES, EncodedResponse, PairWeights, Round, TokenWeights
 from attnpo.text.alignment import AlignMethod, align
 from attnpo.weights.base import WeightSource
@@ -95,7 +95,7 @@ def recompute_rollout(record: Record, comparison: Comparison) -> None:
     for number in (1, 2):
         maps = record.inputs.tensor(f"round{number}_attention_head_mean_per_layer")
         last = torch.tensor([maps.shape[-1] - 1])
-        row = rolled((GivenMap(layer) for layer in maps.flip(0)), last)[0]
+        row = rollout_row((GivenMap(layer) for layer in maps.flip(0)), last)[0]
         spans = [record.inputs.span(f"round{number}_{side}_span") for side in SIDES]
         chosen, rejected = (_row(range(end - start), row[start:end]) for start, end in spans)
         rounds.append(Round(number == 1, chosen, rejected))
@@ -167,7 +167,7 @@ def recompute_alignment(record: Record, comparison: Comparison) -> None:
     ids, after = inputs.ids("training_token_ids"), expected.ids("training_token_ids_after")
     judge_ids, weights = inputs.ids("judge_token_ids"), inputs.tensor("judge_weights")
     added = _added(ids, after, comparison)
-    carried = moved(judge_ids, weights, ids)
+    carried = align_weights(judge_ids, weights, ids)
     target = expected.tensor("aligned_weights_times_judge_count")
     comparison.numbers("aligned weights", carried, target[added:], rtol=record.rtol, atol=EXACT)
     share = align(judge_ids, _places(len(judge_ids)), weights, ids, _places(len(ids)), align_method())
@@ -196,7 +196,7 @@ def _check_added(judge_ids: list[int], weights: Tensor, ids: list[int], target: 
         comparison.numbers("weights put in front", target, expected, rtol=EXACT, atol=EXACT)
 
 
-def moved(judge_ids: list[int], weights: Float[Tensor, " n"], ids: list[int]) -> Float[Tensor, " m"]:
+def align_weights(judge_ids: list[int], weights: Float[Tensor, " n"], ids: list[int]) -> Float[Tensor, " m"]:
     """Weights of judge tokens on training ids, times the judge's token count."""
     row = _row(judge_ids, weights)
     captured = PairWeights("golden", (Round(True, row, row),))
@@ -250,7 +250,7 @@ def alignment_case(case: Fields, comparison: Comparison) -> None:
         return
     added = _added(ids, after, comparison)
     comparison.same("ids_changed", added > 0, case.flag("ids_changed"))
-    carried = moved(judge_ids, weights, ids)
+    carried = align_weights(judge_ids, weights, ids)
     if case.flag("unique_alignment") or not is_tied(carried, target[added:], judge_ids, weights, ids):
         comparison.numbers("aligned weights", carried, target[added:], rtol=EXACT, atol=EXACT)
     _check_added(judge_ids, weights, after[:added], target[:added], comparison)

@@ -171,8 +171,8 @@ class AttentionMap(Protocol):
         """``weights @ A`` for the head-mean attention map A."""
 
 
-def rolled(layers: Iterable[AttentionMap], last: Int[Tensor, " batch"]) -> Float[Tensor, "batch T"]:
-    """The row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
+def rollout_row(layers: Iterable[AttentionMap], last: Int[Tensor, " batch"]) -> Float[Tensor, "batch T"]:
+    """Returns the row of position ``last`` of the product of ``(I + A_l) / 2``; ``layers`` come from the deepest up.
 
     No layer is needed twice, so a generator that drops each after use keeps memory low.
     """

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from attnpo.models.attention_rows import CAUSAL, AttentionMap, LayerAttention, MaskRule, cut, rolled
+from attnpo.models.attention_rows import CAUSAL, AttentionMap, LayerAttention, MaskRule, cut, rollout_row
 from attnpo.models.packed_attention import Bucket, Plan
 from attnpo.schema import UserError
 
@@ -102,7 +102,7 @@ class Probe:
     def rollout(self) -> Float[Tensor, "batch T"]:
         """The last position's row of the product of ``(I + A_l) / 2`` over all layers; frees the kept tensors."""
         self.require(self.kept, range(self.depth))
-        return rolled((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
+        return rollout_row((self.kept.pop(layer) for layer in range(self.depth - 1, -1, -1)), self.last)
 
     def require(self, read: Collection[int], layers: Sequence[int]) -> None:
         """Raises ``UserError`` when one of ``layers`` is not among those ``read``: it gave no attention."""

@@ -35,6 +35,9 @@ from attnpo.objectives.terms import (
 )
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, TokenStats
 
+NO_OPTIONS = (0.0, LossType.SIGMOID, 0.0, None)
+"""Smoothing, form of the loss, SFT coefficient and clip of the paper."""
+
 
 def twdpo_loss(
     policy_logps: Float[Tensor, "rows R"],
@@ -44,7 +47,7 @@ def twdpo_loss(
     lengths: Float[Tensor, " rows"] | None,
     beta: float,
 ) -> ObjectiveOutput:
-    """-log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
+    """Computes -log sigmoid(r_w - r_l) with r = beta |y| sum_t a_t d_t and d_t = log pi(y_t) - log ref(y_t) in nats.
 
     a (``weights``) is a distribution over the response, |y| (``lengths``) its tokens as the judge counts them; without
     lengths |y| is left out. Rewards are r; the extras hold the unweighted ones, ``beta sum_t d_t``.
@@ -136,17 +139,14 @@ class TwDPO(LengthScaled):
 
     def __call__(self, policy: TokenStats, reference: TokenStats | None, batch: PreferenceBatch) -> ObjectiveOutput:
         """Losses, weighted rewards ``beta |y| sum a d`` and, as extras, the unweighted rewards ``beta S(d)``."""
-        output = twdpo_variant_loss(
-            policy.logps,
-            logps_of(reference),
-            *self.weighted(batch.main),
-            self.beta,
-            self.label_smoothing,
-            self.loss_type,
-            batch_nll(policy, batch, self.sft_coef, self.sft),
-            self.sft_coef,
-            self.clip_ratio,
-        )
+        given = policy.logps, logps_of(reference), *self.weighted(batch.main), self.beta
+        options = self.label_smoothing, self.loss_type, self.sft_coef, self.clip_ratio
+        if options == NO_OPTIONS:
+            output = twdpo_loss(*given)
+        else:
+            smoothing, kind, coef, clip = options
+            nll = batch_nll(policy, batch, coef, self.sft)
+            output = twdpo_variant_loss(*given, smoothing, kind, nll, coef, clip)
         if not self.anchor:
             return output
         rows = batch.main

@@ -86,10 +86,12 @@ def collect(study: StudyFolder, name: str, level: float, harvest: Harvest) -> li
                 continue
             point, result = one[0]
             place = f"{name}: {point.arm.world}" if point.arm.world else name
-            base = digest({key: value for key, value in settled(arms[control]).items() if key not in (LR, BETA)})
+            base = digest(
+                {key: value for key, value in comparable_settings(arms[control]).items() if key not in (LR, BETA)}
+            )
             known = known_before(result, arms[label], measured.get((clean(point.arm.world), seed), {}))
             grids = [sorted(point.values for point, _ in runs) for runs in (one, control_one)]
-            key = digest({"arm": settled(arms[label]), "base": base, "grids": grids, "seed": seed})
+            key = digest({"arm": comparable_settings(arms[label]), "base": base, "grids": grids, "seed": seed})
             harvest.add(key, Case(harvest.names.setdefault(base, place), seed, f"{place}, seed {seed}", gain, known))
     return notes
 
@@ -104,8 +106,8 @@ def comparisons(arms: Mapping[str, Record]) -> Iterator[tuple[str, str]]:
             yield from ((label, one) for one in same[:1])
 
 
-def settled(record: Record) -> dict[str, object]:
-    """What decides an arm's numbers, the same whichever version wrote it, and whether its drift was measured or not."""
+def comparable_settings(record: Record) -> dict[str, object]:
+    """Returns what decides an arm's numbers, equal whichever version wrote it and whether drift was measured or not."""
     return {
         key: value
         for key, value in by_class(record).items()

@@ -64,8 +64,8 @@ def factors(margin: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return torch.sigmoid(-margin)
 
 
-def differentiated(case: Case, policy: Policy) -> Float[Tensor, " logits"]:
-    """The same gradient by automatic differentiation of the loss."""
+def autograd_gradient(case: Case, policy: Policy) -> Float[Tensor, " logits"]:
+    """Returns the same gradient by automatic differentiation of the loss."""
     leaf = policy.unsqueeze(0).clone().requires_grad_()
     (slope,) = torch.autograd.grad(preference_loss([case.problem], leaf, case.weights.unsqueeze(0)).sum(), leaf)
     return slope.flatten()
@@ -76,7 +76,7 @@ def gradient_row(cases: Sequence[Case]) -> GradientRow:
     errors, bare, seen = [], [], []
     for case in cases:
         for policy in (case.problem.reference, case.dpo, case.dpo.flip(0)):
-            exact = differentiated(case, policy)
+            exact = autograd_gradient(case, policy)
             size = float(exact.abs().max())
             errors.append(float((closed_form(case, policy, case.weights) - exact).abs().max()) / size)
             plain = closed_form(case, policy, torch.ones_like(case.weights))
@@ -87,8 +87,8 @@ def gradient_row(cases: Sequence[Case]) -> GradientRow:
     ends = (float(pushes[0]), float(factors(torch.zeros((), dtype=pushes.dtype))), float(pushes[-1]))
     steps = ordered.diff() > 1e-9  # neighbours closer than rounding have no order
     rising = (pushes.diff() >= 0) & steps
-    left = [float(differentiated(case, case.heuristic.policy).abs().max()) for case in cases]
-    elsewhere = [float(differentiated(case, case.dpo).abs().max()) for case in cases]
+    left = [float(autograd_gradient(case, case.heuristic.policy).abs().max()) for case in cases]
+    elsewhere = [float(autograd_gradient(case, case.dpo).abs().max()) for case in cases]
     return GradientRow(
         largest(errors), least(bare), ends, float(rising.double().mean()), largest(left), least(elsewhere)
     )

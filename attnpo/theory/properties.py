@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attnpo.theory.cases import Case
 from attnpo.theory.extremes import largest
-from attnpo.theory.gradient import differentiated
+from attnpo.theory.gradient import autograd_gradient
 from attnpo.theory.problem import Policy, Problem, Weights, objective, probabilities, weighted_ratios
 
 THIRDS = 3  # tokens are compared by thirds of their weights
@@ -126,7 +126,7 @@ def _steps(case: Case) -> tuple[Policy, Policy, Policy, Policy]:
     """Policies one short step from the reference: by TwDPO's loss, DPO's loss, J_w and J."""
     start, shape = case.problem.reference, case.problem.reference.shape
     plain = Case(**{**vars(case), "weights": torch.ones_like(case.weights)})
-    descents = [-differentiated(one, start).reshape(shape) for one in (case, plain)]
+    descents = [-autograd_gradient(one, start).reshape(shape) for one in (case, plain)]
     ascents = [objective_slope(case.problem, start, one.weights) for one in (case, plain)]
     first, second, third, fourth = ((start + STEP * slope).log_softmax(-1) for slope in (*descents, *ascents))
     return first, second, third, fourth

@@ -17,7 +17,7 @@ TRACES = "traces"
 TOLD = (VERDICTS, TRACES)
 """Columns that only some pairs have."""
 ROUNDS = (f"{TOKENS}.chosen_is_a", f"{TOKENS}.cut")
-"""What is known of every round beside its tokens."""
+"""Fields of every round beside its tokens."""
 _NO_TOKENS = TokenWeights(torch.zeros(0, dtype=torch.long), torch.zeros(0, 2, dtype=torch.long), torch.zeros(1, 0))
 
 

@@ -283,7 +283,7 @@ Broken = Callable[[Any], Any]
 BREAKS: list[tuple[str, Broken, str]] = [
     (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin, kind), "dpo *"),
     (DPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(-margin, kind, smoothing), "dpo *"),
-    (TWDPO + "margin_loss", lambda f: lambda margin, kind, smoothing: f(margin * 1.001, kind, smoothing), "twdpo *"),
+    (TWDPO + "weighted_sum", lambda f: lambda *rows: f(*rows) * 1.001, "twdpo *"),
     (OBJECTIVES + "ipo.mean_factors", lambda f: lambda rows: f(rows) * 1.001, "ipo *"),
     (OBJECTIVES + "ipo.response_lengths", lambda f: lambda rows, scale, by: f(rows, False, by), "ipo *"),
     (OBJECTIVES + "terms.chosen_nll", lambda f: lambda p, mask, form, by: f(p, mask, Sft.MEAN), "cpo *"),

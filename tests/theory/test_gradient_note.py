@@ -10,7 +10,7 @@ from torch import Tensor
 from attnpo.theory import gradient, note
 from attnpo.theory.cases import Case, cases
 from attnpo.theory.descent import preference_loss
-from attnpo.theory.gradient import closed_form, differentiated, gradient_row, margins
+from attnpo.theory.gradient import autograd_gradient, closed_form, gradient_row, margins
 from attnpo.theory.note import note_row
 from attnpo.theory.problem import random_problem
 from attnpo.theory.spread import Reads, spread_weights
@@ -38,7 +38,7 @@ def test_the_closed_form_is_what_small_steps_change_the_loss_by(case: Case) -> N
     by_steps = torch.tensor(expected, dtype=torch.float64)
     assert by_steps.abs().max() > 1e-2
     torch.testing.assert_close(closed_form(case, point, case.weights), by_steps, rtol=0, atol=1e-9)
-    torch.testing.assert_close(differentiated(case, point), by_steps, rtol=0, atol=1e-9)
+    torch.testing.assert_close(autograd_gradient(case, point), by_steps, rtol=0, atol=1e-9)
 
 
 def test_margins_are_differences_of_implicit_rewards(case: Case) -> None:

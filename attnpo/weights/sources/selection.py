@@ -15,8 +15,8 @@ from attnpo.weights.postprocess import Postprocess
 from attnpo.weights.scored_rows import LOG_RATIO, check_scorers, scored_rows, weighed_by
 
 
-def selected(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
-    """The ``int(top_fraction (n - 1))`` highest (or lowest) scores, the first token's never; the earlier of equal ones.
+def select_top(scores: Float[Tensor, " n"], top_fraction: float, highest: bool) -> Bool[Tensor, " n"]:
+    """Marks the ``int(top_fraction (n - 1))`` highest (or lowest) scores, first of equals, never the first token's.
 
     Source: SteveKGYang/SePO, ``token_score.py``.
     """
@@ -79,7 +79,7 @@ class Selection(Unlayered):
         return weighed_by(captured, _nothing) if any(empty) else chosen
 
     def _weights(self, raw: Float[Tensor, " n"], words: Bool[Tensor, " n"], side: str) -> Float[Tensor, " n"]:
-        kept = selected(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
+        kept = select_top(raw, self.top_fraction, highest=side == "chosen").to(raw.dtype)
         return kept * (raw.numel() / kept.sum().clamp(min=1)) if self.as_mean else kept
 
 
