@@ -23,6 +23,7 @@ GIB, MIB = 1 << 30, 1 << 20
 FREE_SHARE = 0.05  # of a device: CUDA context, library workspaces, fragmentation
 ROUND, MOST = 256, 32768  # tokens: by how many a budget grows, and up to how many, which keep any device at work
 FP32, BF16 = 4, 2
+PROJECTIONS = 7  # of a block, each with an adapter
 REPEATS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
 """Whether the kernel for packed rows takes as many heads of keys and values as of queries, which are kept then."""
 FOUR_BITS = 0.5 + 1 / 64 + FP32 / (64 * 256)  # with a byte of scale per 64 numbers, and four per 256 of those bytes
@@ -111,12 +112,15 @@ def saved_per_token(shape: Shape, compute: int, stream: int) -> int:
     """Bytes per token that one block keeps for its backward.
 
     ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
-    float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own.
+    float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own; frozen
+    weights keep no input.
     """
     measured = {(FP32, FP32): 24, (BF16, FP32): 26, (BF16, BF16): 16}
+    if shape.rank:
+        measured = {(FP32, FP32): 16, (BF16, FP32): 18, (BF16, BF16): 18}
     norms = measured.get((compute, stream), 6 * stream) * shape.hidden  # float64: twice those of float32
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
-    return norms + 2 * FP32 + attention + compute * 4 * shape.inner
+    return norms + 2 * FP32 + attention + compute * 4 * shape.inner + saved_by_adapters(shape, compute)
 
 
 def saved_by_compiled(shape: Shape, compute: int, stream: int) -> int:
@@ -125,7 +129,14 @@ def saved_by_compiled(shape: Shape, compute: int, stream: int) -> int:
     Its input, the two norms' statistics, the inputs of its products that no other number gives, and attention's.
     """
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
-    return stream * shape.hidden + 2 * FP32 + attention + compute * 3 * (shape.hidden + shape.inner)
+    products = compute * 3 * (shape.hidden + shape.inner)
+    return stream * shape.hidden + 2 * FP32 + attention + products + saved_by_adapters(shape, compute)
+
+
+def saved_by_adapters(shape: Shape, compute: int) -> int:
+    """Bytes per token that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
+    copied = shape.queries if compute == BF16 else 0
+    return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
 
 
 def working_per_token(shape: Shape, compute: int, stream: int) -> int:
@@ -341,7 +352,8 @@ def _step_rows(step: _Step) -> list[MemoryRow]:
     each = step.saved
     outside = (2 * stream if stream == FP32 else 3 * stream) * shape.hidden
     # At its widest a block's backward holds one gradient of the MLP's width and two of the residual stream's.
-    flowing = step.compute * shape.inner + 2 * stream * shape.hidden
+    copied = FP32 if shape.rank else 0  # adapters are float32, and so are copies of what they read
+    flowing = (step.compute + copied) * shape.inner + (2 * stream + copied) * shape.hidden
     half = BF16 * shape.cast
     whole = shape.layers - step.recomputed
     kept = whole * each + step.recomputed * stream * shape.hidden + outside

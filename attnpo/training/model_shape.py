@@ -21,7 +21,7 @@ class Shape:
 
     ``blocks`` are the parameters of all decoder blocks, ``block`` those of the largest, ``cast`` those of the blocks'
     matrices (what autocast copies), ``linear`` those of the blocks' linear layers (what 4 bits can hold), ``largest``
-    those of the largest tensor, ``adapters`` those LoRA would add.
+    those of the largest tensor, ``adapters`` those LoRA would add, of ``rank`` numbers inside (0 without).
     """
 
     parameters: int
@@ -31,6 +31,7 @@ class Shape:
     linear: int
     largest: int
     adapters: int
+    rank: int
     layers: int
     hidden: int
     inner: int
@@ -60,6 +61,7 @@ class Shape:
             linear=sum(part.weight.numel() for part in stack.modules() if isinstance(part, nn.Linear | Conv1D)),
             largest=max(parameter.numel() for parameter in model.parameters()),
             adapters=0 if lora is None else adapters_of(model, lora),
+            rank=0 if lora is None else lora.rank,
             layers=len(stack),
             hidden=hidden,
             inner=inner * (widest(text, "num_experts_per_tok") or 1),

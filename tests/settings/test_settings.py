@@ -337,7 +337,7 @@ def test_headers_hold_the_estimates(option: str) -> None:
 
 # What fills each card for an 8B model: whether blocks are computed again, and tokens of a forward.
 FILLED = {
-    **{"1x24gb": (True, 15360), "1x80gb": (False, 6144), "2x80gb": (True, 5376), "1x141gb": (True, 14848)},
+    **{"1x24gb": (True, 13056), "1x80gb": (False, 6144), "2x80gb": (True, 5376), "1x141gb": (True, 14848)},
     **{"8x80gb": (False, 7936), "8x141gb": (False, 16384)},
 }
 

@@ -69,14 +69,15 @@ def states(estimate: MemoryEstimate) -> float:
     return sum(estimate[name].size for name in ("weights", "gradients", "optimiser moments")) / GIB
 
 
-def small(layers: int = 2, *, vocab: int = 500, heads: int = 8) -> LlamaConfig:
+def small(layers: int = 2, *, vocab: int = 500, head_dim: int | None = None) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab,
         hidden_size=128,
         intermediate_size=448,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
+        num_attention_heads=8,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=1024,
     )
 
@@ -252,36 +253,50 @@ def saved_bytes(model: Any, width: int, mixed: bool) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+def with_adapters(model: Any, lora: LoraSpec | None) -> Any:
+    if lora is not None:
+        pytest.importorskip("peft")
+        from attnpo.models.lora import add_lora
+
+        add_lora(model, lora)
+    return model.train()
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("heads", [4, 8])
-def test_a_block_saves_what_is_counted(name: str, heads: int) -> None:
+@pytest.mark.parametrize("width", [None, 48])
+def test_a_block_saves_what_is_counted(name: str, width: int | None, lora: LoraSpec | None) -> None:
     dtype, mixed = FORMATS[name]
 
+    def config(layers: int) -> LlamaConfig:
+        return small(layers, head_dim=width)
+
     def per_token(layers: int) -> float:
-        model = made(small(layers, heads=heads), dtype)
+        model = with_adapters(made(config(layers), dtype), lora)
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
     compute, stream = 2 if mixed else 4, getattr(torch, dtype).itemsize
-    assert per_token(3) - per_token(2) == saved_per_token(Shape.of(small(heads=heads)), compute, stream)
+    assert per_token(3) - per_token(2) == saved_per_token(Shape.of(config(2), lora), compute, stream)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize(("name", "recomputed"), [*((name, False) for name in FORMATS), ("mixed", True)])
-def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool) -> None:
+def test_a_compiled_block_saves_what_is_estimated(name: str, recomputed: bool, lora: LoraSpec | None) -> None:
     """By the partitioner that inductor takes as well; no compiler is needed for it."""
     dtype, mixed = FORMATS[name]
 
     torch._dynamo.reset()
 
     def per_token(layers: int) -> float:
-        model = made(small(layers), dtype)
+        model = with_adapters(made(small(layers), dtype), lora)
         if recomputed:
             model.activation_checkpointing_enable()
         compile_blocks(model, "aot_eager")
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
     def estimate(layers: int) -> int:
-        asked = replace(spec(dtype, checkpointing=recomputed), compile="inductor")
+        asked = replace(spec(dtype, checkpointing=recomputed, lora=lora), compile="inductor")
         named = {"precision": "bf16-mixed" if mixed else "32-true", "max_length": 2, "reference": "cached"}
         return estimate_training(small(layers), asked, Optimizer(), tokens=1, **named)["activations"].size
 
@@ -299,27 +314,52 @@ def test_compiled_blocks_take_what_they_took_on_a_card() -> None:
         assert 0.98 * peak < held / GIB < 1.05 * peak, tokens
 
 
+CARD = [
+    (3967, False, True, None, 66.93),
+    (7415, False, True, None, 83.08),
+    (11140, True, True, None, 51.48),
+    (11140, True, False, None, 51.46),
+    (3608, True, False, None, 49.35),
+    (7415, False, True, LoraSpec(), 53.11),
+    (7415, False, False, LoraSpec(), 68.56),
+]
+"""Tokens, whether recomputed and compiled, adapters, and GiB at the peak of `make gpu` on one H200 with torch 2.11."""
+
+
+@pytest.mark.parametrize(("tokens", "again", "compiled", "lora", "peak"), CARD)
+def test_steps_take_what_they_took_on_a_card(
+    tokens: int, again: bool, compiled: bool, lora: LoraSpec | None, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "REPEATS", True)
+    asked = spec("bfloat16", checkpointing=again, lora=lora)
+    asked = replace(asked, compile="inductor" if compiled else None)
+    found = of_8b(asked, Optimizer() if lora else ROUNDED, tokens=tokens, eval_tokens=1).total / GIB
+    assert 0.98 * peak < found < 1.04 * peak
+
+
 def live_bytes(events: Any) -> Iterator[int]:
     """Bytes allocated since the start, over time."""
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     return accumulate(size for _, size in changes)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSpec(rank=4)], ids=["full", "lora"])
 @pytest.mark.parametrize("every", [0, 1, 2], ids=["none", "full", "every 2nd"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("layers", "vocab", "width"), [(6, 1000, 512), (2, 6000, 256)], ids=["blocks", "head"])
-def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: int) -> None:
+def test_peak_of_a_step(layers: int, vocab: int, width: int, name: str, every: int, lora: LoraSpec | None) -> None:
     """What a forward and backward allocate beside weights and gradients: never more than estimated, at least 4/5."""
     dtype, mixed = FORMATS[name]
     config = small(layers, vocab=vocab)
-    step = step_of(made(config, dtype), every, width, mixed)
+    step = step_of(with_adapters(made(config, dtype), lora), every, width, mixed)
     step()  # gradients exist from here on
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
     peak = max(live_bytes(profiler.profiler.kineto_results.events()))
-    counted = counted_bytes(config, spec(dtype, checkpointing=every > 0, every=max(1, every), chunk=128), width, mixed)
+    asked = spec(dtype, checkpointing=every > 0, every=max(1, every), chunk=128, lora=lora)
+    counted = counted_bytes(config, asked, width, mixed)
     assert 0.99 * peak <= counted <= 1.25 * peak
 
 
