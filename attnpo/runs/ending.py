@@ -53,19 +53,24 @@ def next_commands(cfg: RunConfig, folder: Path) -> list[str]:
     uniform = cfg.composed.choices.get("weights") == "uniform"
     other, objective = ("attention", "twdpo") if uniform else ("uniform", "dpo")
     twins = [(f"weights={other}",), (f"weights={other}", f"objective={objective}")]
-    found = [_fresh(cfg, f"seed={cfg.seed + 1}"), next(filter(None, (_fresh(cfg, *twin) for twin in twins)), None)]
+    seed = replace(cfg.composed, overrides=_replace_overrides(cfg, f"seed={cfg.seed + 1}")).arguments()
+    found = [seed, next(filter(None, (_fresh(cfg, *twin) for twin in twins)), None)]
     return [command_text("report", str(folder)), *(command_text("fit", *words) for words in found if words)]
 
 
 def _fresh(cfg: RunConfig, *given: str) -> list[str] | None:
     """Returns what ``fit`` is given for this run with other choices, in a folder of its own; None where it refuses."""
-    replaced = {*PLACES, *map(_key, given)}
-    words = [*(item for item in cfg.composed.overrides if _key(item).partition(".")[0] not in replaced), *given]
     try:
-        again: RunConfig = load("fit", words, cfg.composed.config_dir)
+        again: RunConfig = load("fit", _replace_overrides(cfg, *given), cfg.composed.config_dir)
     except UserError:
         return None
     return again.composed.arguments()
+
+
+def _replace_overrides(cfg: RunConfig, *given: str) -> tuple[str, ...]:
+    """Returns the run's overrides with others in place of their like, and without those of its folder."""
+    replaced = {*PLACES, *map(_key, given)}
+    return (*(item for item in cfg.composed.overrides if _key(item).partition(".")[0] not in replaced), *given)
 
 
 def again(cfg: RunConfig, folder: Path) -> list[str]:
