@@ -10,7 +10,6 @@ from attnpo.version import VERSION as __version__
 
 if TYPE_CHECKING:
     import attnpo.losses as losses
-    import attnpo.theory as theory
     from attnpo.fitting import run_study as run_study
     from attnpo.fitting import train as train
     from attnpo.reports.frames import load_run as load_run
@@ -26,7 +25,6 @@ _HOLDS = {
     "load_study": "attnpo.reports.frames",
     "losses": "attnpo.losses",
     "run_study": "attnpo.fitting",
-    "theory": "attnpo.theory",
     "train": "attnpo.fitting",
 }
 
@@ -38,7 +36,6 @@ __all__ = [
     "load_study",
     "losses",
     "run_study",
-    "theory",
     "train",
 ]
 

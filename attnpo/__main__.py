@@ -22,7 +22,6 @@ COMMANDS = {
     "evaluate": "measure a model on a benchmark, or a judge before it is used",
     "report": "tables and figures of finished runs, studies and evaluations",
     "verify": "recompute golden numbers on this machine",
-    "theory": "check the paper's theory on policies small enough to enumerate",
 }
 USAGE = """\
 usage: python -m attnpo COMMAND [...]

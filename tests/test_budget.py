@@ -16,12 +16,12 @@ BESIDE = (
     "reports",
     "studies",
     "testbed",
-    "theory",
+    "theory.py",
 )
-"""Rooms that a run on pairs and a model of one's own does not need."""
+"""Rooms and redirects that a run on pairs and a model of one's own does not need."""
 
 # Less is better: write lower numbers down when there are. A commit that raises one says why nothing else could go.
-ALL, RUN = 35_300, 21_000
+ALL, RUN = 34_250, 21_000
 
 
 def count(file: Path) -> int:

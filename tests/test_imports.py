@@ -97,4 +97,4 @@ def test_training_imports_lightning() -> None:
 
 def test_the_front_and_the_theory_are_light() -> None:
     """``attnpo`` alone and ``--help`` of its commands come within a second."""
-    assert loaded_after("import attnpo.__main__\nimport attnpo.theory.__main__") == set()
+    assert loaded_after("import attnpo.__main__\nimport experiments.theory.__main__") == set()

@@ -37,7 +37,7 @@ REPORTS = STUDIES | {"studies"}
 INSPECTION = REPORTS | {"reports"}
 # What the modules of a room may import; a room may always import itself.
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"fitting", "losses", "reports", "runs", "theory", "version", "weigher"},
+    "__init__": {"fitting", "losses", "reports", "runs", "version", "weigher"},
     "version": set(),
     "losses": {"models", "objectives", "schema"},
     "schema": {"errors", "files", "judging"},
@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": ANSWERS | {"analysis", "answers", "display", "grading", "hub", "objectives", "testbed"},
     "analysis": WEIGHTS | {"models"},
     "display": WEIGHTS | {"analysis"},
-    "theory": {"console", "display", "schema"},
+    "theory": set(),
     "answers": ANSWERS,
     "pairing": ANSWERS | {"answers", "evaluation", "grading"},
     "runs": RUNS,

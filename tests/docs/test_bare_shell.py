@@ -95,7 +95,7 @@ def inactive(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("inactive")
 def test_commands_of_the_help_find_their_programs(tmp_path: Path) -> None:
-    helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES - {"verify", "theory"})}
+    helps = {name: import_module(f"attnpo.{name}") for name in sorted(ENTRIES - {"verify"})}
     texts = [
         Arguments(name, "", module.EXAMPLES, None).text(CONFIG_DIR / f"{name}.yaml", groups())
         for name, module in helps.items()

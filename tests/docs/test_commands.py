@@ -21,7 +21,7 @@ from tests.docs.commands import FENCE, PAGES, ROOT, Command, every_command
 from tests.runs.worlds import World, build_world
 
 COMMANDS = every_command()
-ENTRIES = {"fit", "weigh", "show", "generate", "pair", "evaluate", "report", "verify", "theory"}
+ENTRIES = {"fit", "weigh", "show", "generate", "pair", "evaluate", "report", "verify"}
 COMPOSED_ENTRIES = {path.stem for path in CONFIG_DIR.glob("*.yaml")}
 
 # ------------------------------------------------------------------------------------------------ what is run where
@@ -45,7 +45,7 @@ ELSEWHERE = {
     r"attnpo\.report gains\b": "tests/reports/test_gains.py::test_a_study_that_ran_is_read",
     r"attnpo\.report scores\b": "tests/reports/test_scores.py::test_printed_numbers_stand_beside_ours",
     r"attnpo\.verify": "tests/conformance/test_conformance.py::test_the_command_prints_records_and_counts",
-    r"attnpo\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
+    r"experiments\.theory": "tests/theory/test_theory.py::test_the_figures_and_the_command",
     r"benchmark=testbed": "tests/evaluation/test_testbed.py",
     r"benchmark=implicit_reward": "tests/evaluation/test_implicit_reward.py",
     r"experiments[./]benchmarks[./](step|extraction|pipeline|start|gpu|\w+_memory|harness)": "tests/test_benchmarks.py",

@@ -10,9 +10,16 @@ from attnpo.objectives.base import PreferenceObjective
 from attnpo.objectives.dpo import DPO
 from attnpo.objectives.twdpo import TwDPO
 from attnpo.schema import ObjectiveOutput, PreferenceBatch, RowGroup, TokenStats
-from attnpo.theory.descent import preference_loss
-from attnpo.theory.problem import Problem, dpo_policy, random_problem, solve_heuristic, token_logps, total_variation
-from attnpo.theory.spread import Reads, spread_weights
+from experiments.theory.cases import Reads, spread_weights
+from experiments.theory.gradient_descent import preference_loss
+from experiments.theory.problem import (
+    Problem,
+    dpo_policy,
+    random_problem,
+    solve_heuristic,
+    token_logps,
+    total_variation,
+)
 
 COUNTS = torch.tensor([5, 3, 1, 4, 2, 5])  # three chosen responses, then their rejected ones
 

@@ -6,7 +6,7 @@ from itertools import product
 
 from torch import Tensor
 
-from attnpo.theory.cases import Case
+from experiments.theory.cases import Case
 
 Response = tuple[int, ...]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnpo.theory.study import Study, run_study
+from experiments.theory.study import Study, run_study
 
 
 @pytest.fixture(scope="session")

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnpo.theory import gradient, note
-from attnpo.theory.cases import Case, cases
-from attnpo.theory.descent import preference_loss
-from attnpo.theory.gradient import autograd_gradient, closed_form, gradient_row, margins
-from attnpo.theory.note import note_row
-from attnpo.theory.problem import random_problem
-from attnpo.theory.spread import Reads, spread_weights
+from experiments.theory import gradient
+from experiments.theory import normalized_likelihood as note
+from experiments.theory.cases import Case, Reads, cases, spread_weights
+from experiments.theory.gradient import autograd_gradient, closed_form, gradient_row, margins
+from experiments.theory.gradient_descent import preference_loss
+from experiments.theory.normalized_likelihood import note_row
+from experiments.theory.problem import random_problem
 from tests.theory.by_hand import by_hand
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnpo.theory.cases import Case, cases, ending_case, own_tokens, solve
-from attnpo.theory.extremes import largest, least
-from attnpo.theory.paper import Bounded, paper_row, tried
-from attnpo.theory.problem import Tree, probabilities, random_problem
-from attnpo.theory.spread import Reads, spread_weights
+from experiments.theory.cases import Case, Reads, cases, ending_case, own_tokens, solve, spread_weights
+from experiments.theory.extremes import largest, least
+from experiments.theory.paper_bounds import Bounded, paper_row, tried
+from experiments.theory.problem import Tree, probabilities, random_problem
 from tests.theory.by_hand import ByHand, by_hand
 
 

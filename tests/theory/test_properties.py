@@ -6,12 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnpo.theory import properties
-from attnpo.theory.cases import Case, cases, solve
-from attnpo.theory.problem import random_problem, weighted_ratios
-from attnpo.theory.properties import EVEN, Ratio, objective_slope, property_row, reward_slope_error
-from attnpo.theory.spread import Reads, spread_weights
-from attnpo.theory.study import both_orders
+from experiments.theory import properties
+from experiments.theory.cases import Case, Reads, cases, solve, spread_weights
+from experiments.theory.problem import random_problem, weighted_ratios
+from experiments.theory.properties import EVEN, Ratio, objective_slope, property_row, reward_slope_error
+from experiments.theory.study import both_orders
 from tests.theory.by_hand import ByHand, by_hand
 
 DELTA = 0.6

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnpo.theory import statements as module
-from attnpo.theory.paper import Bounded
-from attnpo.theory.properties import Ratio
-from attnpo.theory.published import TABLE
-from attnpo.theory.statements import Verdict, statements
-from attnpo.theory.study import Study
+from experiments.theory import statements as module
+from experiments.theory.paper_bounds import Bounded
+from experiments.theory.paper_numbers import TABLE
+from experiments.theory.properties import Ratio
+from experiments.theory.statements import Verdict, statements
+from experiments.theory.study import Study
 
 ROOT = Path(__file__).resolve().parents[2]
 Change = Callable[[Study], Study]

@@ -1,6 +1,8 @@
 """Theory on enumerable policies: exact identities, optima found two ways, bounds that hold, claims that fail."""
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,11 @@ from torch import Tensor
 
 from attnpo import theory
 from attnpo.schema import UserError
-from attnpo.theory.__main__ import main
-from attnpo.theory.bounds_figure import tightness_figure
-from attnpo.theory.cases import cases
-from attnpo.theory.claims import existence_rows, freedom_path, lemma_row, policy_row
-from attnpo.theory.figures import theory_figure
-from attnpo.theory.problem import (
+from experiments.theory.__main__ import main
+from experiments.theory.cases import Reads, cases, spread_weights
+from experiments.theory.figures import theory_figure, tightness_figure
+from experiments.theory.own_statements import existence_rows, freedom_path, lemma_row, policy_row
+from experiments.theory.problem import (
     Problem,
     Tree,
     backward_heuristic,
@@ -33,9 +34,8 @@ from attnpo.theory.problem import (
     weighted_kl,
     weighted_likelihood,
 )
-from attnpo.theory.spread import Reads, spread_weights
-from attnpo.theory.study import Study
-from attnpo.theory.tables import frames, report_markdown, tables
+from experiments.theory.study import Study
+from experiments.theory.tables import frames, report_markdown, tables
 
 
 def other(problem: Problem, seed: int = 9) -> Tensor:
@@ -214,11 +214,12 @@ def test_every_table_is_in_every_report(study: Study) -> None:
     assert all(len(row) == len(one.columns) for one in shown for row in one.rows)
 
 
-def test_the_names_for_notebooks_are_those_of_the_modules() -> None:
-    assert theory.random_problem is random_problem and theory.frames is frames
-    assert [name for name in theory.__all__ if not callable(getattr(theory, name))] == []
-    with pytest.raises(AttributeError, match=r"no attribute 'studies'; its names: .*run_study"):
-        theory.studies  # type: ignore[attr-defined]  # noqa: B018
+def test_the_place_of_before_says_where_it_went() -> None:
+    with pytest.raises(AttributeError, match=r"attnpo\.theory\.run_study: .* python -m experiments\.theory"):
+        theory.run_study  # type: ignore[attr-defined]  # noqa: B018
+    done = subprocess.run([sys.executable, "-m", "attnpo.theory"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr == f"error: {theory.MOVED}\n"
 
 
 def test_the_figures_and_the_command(
@@ -226,7 +227,7 @@ def test_the_figures_and_the_command(
 ) -> None:
     assert theory_figure(study, tmp_path / "a.png").stat().st_size > 20_000
     assert tightness_figure(study, tmp_path / "b.png").stat().st_size > 20_000
-    monkeypatch.setattr("attnpo.theory.study.run_study", lambda: study)
+    monkeypatch.setattr("experiments.theory.study.run_study", lambda: study)
     assert main([str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "theory.png").is_file()
     assert (tmp_path / "out" / "tightness.png").is_file()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnpo.theory.paper import Bounded
-from attnpo.theory.published import TABLE, Published
-from attnpo.theory.study import Study
-from attnpo.theory.tightness import BETAS, DELTAS, LENGTHS, TightnessRow, exponent
+from experiments.theory.paper_bounds import Bounded
+from experiments.theory.paper_numbers import TABLE, Published
+from experiments.theory.study import Study
+from experiments.theory.tightness import BETAS, DELTAS, LENGTHS, TightnessRow, exponent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,7 +6,7 @@ asks for the largest of all responses: delta here is what a response of mean len
 
 from dataclasses import dataclass
 
-from attnpo.theory.paper import TRIVIAL, lemma_bound, theorem_bound
+from experiments.theory.paper_bounds import TRIVIAL, lemma_bound, theorem_bound
 
 CONSTANTS = (1e-2, 1e-1, 1.0)  # log-ratios per token, C of A2: from a policy that has hardly moved to one that has
 

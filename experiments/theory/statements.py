@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from attnpo.theory.extremes import largest, least
-from attnpo.theory.paper import TRIVIAL, PaperRow
-from attnpo.theory.properties import Ratio
-from attnpo.theory.published import CONSTANTS, TABLE
-from attnpo.theory.spread import Reads
-from attnpo.theory.study import Study
-from attnpo.theory.tightness import exponent
+from experiments.theory.cases import Reads
+from experiments.theory.extremes import largest, least
+from experiments.theory.paper_bounds import TRIVIAL, PaperRow
+from experiments.theory.paper_numbers import CONSTANTS, TABLE
+from experiments.theory.properties import Ratio
+from experiments.theory.study import Study
+from experiments.theory.tightness import exponent
 
 EXACT = 1e-9  # errors below this count as none: all is float64 and solved to about 1e-12
 PAPER, OURS = "paper", "ours"

@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from attnpo.display.page import TableBlock
 from attnpo.display.tables import Cell, table_markdown
-from attnpo.theory.paper import PaperRow
-from attnpo.theory.published import CONSTANTS, TABLE
-from attnpo.theory.statements import statements
-from attnpo.theory.study import Study
+from experiments.theory.paper_bounds import PaperRow
+from experiments.theory.paper_numbers import CONSTANTS, TABLE
+from experiments.theory.statements import statements
+from experiments.theory.study import Study
 
 if TYPE_CHECKING:
     import pandas

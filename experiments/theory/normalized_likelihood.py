@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 import torch
 
-from attnpo.theory.cases import Case
-from attnpo.theory.extremes import largest, least
-from attnpo.theory.gradient import margins
-from attnpo.theory.paper import deviation
-from attnpo.theory.problem import (
+from experiments.theory.cases import Case
+from experiments.theory.extremes import largest, least
+from experiments.theory.gradient import margins
+from experiments.theory.paper_bounds import deviation
+from experiments.theory.problem import (
     Policy,
     objective,
     probabilities,

@@ -1,6 +1,6 @@
 """The theory study: what the paper states and what we add, on problems small enough to list every response.
 
-``python -m attnpo.theory FOLDER`` prints its tables and draws its figures; ``notebooks/06_theory.ipynb`` shows them.
+``python -m experiments.theory FOLDER`` prints its tables and draws its figures; so does ``notebooks/06_theory.ipynb``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attnpo.theory.cases import Case, cases, solve
-from attnpo.theory.claims import (
+from experiments.theory.cases import Case, Reads, cases, solve, spread_weights
+from experiments.theory.gradient import GradientRow, gradient_row
+from experiments.theory.normalized_likelihood import NoteRow, note_row
+from experiments.theory.own_statements import (
     MARKS,
     ExistenceRow,
     FreedomPath,
@@ -21,13 +23,10 @@ from attnpo.theory.claims import (
     lemma_row,
     policy_row,
 )
-from attnpo.theory.gradient import GradientRow, gradient_row
-from attnpo.theory.note import NoteRow, note_row
-from attnpo.theory.paper import PaperRow, paper_row
-from attnpo.theory.problem import random_problem
-from attnpo.theory.properties import PropertyRow, property_row
-from attnpo.theory.spread import Reads, spread_weights
-from attnpo.theory.tightness import TightnessRow, ending_row, tightness_rows
+from experiments.theory.paper_bounds import PaperRow, paper_row
+from experiments.theory.problem import random_problem
+from experiments.theory.properties import PropertyRow, property_row
+from experiments.theory.tightness import TightnessRow, ending_row, tightness_rows
 
 DELTAS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
 PROPERTY_RATIO = 4  # times as many problems as elsewhere: what holds of most need not hold of all

@@ -7,10 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnpo.theory.cases import cases, ending_case
-from attnpo.theory.paper import PaperRow, paper_row
-from attnpo.theory.problem import Problem, random_problem
-from attnpo.theory.spread import Reads
+from experiments.theory.cases import Reads, cases, ending_case
+from experiments.theory.paper_bounds import PaperRow, paper_row
+from experiments.theory.problem import Problem, random_problem
 
 DELTAS = (0.001, 0.01, 0.1, 0.3, 0.8)
 BETAS = (0.2, 0.5, 1.0, 3.0, 10.0)

@@ -18,10 +18,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.theory.cases import Case
-from attnpo.theory.extremes import largest
-from attnpo.theory.gradient import autograd_gradient
-from attnpo.theory.problem import Policy, Problem, Weights, objective, probabilities, weighted_ratios
+from experiments.theory.cases import Case
+from experiments.theory.extremes import largest
+from experiments.theory.gradient import autograd_gradient
+from experiments.theory.problem import Policy, Problem, Weights, objective, probabilities, weighted_ratios
 
 THIRDS = 3  # tokens are compared by thirds of their weights
 STEP = 1e-4  # length of the first gradient step: the ratios are those of its limit

@@ -6,12 +6,13 @@ weight 0, no reward, and the reference's probabilities under all three policies,
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from attnpo.theory.problem import (
+from experiments.theory.problem import (
     Heuristic,
     Optimum,
     Policy,
@@ -26,7 +27,28 @@ from attnpo.theory.problem import (
     solve_heuristic,
     token_logps,
 )
-from attnpo.theory.spread import Reads, spread_weights
+
+
+class Reads(Enum):
+    """What a weight may depend on: the position alone, or the whole response, later tokens included."""
+
+    POSITION = "position"
+    RESPONSE = "response"
+
+
+def spread_weights(tree: Tree, reads: Reads, delta: float, seed: int = 0) -> Float[Tensor, "responses length"]:
+    """Weights with mean 1 over every response and largest distance ``delta`` from 1.
+
+    POSITION: rising over the positions for an even seed, falling for an odd one. RESPONSE: drawn for every token of
+    every response on its own, as of a judge that has read it all.
+    """
+    if reads is Reads.POSITION:
+        slope = torch.linspace(-1.0, 1.0, tree.length, dtype=torch.float64) * (1 - 2 * (seed % 2))
+        return (1 + delta * slope).expand(tree.vocab**tree.length, -1)
+    random = torch.Generator().manual_seed(1000 + seed)
+    drawn = torch.randn(tree.vocab**tree.length, tree.length, generator=random, dtype=torch.float64)
+    centred = drawn - drawn.mean(-1, keepdim=True)
+    return 1 + delta * centred / centred.abs().max()
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.theory.cases import Case
-from attnpo.theory.extremes import largest
-from attnpo.theory.problem import Policy, kl, objective, probabilities, token_logps, total_variation
+from experiments.theory.cases import Case
+from experiments.theory.extremes import largest
+from experiments.theory.problem import Policy, kl, objective, probabilities, token_logps, total_variation
 
 NOTHING = 1e-12  # nats or total variation that rounding leaves of 0
 TRIVIAL = 1.0  # a total variation is never above it, so that a bound from here on says nothing

@@ -1,4 +1,4 @@
-"""``python -m attnpo.theory [FOLDER]``: every statement with its verdict, and figures in FOLDER."""
+"""``python -m experiments.theory [FOLDER]``: every statement with its verdict, and figures in FOLDER."""
 
 import argparse
 import sys
@@ -10,13 +10,13 @@ from attnpo.console import as_called, guarded, hear_signals, reporting
 
 EXAMPLE = """\
 example:
-  python -m attnpo.theory outputs/theory"""
+  python -m experiments.theory outputs/theory"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables and draws the figures into the folder named (``outputs/theory`` by default); returns 0."""
     parser = argparse.ArgumentParser(
-        prog=as_called("python -m attnpo.theory"),
+        prog=as_called("python -m experiments.theory"),
         description="Check the paper's theory on policies small enough to enumerate: what holds, fails, says nothing.",
         epilog=as_called(EXAMPLE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -33,10 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _study(folder: Path, *, markdown: bool) -> int:
     from attnpo.display.output import print_sections, terminal
     from attnpo.display.page import Section
-    from attnpo.theory.bounds_figure import tightness_figure
-    from attnpo.theory.figures import theory_figure
-    from attnpo.theory.study import run_study
-    from attnpo.theory.tables import report_markdown, tables
+    from experiments.theory.figures import theory_figure, tightness_figure
+    from experiments.theory.study import run_study
+    from experiments.theory.tables import report_markdown, tables
 
     study = run_study()
     first = theory_figure(study, folder / "theory.png")

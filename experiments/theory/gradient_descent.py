@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from attnpo.theory.problem import Problem, position_kl
+from experiments.theory.problem import Problem, position_kl
 
 RATE = 4.0  # stable for the problems of the study (3 words, 3 tokens, beta 0.5); their loss is a mean over all pairs
 

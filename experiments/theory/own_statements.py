@@ -27,10 +27,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.theory.cases import Case
-from attnpo.theory.descent import descend
-from attnpo.theory.extremes import largest, least
-from attnpo.theory.problem import (
+from experiments.theory.cases import Case, Reads, spread_weights
+from experiments.theory.extremes import largest, least
+from experiments.theory.gradient_descent import descend
+from experiments.theory.problem import (
     Problem,
     backward_heuristic,
     dpo_policy,
@@ -44,7 +44,6 @@ from attnpo.theory.problem import (
     total_variation,
     weighted_kl,
 )
-from attnpo.theory.spread import Reads, spread_weights
 
 MARKS = (1, 2, 3, 5, 8, 13, 20, 32, 50, 80, 130, 200, 320, 500, 800, 1300)
 ROUNDING = 1e-9  # what a ratio may exceed a bound by and still count as inside

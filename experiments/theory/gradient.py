@@ -16,10 +16,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from attnpo.theory.cases import Case
-from attnpo.theory.descent import preference_loss
-from attnpo.theory.extremes import largest, least
-from attnpo.theory.problem import Policy, probabilities, weighted_ratios, weighted_scores
+from experiments.theory.cases import Case
+from experiments.theory.extremes import largest, least
+from experiments.theory.gradient_descent import preference_loss
+from experiments.theory.problem import Policy, probabilities, weighted_ratios, weighted_scores
 
 
 @dataclass(frozen=True)
