@@ -9,6 +9,7 @@ shapes are new in every batch. So are calls with a key cache.
 import gc
 import logging
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -49,6 +50,7 @@ def compile_blocks(model: PreTrainedModel, backend: str) -> None:
     """
     require_backend(backend)
     keep_out_of_graphs()
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # an option named float32 gives float32
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
     for block in layer_stack(model):
         run = torch.compile(block.forward, backend=backend, dynamic=True)
