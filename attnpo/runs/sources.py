@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # measure beside the runs (an analysis counts for its own results). All others count, a new one without being named.
 SHOWING = (
     *("__init__.py", "__main__.py", "fit.py", "weigh.py", "show.py", "generate.py", "report.py", "verify.py"),
-    *("conformance", "display", "inspection", "reports", "theory", "losses.py", "weigher.py", "runs/ending.py"),
+    *("conformance", "display", "inspection", "reports", "theory.py", "losses.py", "weigher.py", "runs/ending.py"),
     *("evaluate.py", "evaluation", "grading", "pair.py", "pairing", "analysis/passport.py", "runs/implicit_reward.py"),
     *("analysis/intervals.py", "analysis/prediction.py", "studies/drift_table.py", "studies/faithfulness.py"),
     *("studies/faithfulness_pages.py", "studies/footnotes.py", "studies/frontier.py", "studies/predictions.py"),

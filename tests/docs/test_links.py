@@ -121,7 +121,7 @@ def test_an_entry_of_the_map_names_code_that_exists(cell: str) -> None:
     names = 0
     for words in re.findall(r"`([^`]+)`", cell):
         if words.endswith(".py"):
-            places = [ROOT / "attnpo" / file for file in spread(words)]
+            places = [ROOT / ("" if file.startswith("experiments/") else "attnpo") / file for file in spread(words)]
             assert not [place for place in places if not place.is_file()]
         else:
             assert any(set(words.split(".")) <= defined(place) for place in places), words
@@ -141,7 +141,7 @@ def test_an_entry_of_the_map_names_a_config_that_exists(cell: str) -> None:
         elif "/" in word:
             assert (ROOT / word).exists() or list((ROOT / "configs").glob(word)), word
         elif sign or "." in word:
-            assert group.rpartition(".")[2] in keys or group.startswith("attnpo."), word
+            assert group.rpartition(".")[2] in keys or group.startswith(("attnpo.", "experiments.")), word
         else:
             continue
         sound += 1
