@@ -108,8 +108,8 @@ class MemoryEstimate:
         return [*lines, f"  does not fit: the device has {capacity / GIB:.1f} GiB, of which {kept}; {advice}"]
 
 
-def saved_per_token(shape: Shape, compute: int, stream: int) -> int:
-    """Bytes per token that one block keeps for its backward.
+def activation_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token that one block keeps for its backward.
 
     ``compute`` and ``stream`` are the bytes per number inside the matrix products and on the residual stream. A
     float32 stream under autocast meets each of the five projections of a norm's output in a copy of its own; frozen
@@ -120,27 +120,27 @@ def saved_per_token(shape: Shape, compute: int, stream: int) -> int:
         measured = {(FP32, FP32): 16, (BF16, FP32): 18, (BF16, BF16): 18}
     norms = measured.get((compute, stream), 6 * stream) * shape.hidden  # float64: twice those of float32
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
-    return norms + 2 * FP32 + attention + compute * 4 * shape.inner + saved_by_adapters(shape, compute)
+    return norms + 2 * FP32 + attention + compute * 4 * shape.inner + adapter_bytes_per_token(shape, compute)
 
 
-def saved_by_compiled(shape: Shape, compute: int, stream: int) -> int:
-    """Bytes per token that one compiled block keeps for its backward, as torch's partitioner leaves them.
+def compiled_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token that one compiled block keeps for its backward, as torch's partitioner leaves them.
 
     Its input, the two norms' statistics, the inputs of its products that no other number gives, and attention's.
     """
     attention = compute * (2 * shape.queries + 2 * shape.keys) + FP32 * shape.heads
     products = compute * 3 * (shape.hidden + shape.inner)
-    return stream * shape.hidden + 2 * FP32 + attention + products + saved_by_adapters(shape, compute)
+    return stream * shape.hidden + 2 * FP32 + attention + products + adapter_bytes_per_token(shape, compute)
 
 
-def saved_by_adapters(shape: Shape, compute: int) -> int:
-    """Bytes per token that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
+def adapter_bytes_per_token(shape: Shape, compute: int) -> int:
+    """Counts those that a block's adapters keep: what is inside each, and under autocast attention's output anew."""
     copied = shape.queries if compute == BF16 else 0
     return compute * (PROJECTIONS * shape.rank + copied) if shape.rank else 0
 
 
-def working_per_token(shape: Shape, compute: int, stream: int) -> int:
-    """Bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
+def forward_bytes_per_token(shape: Shape, compute: int, stream: int) -> int:
+    """Counts the bytes per token in the widest place of one block's forward without gradients: inside its MLP."""
     return 3 * compute * shape.inner + (2 * stream + compute) * shape.hidden
 
 
@@ -266,7 +266,7 @@ class _Step:
     @property
     def saved(self) -> int:
         """Bytes per token that a block keeps which is not recomputed."""
-        count = saved_by_compiled if self.compiled else saved_per_token
+        count = compiled_bytes_per_token if self.compiled else activation_bytes_per_token
         repeated = 2 * (self.shape.queries - self.shape.keys) if REPEATS and self.compute == BF16 else 0
         return count(self.shape, self.compute, self.weight) + self.compute * repeated
 
@@ -409,7 +409,7 @@ def _forward(step: _Step, tokens: int) -> int:
     """A forward without gradients: one block in its widest place, with the copies of its widest weight."""
     shape = step.shape
     copy = step.compute * shape.hidden * shape.inner if step.copies and not step.quantized else 0
-    return tokens * working_per_token(shape, step.compute, step.weight) + copy
+    return tokens * forward_bytes_per_token(shape, step.compute, step.weight) + copy
 
 
 def _logits(shape: Shape, chunk: int, compute: int) -> int:

@@ -26,9 +26,9 @@ from attnpo.training.memory import (
     STEP,
     UPDATE,
     MemoryEstimate,
+    activation_bytes_per_token,
     estimate_pass,
     estimate_training,
-    saved_per_token,
 )
 from attnpo.training.model_shape import Shape
 from attnpo.training.optimizer import Optimizer
@@ -276,7 +276,7 @@ def test_a_block_saves_what_is_counted(name: str, width: int | None, lora: LoraS
         return (saved_bytes(model, 40, mixed) - saved_bytes(model, 24, mixed)) / (2 * 16)
 
     compute, stream = 2 if mixed else 4, getattr(torch, dtype).itemsize
-    assert per_token(3) - per_token(2) == saved_per_token(Shape.of(config(2), lora), compute, stream)
+    assert per_token(3) - per_token(2) == activation_bytes_per_token(Shape.of(config(2), lora), compute, stream)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")  # torch's, as it traces
