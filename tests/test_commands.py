@@ -31,7 +31,7 @@ def start(*words: str, script: bool = False) -> subprocess.CompletedProcess[str]
 
 
 def entry_points() -> set[str]:
-    """The modules and rooms that can be run, without those that only say where a command went."""
+    """Lists modules and rooms that can be run, without those that only say where a command went."""
     found = set()
     for path in (ROOT / "attnpo").rglob("*.py"):
         if path != ROOT / "attnpo" / "__main__.py" and 'if __name__ == "__main__"' in path.read_text(encoding="utf-8"):

@@ -30,7 +30,7 @@ from experiments.theory.problem import (
 
 
 class Reads(Enum):
-    """What a weight may depend on: the position alone, or the whole response, later tokens included."""
+    """Dependence of a weight: on the position alone, or on the whole response, later tokens included."""
 
     POSITION = "position"
     RESPONSE = "response"

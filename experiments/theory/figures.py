@@ -1,4 +1,4 @@
-"""The theory study's figures: theorem, sandwich of KL_w and KL per token along training; how loose the bounds are."""
+"""Draws the theory study's figures: theorem, sandwich of KL_w, KL per token along training, how loose bounds are."""
 
 from collections.abc import Sequence
 from pathlib import Path
